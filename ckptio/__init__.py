@@ -1,0 +1,126 @@
+"""Asyncio-native checkpoint I/O for PyTorch.
+
+`await ckptio.save(state, path)` and `await ckptio.load(path)` in async code, the same
+names in `ckptio.sync` elsewhere, and `ckptio.Engine` for a loop that saves often.
+
+Names are resolved when they are used: importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckptio._version import __version__
+
+if TYPE_CHECKING:
+    from ckptio import errors, events, sync
+    from ckptio.api import Engine, inspect, load, load_slice, load_with_report, save, verify
+    from ckptio.cache import CacheStatistics
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.flow import LoadResult
+    from ckptio.engine.restore import LoadReport
+    from ckptio.engine.verify import VerifyReport
+    from ckptio.errors import (
+        CheckpointChangedError,
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CommitConflictError,
+        ConfigError,
+        CorruptionError,
+        FormatError,
+        MismatchError,
+        SaveAbortedError,
+        StorageError,
+        TargetError,
+        UnsupportedLeafError,
+    )
+    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.staging.pool import PoolStatistics
+
+_HOMES = {
+    "ckptio.api": (
+        "Engine",
+        "inspect",
+        "load",
+        "load_slice",
+        "load_with_report",
+        "save",
+        "verify",
+    ),
+    "ckptio.cache": ("CacheStatistics",),
+    "ckptio.config": ("CheckpointConfig",),
+    "ckptio.engine.flow": ("LoadResult",),
+    "ckptio.engine.restore": ("LoadReport",),
+    "ckptio.engine.verify": ("VerifyReport",),
+    "ckptio.errors": (
+        "CheckpointChangedError",
+        "CheckpointError",
+        "CheckpointExistsError",
+        "CheckpointNotFoundError",
+        "CommitConflictError",
+        "ConfigError",
+        "CorruptionError",
+        "FormatError",
+        "MismatchError",
+        "SaveAbortedError",
+        "StorageError",
+        "TargetError",
+        "UnsupportedLeafError",
+    ),
+    "ckptio.handle": ("CheckpointInfo", "SaveHandle"),
+    "ckptio.staging.pool": ("PoolStatistics",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("errors", "events", "sync")
+
+__all__ = [
+    "CacheStatistics",
+    "CheckpointChangedError",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "CommitConflictError",
+    "ConfigError",
+    "CorruptionError",
+    "Engine",
+    "FormatError",
+    "LoadReport",
+    "LoadResult",
+    "MismatchError",
+    "PoolStatistics",
+    "SaveAbortedError",
+    "SaveHandle",
+    "StorageError",
+    "TargetError",
+    "UnsupportedLeafError",
+    "VerifyReport",
+    "__version__",
+    "errors",
+    "events",
+    "inspect",
+    "load",
+    "load_slice",
+    "load_with_report",
+    "save",
+    "sync",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for, and no more."""
+    if name in _MODULES:
+        return import_module(f"ckptio.{name}")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptio' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """List what can be asked for."""
+    return list(__all__)

@@ -1,0 +1,120 @@
+"""Waiting for threads and for other loops without abandoning them.
+
+A thread that holds a buffer is outlived, not abandoned. Cancel a task that awaits
+`asyncio.to_thread(write, buffer)` and let its `finally` give the buffer back: the thread
+is still writing, and what lands in the file is the next owner's bytes. Everything here
+waits until the other side is done, and raises the cancellation only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Executor
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None) -> T:
+    """Wait for `future` to the end, even when cancelled meanwhile.
+
+    Args:
+        future: What to wait for. It is never cancelled from here.
+        on_cancel: Called once, at the first cancellation; asks the other side to stop.
+
+    Returns:
+        The result of `future`.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; `future` is done by then.
+    """
+    try:
+        await asyncio.wait((future,))
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        await _finish(future)
+        if not future.cancelled():
+            future.exception()  # seen, so that asyncio does not report it; the caller is leaving
+        raise
+    return future.result()
+
+
+async def _finish(future: asyncio.Future[Any]) -> None:
+    """Wait for `future` whatever is thrown at the waiter.
+
+    The shielded scope keeps an anyio cancel scope, which cancels again on every turn of
+    the loop, from making this a busy wait; native cancellations are caught one by one.
+    """
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            try:
+                await asyncio.wait((future,))
+            except asyncio.CancelledError:  # the first one is raised by `outlive`, at the end
+                continue
+
+
+async def run_blocking(
+    executor: Executor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Run `function` on a thread of `executor` and wait until the thread is done with it.
+
+    Args:
+        executor: Whose threads to use.
+        function: What to call. It may hold buffers of the caller: they are free when
+            this returns or raises, not before.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; the thread is done by then.
+    """
+    loop = asyncio.get_running_loop()
+    return await outlive(loop.run_in_executor(executor, lambda: function(*args, **kwargs)))
+
+
+async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run `coroutine` to its end, even when the caller is cancelled meanwhile.
+
+    For short sequences of library awaits that would leave a thread or a file behind if
+    they were cut in the middle.
+    """
+    return await outlive(asyncio.ensure_future(coroutine))
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """Run `function` on a thread of its own, which is gone when this returns or raises."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # the waiter raises it
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="ckptio-wait")
+    thread.start()
+    try:
+        return await outlive(asyncio.wrap_future(future))
+    finally:
+        thread.join()
+
+
+def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Give the failure that came first in `group`, the one that cancelled its siblings.
+
+    `asyncio.TaskGroup` lists errors in the order in which tasks ended. Groups inside
+    groups are opened.
+    """
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -1,0 +1,346 @@
+"""The face: an engine, and functions that open one for a call.
+
+Everything here may be called from any asyncio loop, several at once. The work is done on
+the engine's own loop; the caller's is only waited on. Blocking twins of the same names
+are in `ckptio.sync`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptio._aio import in_own_thread
+from ckptio.engine.core import EngineCore
+from ckptio.engine.verify import VerifyReport, run_verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+    from ckptio.cache import CacheStatistics
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.flow import LoadResult
+    from ckptio.engine.slices import Index
+    from ckptio.events import Observer
+    from ckptio.format.manifest import Manifest
+    from ckptio.handle import SaveHandle
+    from ckptio.staging.pool import PoolStatistics
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+Strict = Literal["raise", "report", "ignore"]
+
+
+class Engine:
+    """Saves and loads, with a loop, a pool and a metadata cache of its own.
+
+    Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
+    the second save on it takes no memory and makes no plan. Leaving the block waits for
+    what is in flight, and raises the error of a save that nobody waited for. Leaving it
+    by an error aborts what is in flight.
+
+    Args:
+        config: Options; the defaults if not given.
+        observer: Called with each event, on the engine's thread; must return soon.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig | None = None, *, observer: Observer | None = None
+    ) -> None:
+        self._core = EngineCore(config, observer)
+
+    async def __aenter__(self) -> Self:
+        """Start the engine's thread."""
+        self._core.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for what is in flight, or abort it; then give everything back."""
+        await in_own_thread(lambda: self._core.close(abort=error is not None))
+        unseen = self._core.unseen_failure()
+        if unseen is not None and error is None:
+            raise unseen
+
+    def save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> SaveHandle:
+        """Start saving a state; returns at once.
+
+        The state is taken apart here and now; its tensors are copied in the background.
+        Do not change them before `await handle.staged`. `await handle` is the commit.
+
+        A state on the CPU is copied, never referred to after `staged`. One on CUDA is
+        copied on a side stream, behind what the current stream has been told so far;
+        `handle.fence()` puts the current stream behind the copies instead of waiting.
+
+        Args:
+            state: Any nesting of dicts, lists, tuples and sets with tensors, arrays,
+                numbers, strings, bytes, dates, paths, dataclasses, enums and the like.
+                Objects with `state_dict` and `load_state_dict` stand for their state.
+            path: A directory that need not exist; its parents neither.
+            overwrite: Replace a checkpoint that is there; it can be loaded until the new
+                one is committed, and goes then.
+
+        Raises:
+            UnsupportedLeafError: A value has no portable form. Nothing was written.
+            ConfigError: `path` is none.
+            EngineClosedError: The engine is not open.
+        """
+        from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+
+        return begin_save(self._core, state, path, overwrite=overwrite)
+
+    async def load(
+        self,
+        path: PathLike,
+        into: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "raise",
+        types: Sequence[type] = (),
+    ) -> Any:
+        """Load a state.
+
+        Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
+        With it, tensors and arrays of the target are filled in place, with no second
+        copy of the state in memory; dicts and lists are updated; stateful objects are
+        given their state; and the target is returned.
+
+        No byte of the target changes before the sizes of all files were checked, and no
+        block lands before its checksum was. If a later block turns out damaged, blocks
+        that were right have landed: reload from another checkpoint.
+
+        Args:
+            path: A checkpoint.
+            into: What to fill.
+            device: Where new tensors go. Only without `into`.
+            dtype: Convert floating-point tensors to this. With `into`: allow targets that
+                have it. Nothing is ever converted without it.
+            select: Load only these names: a dotted prefix, a glob, several of them, or a
+                predicate.
+            strict: What to do about names that are missing, unexpected or different:
+                `"raise"` before anything changes; `"report"`, see `load_with_report`; or
+                `"ignore"` them. Only with `into`.
+            types: Classes of dataclasses, named tuples and enums to get back as such.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            MismatchError: The target does not fit and `strict` is `"raise"`.
+            TargetError: A target cannot be filled.
+            CorruptionError: A size or a checksum is wrong; says of which file and tensors.
+            CheckpointChangedError: It was overwritten meanwhile.
+            FormatError: It is no checkpoint of a known format.
+            StorageError: It cannot be read.
+            ConfigError: An option would have no effect.
+        """
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = flow.make_request(into, device, dtype, select, strict, types, reports=False)
+        result = await flow.drive(
+            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+        )
+        return result.state
+
+    async def load_with_report(
+        self,
+        path: PathLike,
+        into: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "report",
+        types: Sequence[type] = (),
+    ) -> LoadResult:
+        """Load a state, and say what was found: `result.state` and `result.report`.
+
+        With `strict="report"` what fits is loaded, and the report lists what was missing,
+        unexpected and mismatched. Its notes name values that came back as plain ones.
+        Everything else is as with `load`.
+        """
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = flow.make_request(into, device, dtype, select, strict, types, reports=True)
+        return await flow.drive(
+            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+        )
+
+    async def load_slice(
+        self,
+        path: PathLike,
+        name: str,
+        index: Index,
+        *,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """Load a rectangular part of one tensor, reading little more than its bytes.
+
+        Args:
+            path: A checkpoint.
+            name: The tensor's name.
+            index: A slice, an int or a tuple of them, as in `tensor[index]`; steps of 1.
+            device: Where the result goes; the CPU if not given.
+
+        Returns:
+            A new contiguous tensor, equal to `load(path)[name][index]`.
+
+        Raises:
+            TargetError: There is no such tensor, or the index does not fit it.
+            CheckpointError: As with `load`.
+        """
+        from ckptio.engine import flow, slices  # noqa: PLC0415  # imports torch
+
+        return await flow.drive(
+            self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
+        )
+
+    async def inspect(self, path: PathLike) -> Manifest:
+        """Read what a checkpoint is made of, and none of its data.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            FormatError: Its manifest is damaged, or of a format this version does not read.
+            StorageError: It cannot be read.
+        """
+        storage = self._core.storage(path)
+        return await self._core.call(lambda context: context.cache.get(storage), "inspect")
+
+    async def verify(self, path: PathLike) -> VerifyReport:
+        """Read every byte of a checkpoint and compare it with its checksums.
+
+        Damage does not raise: the report lists all of it.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            FormatError: Its manifest is damaged: nothing can be said of the rest.
+            StorageError: It cannot be read.
+        """
+        storage = self._core.storage(path)
+        return await self._core.call(lambda context: run_verify(storage, context), "verify")
+
+    async def prewarm(self, nbytes: int | None = None) -> None:
+        """Take memory for the staging pool now, so that the first save is as fast as the next.
+
+        Args:
+            nbytes: How much; the whole pool if not given.
+        """
+        await self._core.call(lambda context: prewarm_step(context, nbytes), "prewarm")
+
+    def statistics(self) -> PoolStatistics:
+        """Say what the staging pool has and has done."""
+        return self._core.context.pool.statistics()
+
+    def cache_statistics(self) -> CacheStatistics:
+        """Say what the metadata cache has and has done."""
+        return self._core.context.cache.statistics()
+
+
+async def prewarm_step(context: EngineContext, nbytes: int | None) -> None:
+    """Touch the pool's memory. On the loop: nobody else may take slabs meanwhile."""
+    context.pool.prewarm(nbytes)
+
+
+def save(
+    state: Any,
+    path: PathLike,
+    *,
+    overwrite: bool = False,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> SaveHandle:
+    """Start saving a state with an engine for this one call; see `Engine.save`.
+
+    A loop that saves often keeps an `Engine`: its pool and plans are reused.
+    """
+    from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+
+    core = EngineCore(config, observer)
+    core.start()
+    try:
+        return begin_save(core, state, path, overwrite=overwrite, close_after=True)
+    except BaseException:
+        core.close()
+        raise
+
+
+async def load(
+    path: PathLike,
+    into: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    select: Select | None = None,
+    strict: Strict = "raise",
+    types: Sequence[type] = (),
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> Any:
+    """Load a state with an engine for this one call; see `Engine.load`."""
+    async with Engine(config, observer=observer) as engine:
+        return await engine.load(
+            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+        )
+
+
+async def load_with_report(
+    path: PathLike,
+    into: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    select: Select | None = None,
+    strict: Strict = "report",
+    types: Sequence[type] = (),
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> LoadResult:
+    """Load a state and say what was found; see `Engine.load_with_report`."""
+    async with Engine(config, observer=observer) as engine:
+        return await engine.load_with_report(
+            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+        )
+
+
+async def load_slice(
+    path: PathLike,
+    name: str,
+    index: Index,
+    *,
+    device: torch.device | str | None = None,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Load a part of one tensor with an engine for this one call; see `Engine.load_slice`."""
+    async with Engine(config, observer=observer) as engine:
+        return await engine.load_slice(path, name, index, device=device)
+
+
+async def inspect(
+    path: PathLike,
+    *,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> Manifest:
+    """Read what a checkpoint is made of; see `Engine.inspect`."""
+    async with Engine(config, observer=observer) as engine:
+        return await engine.inspect(path)
+
+
+async def verify(
+    path: PathLike,
+    *,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> VerifyReport:
+    """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
+    async with Engine(config, observer=observer) as engine:
+        return await engine.verify(path)

@@ -1,0 +1,211 @@
+"""The metadata cache: an actor that owns the manifests of an engine.
+
+One task owns the table; others send it requests and wait for answers. So there are no
+locks, and each of these holds by construction:
+
+* single flight: fifty readers of one checkpoint cause one read;
+* fresh: an answer is never older than the request. Who joins a read that had begun before
+  has its result checked once more by its version (a stat), not taken on trust;
+* failures are not kept: the next request tries again;
+* a waiter that is cancelled leaves; the read goes on for the others;
+* links are followed: `latest` and `step-3` are one entry, and a link that was moved is
+  looked up anew.
+
+Manifests are immutable, so readers share them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptio.errors import EngineClosedError
+from ckptio.format.manifest import decode_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Hashable
+
+    from ckptio.format.manifest import Manifest
+    from ckptio.storage.interface import Storage
+
+    Decode = Callable[[bytes], Awaitable[Manifest]]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a cache has and has done.
+
+    Attributes:
+        num_entries: Manifests kept.
+        nbytes: Their bytes, as read.
+        num_reads: Manifests read, ever.
+        num_checks: Versions asked for, ever.
+        num_hits: Requests answered by an entry that a check found unchanged.
+    """
+
+    num_entries: int
+    nbytes: int
+    num_reads: int
+    num_checks: int
+    num_hits: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    version: Hashable
+    manifest: Manifest
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Key:
+    """What is going on for one checkpoint."""
+
+    waiting: deque[tuple[Storage, asyncio.Future[Manifest]]] = field(default_factory=deque)
+    busy: bool = False
+
+
+class MetadataCache:
+    """Manifests by checkpoint. Used from the loop it was entered on.
+
+    Args:
+        max_entries: Manifests kept, at most.
+        max_nbytes: Bytes of manifests kept, at most.
+        decode: Parses manifests; elsewhere than on the loop, if that takes long.
+    """
+
+    def __init__(self, max_entries: int, max_nbytes: int, decode: Decode | None = None) -> None:
+        self._max_entries = max_entries
+        self._max_nbytes = max_nbytes
+        self._decode = decode or _decode_here
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._keys: dict[str, _Key] = {}
+        self._inbox: asyncio.Queue[str | None] = asyncio.Queue()
+        self._nbytes = self._num_reads = self._num_checks = self._num_hits = 0
+        self._open = False
+
+    async def run(self) -> None:
+        """Serve requests until `close`. The caller gives this a task of its own."""
+        self._open = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                while (identity := await self._inbox.get()) is not None:
+                    key = self._keys.get(identity)
+                    if key is not None and not key.busy and key.waiting:
+                        key.busy = True
+                        group.create_task(self._serve(identity, key), name=f"cache {identity}")
+        finally:
+            self._open = False
+            for key in self._keys.values():
+                for _, future in key.waiting:
+                    if not future.done():
+                        future.set_exception(_closed())
+
+    def close(self) -> None:
+        """Let `run` end once what is under way is done."""
+        self._inbox.put_nowait(None)
+
+    async def get(self, storage: Storage) -> Manifest:
+        """Give the manifest of a checkpoint as it is now, or newer.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            FormatError: It is damaged.
+            StorageError: It cannot be read.
+        """
+        if not self._open:
+            raise _closed()
+        identity = storage.identity
+        future: asyncio.Future[Manifest] = asyncio.get_running_loop().create_future()
+        self._keys.setdefault(identity, _Key()).waiting.append((storage, future))
+        self._inbox.put_nowait(identity)
+        return await future
+
+    def forget(self, storage: Storage) -> None:
+        """Drop what is kept of a checkpoint."""
+        entry = self._entries.pop(storage.identity, None)
+        if entry is not None:
+            self._nbytes -= entry.nbytes
+
+    def statistics(self) -> CacheStatistics:
+        """Say what the cache has and has done."""
+        return CacheStatistics(
+            num_entries=len(self._entries),
+            nbytes=self._nbytes,
+            num_reads=self._num_reads,
+            num_checks=self._num_checks,
+            num_hits=self._num_hits,
+        )
+
+    async def _serve(self, identity: str, key: _Key) -> None:
+        """Answer everybody who waits for a checkpoint, until nobody does.
+
+        Each round answers those who were there when it began; who comes meanwhile has the
+        next round, which is one check if nothing changed.
+        """
+        while key.waiting:
+            batch = list(key.waiting)
+            key.waiting.clear()
+            try:
+                manifest = await self._fetch(identity, batch[0][0])
+            except BaseException as error:  # each waiter raises it, a cancellation as our end
+                ours = error if isinstance(error, Exception) else _closed()
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(ours)
+                        future.exception()  # a waiter that left does not make asyncio complain
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                for _, future in batch:
+                    if not future.done():
+                        future.set_result(manifest)
+        key.busy = False
+        del self._keys[identity]
+
+    async def _fetch(self, identity: str, storage: Storage) -> Manifest:
+        """Check the entry, or read."""
+        entry = self._entries.get(identity)
+        if entry is not None:
+            self._num_checks += 1
+            try:
+                version = await storage.version()
+            except Exception:
+                self._drop(identity)
+                raise
+            if version == entry.version:
+                self._num_hits += 1
+                if identity in self._entries:
+                    self._entries.move_to_end(identity)
+                return entry.manifest
+            self._drop(identity)
+        self._num_reads += 1
+        version, data = await storage.read_manifest()
+        manifest = await self._decode(data)
+        self._keep(identity, _Entry(version, manifest, len(data)))
+        return manifest
+
+    def _keep(self, identity: str, entry: _Entry) -> None:
+        self._drop(identity)
+        if entry.nbytes > self._max_nbytes:
+            return
+        self._entries[identity] = entry
+        self._nbytes += entry.nbytes
+        while len(self._entries) > self._max_entries or self._nbytes > self._max_nbytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._nbytes -= oldest.nbytes
+
+    def _drop(self, identity: str) -> None:
+        entry = self._entries.pop(identity, None)
+        if entry is not None:
+            self._nbytes -= entry.nbytes
+
+
+async def _decode_here(data: bytes) -> Manifest:
+    return decode_manifest(data)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the metadata cache is closed: use it inside `async with Engine(...)`")

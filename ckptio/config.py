@@ -1,0 +1,144 @@
+"""`CheckpointConfig`: every option of an engine, checked when it is made.
+
+An option that would have no effect is an error, not a surprise at step 10,000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+
+#: Alignment of slabs, of headers and of tensors inside a bucket, in bytes: the page.
+PAGE_NBYTES = 4096
+
+Durability = Literal["none", "file", "full"]
+DirectIO = Literal["auto", "off"]
+_ENV_PREFIX = "CKPTIO_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Options of an engine.
+
+    Attributes:
+        pool_nbytes: Hard budget of the staging pool, in bytes. A state up to this
+            size is copied at once, and `await handle.staged` takes one memory copy; a
+            larger one flows through in waves. Set it to a rank's bytes for the shortest
+            stall. Memory is taken as it is first needed, then kept and reused.
+        slab_nbytes: Size of a slab of the pool, and so of one write: a tensor above it
+            is written by several writers at once. 16 MiB: large enough that a hop to
+            the event loop (50 to 100 µs) is lost beside it, small enough to pipeline.
+        block_nbytes: Bytes under one checksum, and the unit in which files are written
+            and read. 1 MiB stays in a core's cache between copy, checksum and write.
+        bucket_nbytes: Size of a data file, about. A larger tensor has a file of its own.
+        max_writes: Slabs being written at a time. 1 is strictly sequential.
+        max_reads: Ranges being read at a time.
+        max_copies: Slabs being copied (staged) at a time.
+        max_saves: Saves in flight at a time; a further one waits for a place.
+        durability: What `await handle` promises. `"full"`: data, manifest and every
+            directory entry survive a power cut. `"file"`: files are synced, directories
+            are not. `"none"`: nothing is synced; survives a crash of the process only.
+        direct_io: `"auto"`: past the page cache where the file system can. `"off"`:
+            through it, with early write-back.
+        file_mode: Permission bits of files made.
+        dir_mode: Permission bits of directories made.
+        cache_entries: Manifests kept by the metadata cache, at most.
+        cache_nbytes: Bytes of manifests kept by the metadata cache, at most.
+    """
+
+    pool_nbytes: int = 256 * MiB
+    slab_nbytes: int = 16 * MiB
+    block_nbytes: int = 1 * MiB
+    bucket_nbytes: int = 1 * GiB
+    max_writes: int = 4
+    max_reads: int = 4
+    max_copies: int = 2
+    max_saves: int = 2
+    durability: Durability = "full"
+    direct_io: DirectIO = "auto"
+    file_mode: int = 0o600
+    dir_mode: int = 0o700
+    cache_entries: int = 64
+    cache_nbytes: int = 256 * MiB
+
+    def __post_init__(self) -> None:
+        """Check each option, and each against the others.
+
+        Raises:
+            ConfigError: An option is out of range or would have no effect.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, int) and (type(value) is not int or value < 1):
+                raise ConfigError(f"{field.name} must be a positive int, not {value!r}")
+        if self.durability not in ("none", "file", "full"):
+            raise ConfigError(f"durability must be none, file or full, not {self.durability!r}")
+        if self.direct_io not in ("auto", "off"):
+            raise ConfigError(f"direct_io must be auto or off, not {self.direct_io!r}")
+        if self.block_nbytes % PAGE_NBYTES:
+            raise ConfigError(
+                f"block_nbytes must be a multiple of {PAGE_NBYTES}, not {self.block_nbytes}"
+            )
+        if self.slab_nbytes % self.block_nbytes:
+            raise ConfigError(
+                f"slab_nbytes must be a multiple of block_nbytes ({self.block_nbytes}),"
+                f" not {self.slab_nbytes}"
+            )
+        if self.pool_nbytes % self.slab_nbytes:
+            raise ConfigError(
+                f"pool_nbytes must be a multiple of slab_nbytes ({self.slab_nbytes}),"
+                f" not {self.pool_nbytes}: the rest would never be used"
+            )
+        for name in ("max_writes", "max_reads", "max_copies"):
+            if getattr(self, name) > self.num_slabs:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} would have no effect: the pool has"
+                    f" {self.num_slabs} slabs; raise pool_nbytes or lower {name}"
+                )
+        if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
+            raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs in the pool when it is full."""
+        return self.pool_nbytes // self.slab_nbytes
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> CheckpointConfig:
+        """Read options from variables named `CKPTIO_` and the option in capitals.
+
+        Integers may be written in any base with its prefix (`0o640`).
+
+        Args:
+            environ: Variables to read; `os.environ` if not given.
+
+        Raises:
+            ConfigError: A variable with the prefix names no option, or has a bad value.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        options: dict[str, int | str] = {}
+        for key, text in (os.environ if environ is None else environ).items():
+            if not key.startswith(_ENV_PREFIX):
+                continue
+            name = key.removeprefix(_ENV_PREFIX).lower()
+            if name not in fields:
+                raise ConfigError(f"{key} names no option; options are {', '.join(fields)}")
+            if isinstance(fields[name].default, int):
+                try:
+                    options[name] = int(text, 0)
+                except ValueError:
+                    raise ConfigError(f"{key} must be an int, not {text!r}") from None
+            else:
+                options[name] = text
+        return cls(**options)  # type: ignore[arg-type]  # checked by __post_init__

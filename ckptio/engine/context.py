@@ -1,0 +1,90 @@
+"""What the coroutines of an engine share, as one value with a clear owner."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptio.events import notify
+from ckptio.plan.save import SavePlan, plan_save
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from ckptio.cache import MetadataCache
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event, Observer
+    from ckptio.plan.save import LeafSpec
+    from ckptio.staging.pool import SlabPool
+
+_MAX_PLANS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineContext:
+    """The parts of an engine. Made on its loop, by who closes them.
+
+    Attributes:
+        config: Options.
+        executor: Threads for everything that blocks.
+        pool: Slabs.
+        cache: Manifests.
+        observer: Takes events, if anybody does.
+        plans: Plans of earlier saves.
+        copies: Slabs being copied at a time.
+        writes: Slabs being written at a time.
+        reads: Ranges being read at a time.
+        saves: Saves in flight at a time.
+        num_saves: Saves in flight now.
+    """
+
+    config: CheckpointConfig
+    executor: Executor
+    pool: SlabPool
+    cache: MetadataCache
+    observer: Observer | None = None
+    plans: PlanCache = field(default_factory=lambda: PlanCache())
+    copies: asyncio.Semaphore = field(init=False)
+    writes: asyncio.Semaphore = field(init=False)
+    reads: asyncio.Semaphore = field(init=False)
+    saves: asyncio.Semaphore = field(init=False)
+    num_saves: int = 0
+
+    def __post_init__(self) -> None:
+        """Make the limits."""
+        self.copies = asyncio.Semaphore(self.config.max_copies)
+        self.writes = asyncio.Semaphore(self.config.max_writes)
+        self.reads = asyncio.Semaphore(self.config.max_reads)
+        self.saves = asyncio.Semaphore(self.config.max_saves)
+
+    def emit(self, event: Event) -> None:
+        """Give an event to the observer."""
+        notify(self.observer, event)
+
+
+class PlanCache:
+    """Plans of earlier saves, by everything that a plan depends on.
+
+    The key is the structure itself (names, element types, shapes, in order), compared
+    whole, not a digest of it: a changed structure can never be saved with an old plan.
+    Tensors play no part in it. Least recently used plans go first.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[LeafSpec, ...], SavePlan] = {}
+
+    def get(self, specs: tuple[LeafSpec, ...]) -> SavePlan | None:
+        """Give the plan for a structure, if there is one."""
+        plan = self._plans.pop(specs, None)
+        if plan is not None:
+            self._plans[specs] = plan
+        return plan
+
+    def make(self, specs: tuple[LeafSpec, ...], config: CheckpointConfig) -> SavePlan:
+        """Plan for a structure, and keep the plan. Blocks: about 10 µs a tensor."""
+        plan = plan_save(specs, config)
+        self._plans[specs] = plan
+        while len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        return plan

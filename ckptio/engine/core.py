@@ -1,0 +1,278 @@
+"""The engine's own loop, on a thread of its own, and the way there from other threads.
+
+A trainer's loop stands still for seconds while a step runs; a save that was scheduled
+there would stand still with it. So the engine has its own loop (anyio's blocking portal),
+and sessions, tasks and buffers that belong to a loop belong to this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from anyio.from_thread import start_blocking_portal
+
+from ckptio._aio import outlive, run_blocking
+from ckptio.cache import MetadataCache
+from ckptio.config import CheckpointConfig
+from ckptio.engine.context import EngineContext
+from ckptio.errors import EngineClosedError
+from ckptio.format.manifest import Manifest, decode_manifest
+from ckptio.staging.pool import SlabPool
+from ckptio.storage.resolve import resolve_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from contextlib import AbstractContextManager
+
+    from anyio.from_thread import BlockingPortal
+
+    from ckptio.events import Observer
+    from ckptio.handle import SaveHandle
+    from ckptio.staging.cuda import SideStreams
+    from ckptio.storage.interface import Storage
+    from ckptio.storage.resolve import PathLike
+
+T = TypeVar("T")
+
+
+class EngineCore:
+    """A running engine. Every method is thread-safe unless it says otherwise.
+
+    Args:
+        config: Options; the defaults if not given.
+        observer: Takes events, on the engine's thread.
+    """
+
+    def __init__(self, config: CheckpointConfig | None, observer: Observer | None) -> None:
+        self.config = config or CheckpointConfig()
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._in_flight: set[Running[Any]] = set()
+        self._portal: BlockingPortal | None = None
+        self._portal_block: AbstractContextManager[BlockingPortal] | None = None
+        self._context: EngineContext | None = None
+        self._cache_task: Future[None] | None = None
+        self._handles: list[SaveHandle] = []
+        self._side_streams: dict[bool, SideStreams] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes work."""
+        return self._portal is not None
+
+    @property
+    def context(self) -> EngineContext:
+        """What the coroutines share.
+
+        Raises:
+            EngineClosedError: The engine is not open.
+        """
+        if self._context is None or self._portal is None:
+            raise EngineClosedError("the engine is not open: use it inside `async with Engine()`")
+        return self._context
+
+    def start(self) -> None:
+        """Start the loop and its thread. Blocks for a millisecond or two."""
+        if self._portal_block is not None:
+            raise EngineClosedError("an engine is entered once; make another one")
+        self._portal_block = start_blocking_portal(backend="asyncio")
+        self._portal = self._portal_block.__enter__()
+        self._context = self._portal.call(self._make_context)
+        self._cache_task = self._portal.start_task_soon(self._context.cache.run)
+
+    async def _make_context(self) -> EngineContext:
+        config = self.config
+        executor = ThreadPoolExecutor(
+            config.max_writes + config.max_reads + config.max_copies + 2,
+            thread_name_prefix="ckptio",
+        )
+
+        async def decode(data: bytes) -> Manifest:
+            return await run_blocking(executor, decode_manifest, data)
+
+        return EngineContext(
+            config=config,
+            executor=executor,
+            pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+            cache=MetadataCache(config.cache_entries, config.cache_nbytes, decode),
+            observer=self._observer,
+        )
+
+    def storage(self, path: PathLike) -> Storage:
+        """Find the storage for a path. Touches nothing."""
+        context = self.context
+        return resolve_storage(path, self.config, context.executor, context.emit)
+
+    def submit(
+        self,
+        step: Callable[[EngineContext], Awaitable[T]],
+        name: str,
+        running: Running[T] | None = None,
+    ) -> Running[T]:
+        """Start a coroutine on the engine's loop.
+
+        Args:
+            step: Called with the context, on the loop.
+            name: Of its task.
+            running: Takes its end; a new one if not given.
+
+        Raises:
+            EngineClosedError: The engine is not open.
+        """
+        context = self.context
+        portal = self._portal
+        running = running or Running()
+        with self._lock:
+            if portal is None or self._portal is None:
+                raise EngineClosedError("the engine was closed meanwhile")
+            self._in_flight.add(running)
+            portal.start_task_soon(self._run, step, context, running, name=name)
+        return running
+
+    async def _run(
+        self,
+        step: Callable[[EngineContext], Awaitable[T]],
+        context: EngineContext,
+        running: Running[T],
+    ) -> None:
+        """Run a step, and give its end to whoever waits."""
+        running.started()
+        try:
+            result = await step(context)
+        except BaseException as error:  # whoever waits for the step raises it
+            self._in_flight.discard(running)
+            running.future.set_exception(error)
+        else:
+            self._in_flight.discard(running)
+            running.future.set_result(result)
+
+    def keep(self, handle: SaveHandle) -> None:
+        """Remember a save until somebody has seen how it ended."""
+        with self._lock:
+            self._handles = [h for h in self._handles if not (h.done() and h.retrieved)]
+            self._handles.append(handle)
+
+    def unseen_failure(self) -> BaseException | None:
+        """Give the error of a save that nobody waited for."""
+        for handle in self._handles:
+            if handle.done() and not handle.retrieved:
+                error = handle.committed.error()
+                if error is not None:
+                    return error
+        return None
+
+    def side_streams(self, *, saving: bool) -> SideStreams:
+        """Give the CUDA streams for one direction, and pin the pool at the first use."""
+        from ckptio.staging.cuda import HostRegistration, SideStreams  # noqa: PLC0415  # imports torch
+
+        with self._lock:
+            if not self._side_streams:
+                self._side_streams = {True: SideStreams(), False: SideStreams()}
+                first = True
+            else:
+                first = False
+        if first:
+            pool = self.context.pool
+
+            async def pin(_: EngineContext) -> None:
+                pool.use_pinning(HostRegistration())
+
+            self.call_blocking(pin, "pin the pool")
+        return self._side_streams[saving]
+
+    async def call(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
+        """Run a coroutine on the engine's loop and await it from another.
+
+        Raises:
+            asyncio.CancelledError: The caller was cancelled; the step has ended by then.
+        """
+        running = self.submit(step, name)
+        return await outlive(asyncio.wrap_future(running.future), on_cancel=running.abort)
+
+    def call_blocking(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
+        """Run a coroutine on the engine's loop and block until it has ended.
+
+        An interrupt (`KeyboardInterrupt`) aborts the step and waits for its end.
+        """
+        running = self.submit(step, name)
+        try:
+            return running.future.result()
+        except BaseException:
+            running.abort()
+            running.wait_ended()
+            raise
+
+    def close(self, *, abort: bool = False) -> None:
+        """Wait for what is in flight, then give everything back. Blocks.
+
+        Args:
+            abort: Stop what is in flight first.
+        """
+        with self._lock:
+            portal, self._portal = self._portal, None
+            in_flight = list(self._in_flight)
+        if portal is None or self._portal_block is None:
+            return
+        for running in in_flight:
+            if abort:
+                running.abort()
+        for running in in_flight:
+            running.wait_ended()
+        try:
+            portal.call(self._give_back)
+        finally:
+            self._portal_block.__exit__(None, None, None)
+
+    async def _give_back(self) -> None:
+        context = self._context
+        assert context is not None  # noqa: S101  # it was started
+        context.cache.close()
+        if self._cache_task is not None:
+            await asyncio.wait((asyncio.wrap_future(self._cache_task),))
+        context.pool.close()
+        context.executor.shutdown()
+
+
+class Running(Generic[T]):
+    """A coroutine under way on an engine's loop.
+
+    Attributes:
+        future: Its end.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[T] = Future()
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def started(self) -> None:
+        """The task runs. Called on it, first of all."""
+        with self._lock:
+            self._task = asyncio.current_task()
+            self._loop = asyncio.get_running_loop()
+            aborted = self._aborted
+        if aborted and self._task is not None:
+            self._task.cancel()
+
+    def abort(self) -> None:
+        """Cancel the task, once; nothing happens after its end. From any thread."""
+        with self._lock:
+            if self._aborted or self.future.done():
+                return
+            self._aborted = True
+            task, loop = self._task, self._loop
+        if task is not None and loop is not None:
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:  # the loop has ended, and the task before it
+                return
+
+    def wait_ended(self) -> None:
+        """Block until the task has ended, however it did."""
+        concurrent.futures.wait((self.future,))

@@ -1,0 +1,320 @@
+"""The course of a save and of a load between the caller's thread and the engine's loop.
+
+What touches the caller's objects (tensors, streams, stateful objects) happens on the
+caller's thread; what reads and writes happens on the engine's loop. A load goes back and
+forth, so it is written once, as a generator that hands out coroutines to run over there;
+a coroutine and a blocking function drive it the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ckptio.engine.context import EngineContext
+from ckptio.engine.core import Running
+from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.restore import LoadReport, LoadRequest, plan_restoration
+from ckptio.engine.save import SaveJob, run_save
+from ckptio.errors import (
+    CheckpointChangedError,
+    ConfigError,
+    CorruptionError,
+    SaveAbortedError,
+)
+from ckptio.events import LoadFinished, LoadStarted, SaveCommitted, SaveFailed
+from ckptio.handle import CheckpointInfo, SaveHandle
+from ckptio.plan.load import plan_load
+from ckptio.staging.copy import SourceState, TargetState
+from ckptio.state.flatten import flatten
+from ckptio.state.tree import make_predicate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckptio.engine.core import EngineCore
+    from ckptio.format.manifest import Manifest
+    from ckptio.plan.load import LoadPlan
+    from ckptio.staging.cuda import CallerStreams
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+T = TypeVar("T")
+Step = Callable[[EngineContext], Awaitable[Any]]
+#: How a load goes: it yields what to run on the engine's loop, and is sent the result.
+Flow = Generator[Step, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What `load_with_report` returns.
+
+    Attributes:
+        state: The state, or the target that was filled.
+        report: What was found.
+    """
+
+    state: Any
+    report: LoadReport
+
+
+def begin_save(
+    core: EngineCore, state: Any, path: PathLike, *, overwrite: bool, close_after: bool = False
+) -> SaveHandle:
+    """Take a state apart and start saving it. On the caller's thread; copies nothing.
+
+    Args:
+        core: The engine.
+        state: What to save.
+        path: Where to.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        close_after: Close the engine when the save has ended, before the handle says so.
+
+    Raises:
+        UnsupportedLeafError: A value has no portable form; nothing was started.
+        ConfigError: The path is none.
+        EngineClosedError: The engine is not open.
+    """
+    started = time.perf_counter()
+    storage = core.storage(path)
+    flat = flatten(state)
+    streams = caller_streams(flat.sources, core, saving=True)
+    running: Running[Callable[[], None]] = Running()
+    handle = SaveHandle(
+        storage.path,
+        uuid.uuid4().hex,
+        abort=running.abort,
+        fence=streams.fence if streams is not None else _no_fence,
+    )
+    job = SaveJob(
+        save_id=handle.save_id,
+        storage=storage,
+        flat=flat,
+        source=SourceState(flat.sources, streams),
+        overwrite=overwrite,
+        handle=handle,
+        started_s=started,
+    )
+    if close_after:
+        core.submit(lambda context: _saved(job, context), f"save {storage.path}", running)
+        threading.Thread(
+            target=_close_after, args=(core, running), name="ckptio-save", daemon=False
+        ).start()
+        return handle
+
+    async def save_and_say(context: EngineContext) -> Callable[[], None]:
+        say = await _saved(job, context)
+        say()
+        return say
+
+    core.keep(handle)
+    core.submit(save_and_say, f"save {storage.path}", running)
+    return handle
+
+
+def _no_fence() -> None:
+    """A state on the CPU has no stream: once it is copied, nothing is left to order."""
+
+
+def _close_after(core: EngineCore, running: Running[Callable[[], None]]) -> None:
+    """Close an engine after its one save, then let the handle say how it ended."""
+    running.wait_ended()
+    core.close()
+    running.future.result()()
+
+
+async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
+    """Run a save, and give what tells its handle how it ended. Never raises."""
+    handle = job.handle
+    try:
+        receipt = await run_save(job, context)
+    except BaseException as error:  # the handle raises it
+        ended = (
+            error
+            if isinstance(error, Exception)
+            else SaveAbortedError(
+                f"the save to {handle.path!r} was aborted; what was there is untouched"
+            )
+        )
+        context.emit(SaveFailed(path=handle.path, save_id=handle.save_id, error=error))
+        return lambda: handle.fail(ended)
+    info = CheckpointInfo(
+        path=handle.path,
+        save_id=handle.save_id,
+        nbytes=receipt.plan.nbytes,
+        num_files=len(receipt.plan.buckets),
+        num_tensors=receipt.plan.num_tensors,
+        staged_s=job.staged_s,
+        committed_s=job.elapsed_s(),
+        plan_reused=receipt.plan_reused,
+    )
+    context.emit(
+        SaveCommitted(
+            path=handle.path,
+            save_id=handle.save_id,
+            nbytes=info.nbytes,
+            elapsed_s=info.committed_s,
+        )
+    )
+    return lambda: handle.committed.reach(info)
+
+
+def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[LoadResult]:
+    """Load a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        MismatchError: The target does not fit and `strict` is `"raise"`.
+        TargetError: A target cannot be filled.
+        CorruptionError: A size or a checksum is wrong.
+        CheckpointChangedError: It was overwritten meanwhile, twice.
+        FormatError: It is no checkpoint of this format.
+        StorageError: It cannot be read.
+    """
+    started = time.perf_counter()
+    storage = core.storage(path)
+    manifest: Manifest = yield lambda context: context.cache.get(storage)
+    restoration = plan_restoration(manifest, storage.path, request)
+    plan = plan_load(manifest, restoration.wanted, core.config)
+    reading = Reading(storage, manifest)
+    try:
+        yield lambda _: check_sizes(reading, plan.files)
+    except CorruptionError:
+        # a checkpoint that was overwritten since looks just like a damaged one
+        again: Manifest = yield lambda context: context.cache.get(storage)
+        if again.save_id == manifest.save_id:
+            raise
+        raise CheckpointChangedError(storage.path) from None
+    destinations = restoration.destinations()
+    streams = caller_streams([d.tensor for d in destinations], core, saving=False)
+    target = TargetState(destinations, streams)
+    reading.scatter = target.scatter
+    _announce(core, storage.path, plan, len(destinations))
+    yield lambda context: read_plan(plan, reading, context)
+    target.mark_written()
+    state = restoration.finish()
+    elapsed_s = time.perf_counter() - started
+    core.context.emit(LoadFinished(path=storage.path, nbytes=plan.nbytes, elapsed_s=elapsed_s))
+    match = restoration.match
+    return LoadResult(
+        state,
+        LoadReport(
+            path=storage.path,
+            save_id=manifest.save_id,
+            nbytes=plan.nbytes,
+            num_tensors=len(destinations),
+            missing=tuple(match.missing) if match and request.strict == "report" else (),
+            unexpected=tuple(match.unexpected) if match and request.strict == "report" else (),
+            mismatched=tuple(match.mismatched) if match and request.strict == "report" else (),
+            notes=tuple(restoration.notes),
+        ),
+    )
+
+
+def _announce(core: EngineCore, path: str, plan: LoadPlan, num_tensors: int) -> None:
+    core.context.emit(
+        LoadStarted(
+            path=path, nbytes=plan.nbytes, num_tensors=num_tensors, num_files=len(plan.files)
+        )
+    )
+
+
+def make_request(
+    into: Any,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    select: Select | None,
+    strict: str,
+    types: Sequence[type],
+    *,
+    reports: bool,
+) -> LoadRequest:
+    """Check the options of a load.
+
+    Raises:
+        ConfigError: One is wrong, or would have no effect.
+    """
+    if strict not in ("raise", "report", "ignore"):
+        raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+    if into is None and strict == "ignore":
+        raise ConfigError("strict='ignore' has no effect without into=")
+    if strict == "report" and not reports:
+        raise ConfigError("load returns no report; use load_with_report with strict='report'")
+    if into is not None and device is not None:
+        raise ConfigError("device= has no effect with into=: targets are filled where they are")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
+    if not all(isinstance(cls, type) for cls in types):
+        raise ConfigError(f"types= takes classes, not {types!r}")
+    try:
+        where = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is no device: {error}") from None
+    return LoadRequest(
+        into=into,
+        device=where,
+        dtype=dtype,
+        keep=None if select is None else make_predicate(select),
+        strict=strict,
+        types=tuple(types),
+    )
+
+
+def caller_streams(
+    tensors: Iterable[torch.Tensor], core: EngineCore, *, saving: bool
+) -> CallerStreams | None:
+    """Record on the caller's current streams what copies have to come after.
+
+    Args:
+        tensors: What is copied from or to.
+        core: The engine; its pool is pinned from the first CUDA tensor on.
+        saving: The direction; each has side streams of its own.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if not devices:
+        return None
+    from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
+
+    return CallerStreams(devices, core.side_streams(saving=saving))
+
+
+async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
+    """Run a flow from a coroutine of another loop."""
+    try:
+        step = next(flow)
+        while True:
+            try:
+                result = await core.call(step, name)
+            except Exception as error:  # the flow may know what to do with it
+                step = flow.throw(error)
+            else:
+                step = flow.send(result)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        flow.close()
+
+
+def drive_blocking(core: EngineCore, flow: Flow[T], name: str) -> T:
+    """Run a flow from a thread without a loop, or that may block one."""
+    try:
+        step = next(flow)
+        while True:
+            try:
+                result = core.call_blocking(step, name)
+            except Exception as error:  # the flow may know what to do with it
+                step = flow.throw(error)
+            else:
+                step = flow.send(result)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        flow.close()

@@ -1,0 +1,216 @@
+"""Carry a load out: from a path to tensors that are filled.
+
+    manifest (cache) -> sizes of files -> plan -> ranges: read, verify, land
+
+Nothing lands before the sizes of all files were checked, and no block before its own
+checksum was. A range holds one slab from read to landing; memory beside the targets is
+the pool, whatever the size of the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio._aio import first_failure, run_blocking
+from ckptio.errors import ConfigError, CorruptionError
+from ckptio.events import ReadProgressed
+from ckptio.format.checksum import crc32c
+from ckptio.layout import DTYPES, numel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Manifest
+    from ckptio.plan.load import LoadPlan, ReadSegment
+    from ckptio.staging.cuda import PendingCopies
+    from ckptio.staging.pool import Slab
+    from ckptio.storage.interface import Source, Storage
+
+    Scatter = Callable[[ReadSegment, Slab], PendingCopies | None]
+    OnDamage = Callable[[CorruptionError], None]
+
+
+@dataclass(slots=True)
+class Reading:
+    """A checkpoint that is being read.
+
+    Attributes:
+        storage: Where it is.
+        manifest: What it is made of.
+        scatter: Lands a verified range; nothing lands without it.
+        on_damage: Takes damaged blocks and missing files; without it the first one raises.
+        read_nbytes: Bytes read so far.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    scatter: Scatter | None = None
+    on_damage: OnDamage | None = None
+    read_nbytes: int = 0
+
+    def damaged(self, error: CorruptionError) -> None:
+        """Raise, or report to who collects."""
+        if self.on_damage is None:
+            raise error
+        self.on_damage(error)
+
+
+async def check_sizes(reading: Reading, files: Sequence[int]) -> set[int]:
+    """Compare the sizes of files with the manifest's.
+
+    Returns:
+        Indices of the files that are whole.
+
+    Raises:
+        CorruptionError: A file is missing or has another size, and nobody collects.
+    """
+    entries = [reading.manifest.files[i] for i in files]
+    sizes = await reading.storage.sizes([entry.name for entry in entries])
+    whole = set()
+    for index, entry, size in zip(files, entries, sizes, strict=True):
+        if size == entry.nbytes:
+            whole.add(index)
+            continue
+        problem = "no such regular file" if size is None else f"a file of {size} bytes"
+        start, stop = sorted((size or 0, entry.nbytes))
+        reading.damaged(
+            CorruptionError(
+                f"{problem} instead of one of {entry.nbytes}",
+                file=entry.name,
+                start=start,
+                stop=stop,
+                fqns=names_in(reading.manifest, index, start, stop),
+            )
+        )
+    return whole
+
+
+async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) -> None:
+    """Read, verify and land every range of a plan.
+
+    Raises:
+        CorruptionError: A block does not have its checksum, and nobody collects.
+        CheckpointChangedError: A file went away meanwhile.
+        StorageError: The first failure of any part; the others are cancelled and awaited.
+    """
+    require_slabs(reading.manifest, context)
+    total = plan.nbytes
+    by_file: dict[int, list[ReadSegment]] = {}
+    for segment in plan.segments:
+        by_file.setdefault(segment.file, []).append(segment)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for file, segments in by_file.items():
+                group.create_task(
+                    _read_file(file, segments, reading, context, total), name=f"read file {file}"
+                )
+    except BaseExceptionGroup as errors:
+        raise first_failure(errors) from None
+
+
+def require_slabs(manifest: Manifest, context: EngineContext) -> None:
+    """Refuse a checkpoint whose blocks do not fit the slabs of this engine."""
+    if manifest.block_nbytes > context.config.slab_nbytes:
+        raise ConfigError(
+            f"the checkpoint has blocks of {manifest.block_nbytes} bytes and this engine slabs of"
+            f" {context.config.slab_nbytes}; raise slab_nbytes"
+        )
+
+
+async def _read_file(
+    file: int,
+    segments: Iterable[ReadSegment],
+    reading: Reading,
+    context: EngineContext,
+    total_nbytes: int,
+) -> None:
+    """Read the ranges of one file."""
+    entry = reading.manifest.files[file]
+    async with _opened(reading.storage, entry.name, entry.nbytes, context) as source:
+        async with asyncio.TaskGroup() as group:
+            for segment in segments:
+                group.create_task(
+                    _read_segment(segment, source, reading, context, total_nbytes),
+                    name=f"read {entry.name}@{segment.start}",
+                )
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    storage: Storage, name: str, nbytes: int, context: EngineContext
+) -> AsyncIterator[Source]:
+    source = await storage.open(name, nbytes)
+    try:
+        yield source
+    finally:
+        await run_blocking(context.executor, source.close)
+
+
+async def _read_segment(
+    segment: ReadSegment,
+    source: Source,
+    reading: Reading,
+    context: EngineContext,
+    total_nbytes: int,
+) -> None:
+    """Read, verify and land one range."""
+    async with context.pool.lease() as slab:
+        async with context.reads:
+            damage, pending = await run_blocking(
+                context.executor, _read_and_land, segment, slab, source, reading
+            )
+        if pending is not None:
+            await run_blocking(context.executor, pending.wait)
+    for error in damage:
+        reading.damaged(error)
+    reading.read_nbytes += segment.nbytes
+    context.emit(
+        ReadProgressed(
+            path=reading.storage.path, read_nbytes=reading.read_nbytes, nbytes=total_nbytes
+        )
+    )
+
+
+def _read_and_land(
+    segment: ReadSegment, slab: Slab, source: Source, reading: Reading
+) -> tuple[list[CorruptionError], PendingCopies | None]:
+    """Read a range block by block, verify it, and land it if all of it is right. Blocks."""
+    block = reading.manifest.block_nbytes
+    damage = []
+    for position, expected in zip(range(0, segment.nbytes, block), segment.checksums, strict=True):
+        nbytes = min(block, segment.nbytes - position)
+        start = segment.start + position
+        with slab.view[position : position + block] as room, room[:nbytes] as data:
+            source.pread_into(start, room, nbytes)
+            found = crc32c(data)
+        if found != expected:
+            damage.append(
+                CorruptionError(
+                    f"checksum {found:08x} instead of {expected:08x}",
+                    file=reading.manifest.files[segment.file].name,
+                    start=start,
+                    stop=start + nbytes,
+                    fqns=names_in(reading.manifest, segment.file, start, start + nbytes),
+                )
+            )
+    if damage or reading.scatter is None:
+        return damage, None
+    return damage, reading.scatter(segment, slab)
+
+
+def names_in(manifest: Manifest, file: int, start: int, stop: int) -> list[str]:
+    """Name the tensors that have bytes in `[start, stop)` of a file."""
+    names = []
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            if chunk.file != file:
+                continue
+            shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
+            end = chunk.start + numel(shape) * DTYPES[tensor.dtype].itemsize
+            if chunk.start < stop and start < end:
+                names.append(tensor.name)
+    return names

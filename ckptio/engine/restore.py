@@ -1,0 +1,282 @@
+"""From a manifest and what the caller wants to destinations, ranges and a result.
+
+This is the part of a load that knows about tensors: it decides where each byte lands,
+and puts the state together afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.errors import FormatError, MismatchError
+from ckptio.layout import DTYPES, Box, numel, row_major_strides, shared_runs
+from ckptio.plan.load import Wanted
+from ckptio.staging.copy import Destination
+from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.target import Matcher
+from ckptio.state.tree import prune, read_tree, tensor_index, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.format.manifest import Manifest, TensorEntry
+    from ckptio.state.target import Fill, Match
+    from ckptio.state.tree import Predicate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """A load as it was asked for.
+
+    Attributes:
+        into: The target; `None` to make everything new.
+        device: Where new tensors go; the CPU if not given.
+        dtype: Element type for floating-point tensors; their own if not given.
+        keep: Accepts the names to load; everything if not given.
+        strict: What to do when target and checkpoint disagree.
+        types: Classes that may be built.
+    """
+
+    into: Any = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    keep: Predicate | None = None
+    strict: str = "raise"
+    types: Sequence[type] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load found.
+
+    Attributes:
+        path: The checkpoint.
+        save_id: The save that wrote it.
+        nbytes: Bytes read.
+        num_tensors: Tensors filled or made.
+        missing: Names of the target that the checkpoint does not have; left as they were.
+        unexpected: Names of the checkpoint that the target does not have; not read.
+        mismatched: One line for each name that differs in shape, type or kind; left.
+        notes: One line for each value that came back as a plain one, and why.
+    """
+
+    path: str
+    save_id: str
+    nbytes: int
+    num_tensors: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Restoration:
+    """A load with its decisions made.
+
+    Attributes:
+        makers: Give the tensors that take bytes, each once; new ones are made only then.
+        wanted: Ranges that bring them; `Wanted.destination` counts `makers`.
+        finish: Puts the result together once everything has landed. On the caller's thread.
+        match: How target and checkpoint agree; `None` without a target.
+        notes: Filled in by `finish`.
+    """
+
+    makers: list[Callable[[], Destination]] = field(default_factory=list)
+    wanted: list[Wanted] = field(default_factory=list)
+    finish: Callable[[], Any] = lambda: None
+    match: Match | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def destinations(self) -> list[Destination]:
+        """Make what is new, on the caller's thread, after the sizes of files were checked."""
+        return [make() for make in self.makers]
+
+
+def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
+    """Decide where everything goes. Changes no target; makes no tensor yet of a target's size.
+
+    Raises:
+        MismatchError: Target and checkpoint disagree and `strict` is `"raise"`.
+        TargetError: A target cannot be filled.
+        FormatError: The tree contradicts the manifest.
+    """
+    try:
+        if request.into is None:
+            return _all_new(manifest, request)
+        return _into(manifest, path, request)
+    except RecursionError:
+        raise FormatError("values nested too deep in the manifest") from None
+
+
+def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
+    """Make every tensor of the (selected) tree."""
+    tree = read_tree(manifest)
+    if request.keep is not None:
+        tree = prune(tree, request.keep)
+    restoration = Restoration()
+    tensors: dict[int, torch.Tensor] = {}
+    plain = {}
+    for _, node in walk("", tree):
+        index = tensor_index(node)
+        if index is not None:
+            # bytes and arrays are host memory of their own type; views share their base's
+            host = type(node.get("t")) is int
+            plain[index] = plain.get(index, True) and not host
+    _make(manifest, plain, tensors, restoration, request)
+    rebuilder = Rebuilder(tensors, request.types, restoration.notes)
+    restoration.finish = lambda: rebuilder.rebuild("", tree)
+    return restoration
+
+
+def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
+    """Fill the caller's tensors; make only what the target does not have."""
+    matcher = Matcher(manifest.tensors, dtype=request.dtype, keep=request.keep)
+    assemble = matcher.merge("", request.into, read_tree(manifest))
+    match = matcher.match
+    if request.strict == "raise" and not match.agrees:
+        raise MismatchError(path, match.missing, match.unexpected, match.mismatched)
+    restoration = Restoration(match=match)
+    late: list[Callable[[], None]] = []
+    for fill in match.fills:
+        _fill(manifest, fill, restoration, late)
+    tensors: dict[int, torch.Tensor] = {}
+    _make(manifest, dict.fromkeys(sorted(match.fresh), False), tensors, restoration, request)
+    rebuilder = Rebuilder(tensors, request.types, restoration.notes)
+
+    def finish() -> Any:
+        for copy in late:
+            copy()
+        return assemble(rebuilder)
+
+    restoration.finish = finish
+    return restoration
+
+
+def _make(
+    manifest: Manifest,
+    plain: dict[int, bool],
+    tensors: dict[int, torch.Tensor],
+    restoration: Restoration,
+    request: LoadRequest,
+) -> None:
+    """Make new tensors and want all of their bytes.
+
+    Args:
+        manifest: What they are made from.
+        plain: Index of each, and whether `device` and `dtype` apply to it.
+        tensors: Takes them, by index.
+        restoration: Takes destinations and ranges.
+        request: For device and element type.
+    """
+    for index, movable in plain.items():
+        entry = _entry(manifest, index)
+        stored = torch_dtype(entry.dtype)
+
+        def make(
+            index: int = index,
+            entry: TensorEntry = entry,
+            stored: torch.dtype = stored,
+            *,
+            movable: bool = movable,
+        ) -> Destination:
+            tensors[index] = allocate(
+                entry,
+                device=request.device if movable else None,
+                dtype=request.dtype if movable else None,
+            )
+            return Destination(tensors[index], stored)
+
+        restoration.makers.append(make)
+        _want(entry, len(restoration.makers) - 1, restoration.wanted)
+
+
+def _entry(manifest: Manifest, index: int) -> TensorEntry:
+    if not 0 <= index < len(manifest.tensors):
+        raise FormatError(f"the tree refers to tensor {index}, which is not there")
+    return manifest.tensors[index]
+
+
+def _want(entry: TensorEntry, destination: int, wanted: list[Wanted]) -> None:
+    """Want every byte of a stored tensor, in a destination of its shape."""
+    want_region(entry, Box((0,) * len(entry.shape), entry.shape), destination, wanted)
+
+
+def want_region(entry: TensorEntry, region: Box, destination: int, wanted: list[Wanted]) -> None:
+    """Want a rectangular part of a stored tensor, in a destination of just that shape."""
+    itemsize = DTYPES[entry.dtype].itemsize
+    zeros = (0,) * len(entry.shape)
+    for chunk in entry.chunks:
+        offset, local = chunk.global_offset or zeros, chunk.local_shape or entry.shape
+        if chunk.global_offset is None:
+            local = entry.shape
+        first = tuple(map(max, offset, region.offset))
+        last = tuple(
+            min(a + s, b + t)
+            for a, s, b, t in zip(offset, local, region.offset, region.shape, strict=True)
+        )
+        shape = tuple(max(0, b - a) for a, b in zip(first, last, strict=True))
+        in_chunk = tuple(a - b for a, b in zip(first, offset, strict=True))
+        in_region = tuple(a - b for a, b in zip(first, region.offset, strict=True))
+        for start, at, count in shared_runs(shape, (in_chunk, local), (in_region, region.shape)):
+            wanted.append(
+                Wanted(
+                    chunk.file,
+                    chunk.start + start * itemsize,
+                    count * itemsize,
+                    destination,
+                    at * itemsize,
+                )
+            )
+
+
+def _fill(
+    manifest: Manifest, fill: Fill, restoration: Restoration, late: list[Callable[[], None]]
+) -> None:
+    """Want the bytes of one tensor of the target."""
+    entry = _entry(manifest, fill.index)
+    stored = torch_dtype(entry.dtype)
+    node = fill.view
+    if node is None:
+        restoration.makers.append(lambda: Destination(fill.tensor, stored))
+        _want(entry, len(restoration.makers) - 1, restoration.wanted)
+        return
+    shape = tuple(node["s"])
+    if list(row_major_strides(shape)) == node["r"] and not node.get("conj") and not node.get("neg"):
+        whole: list[Wanted] = []
+        dtype = torch_dtype(node["d"])
+        restoration.makers.append(lambda: Destination(fill.tensor, dtype))
+        _want(entry, len(restoration.makers) - 1, whole)
+        first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize
+        restoration.wanted += _cut_out(whole, first, first + count)
+        return
+    # a strided view: its base is read beside it, and copied from when everything is there
+    bases: list[torch.Tensor] = []
+
+    def make() -> Destination:
+        bases.append(allocate(entry))
+        return Destination(bases[0], stored)
+
+    restoration.makers.append(make)
+    _want(entry, len(restoration.makers) - 1, restoration.wanted)
+    late.append(lambda: _copy_view(fill.tensor, bases[0], node))
+
+
+@torch.no_grad()
+def _copy_view(target: torch.Tensor, base: torch.Tensor, node: dict[str, Any]) -> None:
+    target.copy_(view_of(base, node))
+
+
+def _cut_out(wanted: Sequence[Wanted], first: int, stop: int) -> list[Wanted]:
+    """Keep what lies in `[first, stop)` of the destination's bytes, counted from `first`."""
+    kept = []
+    for want in wanted:
+        begin = max(want.offset, first)
+        end = min(want.offset + want.nbytes, stop)
+        if begin < end:
+            start = want.start + begin - want.offset
+            kept.append(Wanted(want.file, start, end - begin, want.destination, begin - first))
+    return kept

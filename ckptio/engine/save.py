@@ -1,0 +1,291 @@
+"""Carry a save out: from a flat state to a commit.
+
+    one task a save        waits for a place, plans, and commits at the end
+    one task a bucket      a file
+    one task a segment     leases a slab, copies, sums, writes, gives the slab back
+
+Segments ask for slabs in the order of the plan and the pool serves in turn, so files are
+written from front to back, largest first, whatever the size of the pool. A segment holds
+its slab from copy to write and waits for nothing that another segment holds: no deadlock
+at any pool size, and no more memory than the pool.
+
+Copying is not held back by writing: until the pool is full, slabs are copied as fast as
+memory allows, which is what the caller waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckptio._aio import first_failure, run_blocking
+from ckptio._version import __version__
+from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, TieDropped
+from ckptio.format.checksum import crc32c
+from ckptio.format.manifest import encode_manifest
+from ckptio.storage.leftovers import data_file_name
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.handle import SaveHandle
+    from ckptio.plan.save import Bucket, SavePlan, Segment
+    from ckptio.staging.copy import SourceState
+    from ckptio.staging.pool import Slab
+    from ckptio.state.flatten import FlatState
+    from ckptio.storage.interface import Attempt, Sink, Storage
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveJob:
+    """A save as it was asked for.
+
+    Attributes:
+        save_id: Its own id, 32 hexadecimal digits.
+        storage: Where to.
+        flat: The state, taken apart.
+        source: Its tensors.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        handle: What the caller has of it; told of `submitted` and `staged` from here.
+        started_s: When it was asked for, by `time.perf_counter`.
+        staged_s: Seconds from then until every byte was copied.
+    """
+
+    save_id: str
+    storage: Storage
+    flat: FlatState
+    source: SourceState
+    overwrite: bool
+    handle: SaveHandle
+    started_s: float
+    staged_s: float = 0.0
+
+    def elapsed_s(self) -> float:
+        """Seconds since the save was asked for."""
+        return time.perf_counter() - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReceipt:
+    """What a save wrote.
+
+    Attributes:
+        plan: How it was laid out.
+        plan_reused: Whether the plan was an earlier save's.
+    """
+
+    plan: SavePlan
+    plan_reused: bool
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Counts what is left, and says when a moment has come."""
+
+    job: SaveJob
+    context: EngineContext
+    nbytes: int
+    to_submit: int
+    to_stage: int
+    written_nbytes: int = 0
+
+    def submitted(self) -> None:
+        self.to_submit -= 1
+        if self.to_submit == 0:
+            self.job.handle.submitted.reach(None)
+
+    def staged(self) -> None:
+        self.to_stage -= 1
+        if self.to_stage == 0:
+            job = self.job
+            job.staged_s = job.elapsed_s()
+            job.handle.staged.reach(None)
+            self.context.emit(
+                SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
+            )
+
+    def written(self, nbytes: int) -> None:
+        self.written_nbytes += nbytes
+        self.context.emit(
+            SaveProgressed(
+                path=self.job.storage.path,
+                save_id=self.job.save_id,
+                written_nbytes=self.written_nbytes,
+                nbytes=self.nbytes,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _File:
+    """A file on its way: checksums of its blocks come in any order."""
+
+    name: str
+    bucket: Bucket
+    checksums: dict[int, list[int]] = field(default_factory=dict)
+
+    def receipt(self) -> tuple[str, int, list[int]]:
+        """Name, size and checksums, as the manifest takes them."""
+        sums = [crc for start in sorted(self.checksums) for crc in self.checksums[start]]
+        return self.name, self.bucket.nbytes, sums
+
+
+async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
+    """Save a state. When this returns, the checkpoint exists.
+
+    Cancelling it, or a failure, leaves what was at the path as it was, and no file, task,
+    thread or slab behind.
+
+    Raises:
+        CheckpointError: The first failure of any part.
+    """
+    async with _place(job, context):
+        plan = context.plans.get(job.flat.specs)
+        reused = plan is not None
+        if plan is None:
+            plan = await run_blocking(
+                context.executor, context.plans.make, job.flat.specs, context.config
+            )
+        _announce(job, context, plan, reused=reused)
+        attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
+        try:
+            files = await write_buckets(job, context, plan, attempt)
+            manifest = await run_blocking(
+                context.executor, _encode, job, plan, files, context.config.block_nbytes
+            )
+            await attempt.commit(manifest)
+            context.cache.forget(job.storage)
+        except BaseException:
+            await attempt.abort()
+            raise
+        return SaveReceipt(plan, reused)
+
+
+@contextlib.asynccontextmanager
+async def _place(job: SaveJob, context: EngineContext) -> AsyncIterator[None]:
+    """Hold one of the places for saves in flight; say so if there is none."""
+    if context.saves.locked():
+        context.emit(SaveQueued(path=job.storage.path, num_in_flight=context.num_saves))
+    async with context.saves:
+        context.num_saves += 1
+        try:
+            yield
+        finally:
+            context.num_saves -= 1
+
+
+def _announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:
+    path = job.storage.path
+    context.emit(
+        SaveStarted(
+            path=path,
+            save_id=job.save_id,
+            nbytes=plan.nbytes,
+            num_tensors=plan.num_tensors,
+            num_files=len(plan.buckets),
+            plan_reused=reused,
+        )
+    )
+    if job.flat.untied:
+        context.emit(TieDropped(path=path, fqns=job.flat.untied))
+
+
+async def write_buckets(
+    job: SaveJob, context: EngineContext, plan: SavePlan, attempt: Attempt
+) -> list[tuple[str, int, list[int]]]:
+    """Copy and write every bucket of a plan.
+
+    Returns:
+        Name, size and checksums of each file, in the order of the plan.
+
+    Raises:
+        CheckpointError: The first failure; the others are cancelled and awaited.
+    """
+    num_segments = sum(len(bucket.segments) for bucket in plan.buckets)
+    progress = _Progress(job, context, plan.nbytes, num_segments, num_segments)
+    if num_segments == 0:
+        progress.to_submit = progress.to_stage = 1
+        progress.submitted()
+        progress.staged()
+    files = [_File(data_file_name(job.save_id, 0, b.index), b) for b in plan.buckets]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for file in files:
+                group.create_task(
+                    _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
+                )
+    except BaseExceptionGroup as errors:
+        raise first_failure(errors) from None
+    return [file.receipt() for file in files]
+
+
+async def _carry(
+    file: _File, job: SaveJob, context: EngineContext, attempt: Attempt, progress: _Progress
+) -> None:
+    """Copy and write one bucket."""
+    sink = await attempt.create(file.name, file.bucket.nbytes)
+    async with asyncio.TaskGroup() as group:
+        for segment in file.bucket.segments:
+            group.create_task(
+                _carry_segment(segment, file, sink, job, context, progress),
+                name=f"segment {file.name}@{segment.start}",
+            )
+    await run_blocking(context.executor, sink.close)
+
+
+async def _carry_segment(
+    segment: Segment,
+    file: _File,
+    sink: Sink,
+    job: SaveJob,
+    context: EngineContext,
+    progress: _Progress,
+) -> None:
+    """Copy, sum and write one segment."""
+    async with context.pool.lease() as slab:
+        async with context.copies:
+            pending = await run_blocking(context.executor, job.source.gather, segment, slab)
+        progress.submitted()
+        if pending is not None:
+            await run_blocking(context.executor, pending.wait)
+        progress.staged()
+        async with context.writes:
+            file.checksums[segment.start] = await run_blocking(
+                context.executor, _seal_and_write, segment, slab, sink, context.config.block_nbytes
+            )
+        progress.written(segment.nbytes)
+
+
+def _seal_and_write(segment: Segment, slab: Slab, sink: Sink, block_nbytes: int) -> list[int]:
+    """Sum and write a segment, block by block while each is in the core's cache. Blocks."""
+    checksums = []
+    for start in range(0, segment.nbytes, block_nbytes):
+        with slab.view[start : min(start + block_nbytes, segment.nbytes)] as block:
+            checksums.append(crc32c(block))
+            sink.pwrite(segment.start + start, block)
+    return checksums
+
+
+def _encode(
+    job: SaveJob,
+    plan: SavePlan,
+    files: Sequence[tuple[str, int, Sequence[int]]],
+    block_nbytes: int,
+) -> bytes:
+    """Write the manifest. Blocks."""
+    return encode_manifest(
+        writer=__version__,
+        save_id=job.save_id,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+        block_nbytes=block_nbytes,
+        files=files,
+        tensors=plan.tensor_table,
+        tree=msgspec.json.encode(job.flat.tree),
+    )

@@ -1,0 +1,106 @@
+"""Load a rectangular part of one tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.engine.flow import Flow, caller_streams
+from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.restore import want_region
+from ckptio.errors import ConfigError, TargetError
+from ckptio.layout import Box
+from ckptio.plan.load import plan_load
+from ckptio.staging.copy import Destination, TargetState
+from ckptio.state.rebuild import torch_dtype
+from ckptio.state.tree import read_tree, tensor_index, walk
+
+if TYPE_CHECKING:
+    from ckptio.engine.core import EngineCore
+    from ckptio.format.manifest import Manifest, TensorEntry
+    from ckptio.plan.load import Wanted
+    from ckptio.storage.resolve import PathLike
+
+Index = int | slice | tuple[int | slice, ...]
+
+
+def slice_flow(
+    core: EngineCore,
+    path: PathLike,
+    name: str,
+    index: Index,
+    device: torch.device | str | None,
+) -> Flow[torch.Tensor]:
+    """Load a part of one tensor; see `api.Engine.load_slice`."""
+    storage = core.storage(path)
+    manifest: Manifest = yield lambda context: context.cache.get(storage)
+    entry = find_tensor(manifest, name)
+    region, shape = region_of(entry, index)
+    wanted: list[Wanted] = []
+    want_region(entry, region, 0, wanted)
+    plan = plan_load(manifest, wanted, core.config)
+    reading = Reading(storage, manifest)
+    yield lambda _: check_sizes(reading, plan.files)
+    stored = torch_dtype(entry.dtype)
+    result = torch.empty(region.shape, dtype=stored, device=device)
+    target = TargetState(
+        [Destination(result, stored)], caller_streams([result], core, saving=False)
+    )
+    reading.scatter = target.scatter
+    yield lambda context: read_plan(plan, reading, context)
+    target.mark_written()
+    return result.view(shape)
+
+
+def find_tensor(manifest: Manifest, name: str) -> TensorEntry:
+    """Find a tensor by its name in the state; a tied one by any of its names.
+
+    Raises:
+        TargetError: There is none, or it is stored as a part of another.
+    """
+    for entry in manifest.tensors:
+        if entry.name == name:
+            return entry
+    for fqn, node in walk("", read_tree(manifest)):
+        index = tensor_index(node)
+        if fqn == name and index is not None and 0 <= index < len(manifest.tensors):
+            entry = manifest.tensors[index]
+            if "t" not in node:
+                return entry
+            raise TargetError(
+                f"{name!r} is stored as a part of {entry.name!r}; load it whole with select="
+            )
+    raise TargetError(f"there is no tensor {name!r} in the checkpoint")
+
+
+def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
+    """Turn an index into a box, and the shape of the result (ints drop their dimension).
+
+    Raises:
+        TargetError: The index does not fit the tensor.
+        ConfigError: It is neither int nor slice, or has a step.
+    """
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    if len(parts) > len(entry.shape):
+        raise TargetError(
+            f"{entry.name!r} of shape {entry.shape} does not take {len(parts)} indices"
+        )
+    parts += (slice(None),) * (len(entry.shape) - len(parts))
+    offset, extent, shape = [], [], []
+    for part, size in zip(parts, entry.shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step != 1:
+                raise ConfigError(f"load_slice takes steps of 1, not {part!r}")
+            count = max(0, stop - start)
+            shape.append(count)
+        elif isinstance(part, int) and -size <= part < size:
+            start, count = part % size, 1
+        elif isinstance(part, int):
+            raise TargetError(f"index {part} is outside of {entry.name!r} of shape {entry.shape}")
+        else:
+            raise ConfigError(f"load_slice takes ints and slices, not {part!r}")
+        offset.append(start)
+        extent.append(count)
+    return Box(tuple(offset), tuple(extent)), tuple(shape)

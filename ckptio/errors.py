@@ -1,0 +1,201 @@
+"""Every error ckptio raises on purpose, in one tree.
+
+    CheckpointError
+    ├── ConfigError (ValueError)              an option is wrong or would have no effect
+    ├── EngineClosedError (RuntimeError)      the engine was used outside its `async with`
+    ├── SaveAbortedError                      a save was cancelled through its handle or its engine
+    ├── StateError
+    │   └── UnsupportedLeafError (TypeError)  a value has no portable form; nothing was written
+    ├── TargetError (ValueError)              a target tensor cannot be filled
+    │   └── MismatchError                     names, shapes or dtypes of target and checkpoint differ
+    ├── PlanError (ValueError)                shards that cannot be laid out
+    ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
+    │   ├── FormatVersionError                a newer format than this version reads
+    │   └── CorruptionError                   a checksum or a size is not what the manifest says
+    └── StorageError (OSError)                the storage said no; `errno` and `filename` are set
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointExistsError (FileExistsError)
+        ├── CheckpointChangedError            overwritten or removed while it was being read
+        └── CommitConflictError               somebody else committed to the path first
+
+Each one is also an error of the builtin kind it refines, so `except OSError`
+around a save keeps working. Messages say what, where and what to do. What a
+caller may want to act on is in attributes too.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Root of every error that ckptio raises on purpose."""
+
+
+class ConfigError(CheckpointError, ValueError):
+    """An option is wrong, or would have no effect where it was given."""
+
+
+class EngineClosedError(CheckpointError, RuntimeError):
+    """The engine was used before it was entered or after it was left."""
+
+
+class SaveAbortedError(CheckpointError):
+    """A save was aborted before its commit; what was at the path is untouched."""
+
+
+class StateError(CheckpointError):
+    """The state given to `save` cannot be saved as it is."""
+
+
+class UnsupportedLeafError(StateError, TypeError):
+    """A value of the state has no portable form. Nothing was written.
+
+    Attributes:
+        fqn: Where the value is in the state.
+    """
+
+    def __init__(self, fqn: str, problem: str, way_out: str) -> None:
+        """Say that the value at `fqn` has `problem`, and the `way_out`."""
+        super().__init__(f"cannot save {fqn!r}: {problem}; {way_out}")
+        self.fqn = fqn
+
+
+class TargetError(CheckpointError, ValueError):
+    """A target of `load` cannot be filled. No target byte was changed."""
+
+
+class MismatchError(TargetError):
+    """Target and checkpoint disagree. No target byte was changed.
+
+    Attributes:
+        missing: Names in the target that the checkpoint does not have.
+        unexpected: Names in the checkpoint that the target does not have.
+        mismatched: One line for each name whose shape, dtype or kind differs.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        mismatched: Sequence[str],
+    ) -> None:
+        """List the disagreements between the checkpoint at `path` and a target."""
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        parts = [
+            f"{len(names)} {kind} ({_some(names)})"
+            for kind, names in (
+                ("missing from the checkpoint", self.missing),
+                ("not in the target", self.unexpected),
+                ("mismatched", self.mismatched),
+            )
+            if names
+        ]
+        super().__init__(
+            f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
+            " pass strict='report' or strict='ignore' to load what fits"
+        )
+
+
+class PlanError(CheckpointError, ValueError):
+    """Shards that cannot be laid out: gaps, overlaps or disagreement."""
+
+
+class FormatError(CheckpointError, ValueError):
+    """Bytes that are not a checkpoint of this format."""
+
+
+class FormatVersionError(FormatError):
+    """The checkpoint has a format that this version of ckptio does not read."""
+
+
+class CorruptionError(FormatError):
+    """A checksum or a size is not what the manifest says.
+
+    Attributes:
+        file: Name of the damaged file inside the checkpoint.
+        start: First byte of the damaged range in that file.
+        stop: End of the damaged range, exclusive.
+        fqns: Names of tensors that have bytes in the range, a few at most.
+    """
+
+    def __init__(
+        self, problem: str, *, file: str, start: int, stop: int, fqns: Sequence[str] = ()
+    ) -> None:
+        """Say that bytes `[start, stop)` of `file` have `problem`."""
+        held = f", which holds {_some(fqns)}" if fqns else ""
+        super().__init__(f"{problem} in bytes [{start}, {stop}) of {file!r}{held}")
+        self.file = file
+        self.start = start
+        self.stop = stop
+        self.fqns = tuple(fqns)
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage refused an operation. `errno` and `filename` say which and where."""
+
+    def __init__(self, message: str, *, path: str, code: int = errno.EIO) -> None:
+        """Say `message` about `path`; `code` is an `errno` value."""
+        super().__init__(code, message, path)
+
+    @property
+    def message(self) -> str:
+        """The text without errno and path."""
+        return str(self.strerror)
+
+
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """There is no committed checkpoint at the path."""
+
+    def __init__(self, path: str, hint: str = "there is no committed checkpoint here") -> None:
+        """Say that `path` holds no checkpoint."""
+        super().__init__(hint, path=path, code=errno.ENOENT)
+
+
+class CheckpointExistsError(StorageError, FileExistsError):
+    """The path holds a committed checkpoint and `overwrite` is off."""
+
+    def __init__(self, path: str) -> None:
+        """Say that `path` is taken."""
+        super().__init__(
+            "there is a committed checkpoint here; pass overwrite=True to replace it",
+            path=path,
+            code=errno.EEXIST,
+        )
+
+
+class CheckpointChangedError(StorageError):
+    """The checkpoint was overwritten or removed while it was being read."""
+
+    def __init__(self, path: str) -> None:
+        """Say that `path` changed under a reader."""
+        super().__init__(
+            "the checkpoint was overwritten or removed while it was being read; load it again",
+            path=path,
+            code=errno.ESTALE,
+        )
+
+
+class CommitConflictError(StorageError):
+    """Another writer committed to the path first; its checkpoint stands."""
+
+    def __init__(self, path: str) -> None:
+        """Say that another writer won `path`."""
+        super().__init__(
+            "another writer committed a checkpoint here while this save was running",
+            path=path,
+            code=errno.EEXIST,
+        )
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    """Show the first few of `names`, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,214 @@
+"""What an engine tells its observer while it works.
+
+An observer is any callable that takes one event. It is called on the engine's own
+thread and must return soon. What it raises is logged and goes no further: a broken
+progress bar must not break a save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_log = logging.getLogger("ckptio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened to a checkpoint.
+
+    Attributes:
+        path: Path or URL of the checkpoint.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveQueued(Event):
+    """A save waits because `max_saves` are in flight already.
+
+    Attributes:
+        num_in_flight: Saves that are in its way.
+    """
+
+    num_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStarted(Event):
+    """A save has its plan and begins to copy and write.
+
+    Attributes:
+        save_id: The save's own id, in every file name of it.
+        nbytes: Bytes of data files to write.
+        num_tensors: Tensors (and arrays) among them.
+        num_files: Data files to write.
+        plan_reused: The plan of an earlier save of the same structure was used.
+    """
+
+    save_id: str
+    nbytes: int
+    num_tensors: int
+    num_files: int
+    plan_reused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStaged(Event):
+    """Every byte is copied: the source may change.
+
+    Attributes:
+        save_id: The save's own id.
+        elapsed_s: Seconds since `save` was called.
+    """
+
+    save_id: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveProgressed(Event):
+    """A slab was written.
+
+    Attributes:
+        save_id: The save's own id.
+        written_nbytes: Bytes written so far.
+        nbytes: Bytes to write in all.
+    """
+
+    save_id: str
+    written_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCommitted(Event):
+    """The checkpoint exists.
+
+    Attributes:
+        save_id: The save's own id.
+        nbytes: Bytes of data files.
+        elapsed_s: Seconds since `save` was called.
+    """
+
+    save_id: str
+    nbytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Event):
+    """A save ended without a commit; what was at the path is untouched.
+
+    Attributes:
+        save_id: The save's own id.
+        error: What ended it; a `CancelledError` if it was aborted.
+    """
+
+    save_id: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectIORefused(Event):
+    """A file system does not take direct I/O; the page cache is used instead.
+
+    Attributes:
+        reason: What it answered.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieDropped(Event):
+    """Tensors that may share memory are saved apart, and will come back apart.
+
+    Their common storage is larger than all of them together, so that storing it once
+    would write more than storing them apart.
+
+    Attributes:
+        fqns: Their names.
+    """
+
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoversRemoved(Event):
+    """Files that a killed save or a replaced checkpoint had left were removed.
+
+    Attributes:
+        files: Their names inside the checkpoint's directory.
+    """
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanupFailed(Event):
+    """A file that is no longer needed could not be removed; nothing else is wrong.
+
+    Attributes:
+        file: Its name inside the checkpoint's directory.
+        error: Why.
+    """
+
+    file: str
+    error: OSError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStarted(Event):
+    """A load has its plan and begins to read.
+
+    Attributes:
+        nbytes: Bytes to read.
+        num_tensors: Tensors to fill.
+        num_files: Files they come from.
+    """
+
+    nbytes: int
+    num_tensors: int
+    num_files: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadProgressed(Event):
+    """A range was read and its checksums agreed.
+
+    Attributes:
+        read_nbytes: Bytes read so far.
+        nbytes: Bytes to read in all.
+    """
+
+    read_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFinished(Event):
+    """Every wanted tensor is filled.
+
+    Attributes:
+        nbytes: Bytes read.
+        elapsed_s: Seconds since `load` was called.
+    """
+
+    nbytes: int
+    elapsed_s: float
+
+
+Observer = Callable[[Event], None]
+
+
+def notify(observer: Observer | None, event: Event) -> None:
+    """Give `event` to `observer`, and log what it raises."""
+    if observer is None:
+        return
+    try:
+        observer(event)
+    except Exception:  # an observer's bug is its own; the log has it, the save goes on
+        _log.exception("the observer raised on %r", event)

@@ -1,0 +1,173 @@
+"""A bucket is a safetensors file: header, then tensors without holes.
+
+    8 bytes      length of the JSON that follows, little-endian
+    JSON         {"__metadata__": {...}, name: {dtype, shape, data_offsets}, ...}
+                 padded with spaces, so that the data starts on a page
+    data         tensors, back to back, in the order of their offsets
+
+Tensors whose size is a multiple of the page come first and so lie on pages; the others
+follow by falling element size, so that each starts on a multiple of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckptio.config import MiB, PAGE_NBYTES
+from ckptio.errors import FormatError
+from ckptio.layout import DTYPES, numel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: What safetensors itself accepts as a header, in bytes.
+MAX_HEADER_NBYTES = 100 * MiB
+_LENGTH_NBYTES = 8
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor inside a bucket.
+
+    Attributes:
+        name: Its name in the bucket's header.
+        dtype: torch's name of its element type.
+        shape: Its shape, in elements of `dtype`.
+        start: Where it starts, in bytes from the start of the data.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return numel(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    """Write the header of a bucket, length and padding included.
+
+    Types that safetensors does not know are named in `__metadata__` under
+    `ckptio.dtype.<name>`.
+
+    Args:
+        tensors: In the order of their data, without holes.
+        metadata: More to put in `__metadata__`.
+
+    Returns:
+        A multiple of the page, in bytes.
+
+    Raises:
+        FormatError: The header would be larger than safetensors readers accept.
+    """
+    notes = dict(metadata)
+    document: dict[str, object] = {_METADATA: notes}
+    for tensor in tensors:
+        dtype = DTYPES[tensor.dtype]
+        if not dtype.is_native:
+            notes[f"ckptio.dtype.{tensor.name}"] = tensor.dtype
+        document[tensor.name] = {
+            "dtype": dtype.code,
+            "shape": (*tensor.shape, *dtype.inner),
+            "data_offsets": (tensor.start, tensor.start + tensor.nbytes),
+        }
+    text = msgspec.json.encode(document)
+    padded = -(-(_LENGTH_NBYTES + len(text)) // PAGE_NBYTES) * PAGE_NBYTES - _LENGTH_NBYTES
+    if padded > MAX_HEADER_NBYTES:
+        raise FormatError(
+            f"a bucket of {len(tensors)} tensors has a header of {padded} bytes and safetensors"
+            f" readers take {MAX_HEADER_NBYTES}; lower bucket_nbytes"
+        )
+    return padded.to_bytes(_LENGTH_NBYTES, "little") + text.ljust(padded)
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
+_entry_decoder = msgspec.json.Decoder(_Entry)
+
+
+def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
+    """Read from the first 8 bytes of a bucket where its data starts.
+
+    Args:
+        prefix: The first 8 bytes of the file, or fewer if it has fewer.
+        file_nbytes: Size of the whole file.
+
+    Raises:
+        FormatError: The file is no bucket.
+    """
+    length = int.from_bytes(prefix[:_LENGTH_NBYTES], "little")
+    if len(prefix) < _LENGTH_NBYTES or length > min(
+        MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES
+    ):
+        raise FormatError(f"no safetensors header: length {length} in a file of {file_nbytes}")
+    return _LENGTH_NBYTES + length
+
+
+def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
+    """Read a header strictly: every byte of the data must belong to one tensor.
+
+    Args:
+        header: The header, length included.
+        data_nbytes: Bytes of data behind it.
+
+    Returns:
+        Tensors in the order of their data, and `__metadata__`.
+
+    Raises:
+        FormatError: Anything else than what `encode_header` or another safetensors
+            writer makes of known types.
+    """
+    try:
+        raw = _header_decoder.decode(header[_LENGTH_NBYTES:])
+        metadata = _metadata_decoder.decode(raw.pop(_METADATA, b"{}"))
+        entries = [(name, _entry_decoder.decode(text)) for name, text in raw.items()]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"bad safetensors header: {error}") from None
+    entries.sort(key=lambda item: item[1].data_offsets)
+    tensors: list[StoredTensor] = []
+    stop = 0
+    for name, entry in entries:
+        dtype, shape = _dtype_of(name, entry, metadata)
+        tensor = StoredTensor(name, dtype, shape, entry.data_offsets[0])
+        if tensor.start != stop or tensor.start + tensor.nbytes != entry.data_offsets[1]:
+            raise FormatError(
+                f"tensor {name!r} of {tensor.nbytes} bytes has offsets {entry.data_offsets},"
+                f" and the one before it ends at {stop}"
+            )
+        stop = entry.data_offsets[1]
+        tensors.append(tensor)
+    if stop != data_nbytes:
+        raise FormatError(f"tensors end at {stop} and the data at {data_nbytes}")
+    return tensors, metadata
+
+
+def _dtype_of(name: str, entry: _Entry, metadata: Mapping[str, str]) -> tuple[str, tuple[int, ...]]:
+    """Give torch's element type of `entry` and the shape in elements of it."""
+    if any(extent < 0 for extent in entry.shape):
+        raise FormatError(f"tensor {name!r} has a negative extent: {entry.shape}")
+    noted = metadata.get(f"ckptio.dtype.{name}")
+    if noted is not None:
+        dtype = DTYPES.get(noted)
+        num_inner = len(dtype.inner) if dtype else 0
+        split = len(entry.shape) - num_inner
+        if dtype is None or dtype.code != entry.dtype or entry.shape[split:] != dtype.inner:
+            raise FormatError(f"tensor {name!r}: {entry.dtype} {entry.shape} is not {noted!r}")
+        return noted, entry.shape[:split]
+    for dtype in DTYPES.values():
+        if dtype.is_native and dtype.code == entry.dtype:
+            return dtype.name, entry.shape
+    raise FormatError(f"tensor {name!r} has element type {entry.dtype!r}, which is not known")

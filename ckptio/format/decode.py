@@ -1,0 +1,235 @@
+"""Tagged JSON back to values; the other half of `format.encode`.
+
+Only types of a fixed list are built. A recorded class name is compared with those of the
+classes the caller passed, and never imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import datetime as dt
+import re
+import struct
+import zoneinfo
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptio.errors import FormatError
+from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    Json = Any
+    DecodeLeaf = Callable[[str, Any], Any]
+
+_ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
+
+
+@dataclass
+class ObjectDecoder:
+    """Turns what `ObjectEncoder` made back into values.
+
+    Attributes:
+        decode_leaf: Called with name and node for tensors (`{"~": 7}`) and for tags that
+            are not handled here. It returns a value, or raises `FormatError`.
+        types: Classes that may be built, by `class_name`.
+        notes: One line for each value that came back as a plain one because its class
+            was not among `types`.
+    """
+
+    decode_leaf: DecodeLeaf
+    types: Mapping[str, type] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def decode(self, fqn: str, node: Json) -> Any:
+        """Decode a node of the tree, which is at `fqn`.
+
+        Raises:
+            FormatError: It is not what `ObjectEncoder` writes.
+        """
+        try:
+            return self._decode(fqn, node, 0)
+        except FormatError:
+            raise
+        except (
+            KeyError, ValueError, TypeError, OverflowError, AttributeError,
+            RecursionError, zoneinfo.ZoneInfoNotFoundError, OSError,
+        ) as error:  # fmt: skip  # whatever a value's own constructor says of a bad document
+            raise FormatError(f"bad value in the manifest: {error!r}") from None
+
+    def _decode(self, fqn: str, node: Json, depth: int) -> Any:
+        if depth > 2 * MAX_DEPTH:
+            raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+        if type(node) is dict:
+            tag = node.get(TAG)
+            if tag is None:
+                return {
+                    key: self._decode(join_fqn(fqn, key), item, depth + 1)
+                    for key, item in node.items()
+                }
+            if type(tag) is str and "t" not in node:
+                container = _CONTAINERS.get(tag)
+                if container is not None:
+                    return container(self, fqn, node, depth + 1)
+                scalar = _SCALARS.get(tag)
+                if scalar is not None:
+                    return scalar(node)
+            return self.decode_leaf(fqn, node)
+        if type(node) is list:
+            return [self._decode(join_fqn(fqn, i), item, depth + 1) for i, item in enumerate(node)]
+        return node
+
+    def _items(self, fqn: str, node: Json, depth: int) -> Iterable[tuple[Any, Any]]:
+        """Give keys and values of a mapping, which is an object or a list of pairs."""
+        value = node["v"]
+        if type(value) is dict:
+            for key, item in value.items():
+                yield key, self._decode(join_fqn(fqn, key), item, depth)
+            return
+        for encoded_key, item in value:
+            key = self._decode(fqn, encoded_key, depth)
+            yield key, self._decode(join_fqn(fqn, key), item, depth)
+
+    def _dict(self, fqn: str, node: Json, depth: int) -> dict[Any, Any]:
+        return dict(self._items(fqn, node, depth))
+
+    def _odict(self, fqn: str, node: Json, depth: int) -> OrderedDict[Any, Any]:
+        return OrderedDict(self._items(fqn, node, depth))
+
+    def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
+        value = node["v"]
+        if type(value) is not list:
+            raise FormatError(f"bad {node[TAG]} in the manifest")
+        return [self._decode(join_fqn(fqn, i), item, depth) for i, item in enumerate(value)]
+
+    def _tuple(self, fqn: str, node: Json, depth: int) -> tuple[Any, ...]:
+        return tuple(self._sequence(fqn, node, depth))
+
+    def _set(self, fqn: str, node: Json, depth: int) -> set[Any]:
+        return set(self._sequence(fqn, node, depth))
+
+    def _frozenset(self, fqn: str, node: Json, depth: int) -> frozenset[Any]:
+        return frozenset(self._sequence(fqn, node, depth))
+
+    def _namedtuple(self, fqn: str, node: Json, depth: int) -> Any:
+        fields = dict(self._items(fqn, node, depth))
+        cls = self._class_of(fqn, node, "a tuple")
+        if cls is None:
+            return tuple(fields.values())
+        return self._build(fqn, cls, lambda: cls(**fields))
+
+    def _dataclass(self, fqn: str, node: Json, depth: int) -> Any:
+        fields = dict(self._items(fqn, node, depth))
+        cls = self._class_of(fqn, node, "a dict")
+        if cls is None:
+            return fields
+        return self._build(fqn, cls, lambda: _restore_dataclass(cls, fields))
+
+    def _enum(self, fqn: str, node: Json, depth: int) -> Any:
+        value = self._decode(fqn, node["v"], depth)
+        cls = self._class_of(fqn, node, "its value")
+        return value if cls is None else self._build(fqn, cls, lambda: cls(value))
+
+    def _build(self, fqn: str, cls: type, build: Callable[[], Any]) -> Any:
+        """Let the caller's own class build a value, and name it when it will not."""
+        try:
+            return build()
+        except Exception as error:  # the class is the caller's: whatever it raises is the cause
+            raise FormatError(
+                f"{fqn!r} does not fit {class_name(cls)!r} as passed in types=: {error!r}"
+            ) from error
+
+    def _class_of(self, fqn: str, node: Json, instead: str) -> type | None:
+        name = node["c"]
+        if type(name) is not str:
+            raise FormatError(f"bad class name in the manifest: {name!r}")
+        cls = self.types.get(name)
+        if cls is None:
+            self.notes.append(
+                f"{fqn}: was a {node[TAG]} {name!r} and came back as {instead};"
+                " pass the class in types= to get it back"
+            )
+        return cls
+
+
+def _restore_dataclass(cls: type, fields: Mapping[str, Any]) -> Any:
+    """Build a dataclass by its constructor, then set fields that are not its arguments."""
+    init = {f.name for f in dataclasses.fields(cls) if f.init}
+    value = cls(**{name: item for name, item in fields.items() if name in init})
+    for name, item in fields.items():
+        if name not in init:
+            object.__setattr__(value, name, item)
+    return value
+
+
+def _b64(node: Json) -> bytes:
+    try:
+        return base64.b64decode(node["v"], validate=True)
+    except binascii.Error as error:
+        raise FormatError(f"bad base64 in the manifest: {error}") from None
+
+
+def _float(text: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _zone(node: Json) -> zoneinfo.ZoneInfo:
+    key = node["z"]
+    if not _ZONE_KEY.fullmatch(key):
+        raise FormatError(f"bad time zone {key!r} in the manifest")
+    return zoneinfo.ZoneInfo(key)
+
+
+def _datetime(node: Json) -> dt.datetime:
+    value = dt.datetime.fromisoformat(node["v"]).replace(fold=node["f"])
+    return value.replace(tzinfo=_zone(node)) if "z" in node else value
+
+
+def _time(node: Json) -> dt.time:
+    value = dt.time.fromisoformat(node["v"]).replace(fold=node["f"])
+    return value.replace(tzinfo=_zone(node)) if "z" in node else value
+
+
+def _timedelta(node: Json) -> dt.timedelta:
+    days, seconds, microseconds = node["v"]
+    return dt.timedelta(days, seconds, microseconds)
+
+
+def _path(node: Json) -> pathlib.PurePath:
+    text = node["v"]
+    return PATHS[node["k"]](text if type(text) is str else _SCALARS["str"](text))
+
+
+_CONTAINERS: dict[str, Callable[[ObjectDecoder, str, Json, int], Any]] = {
+    "dict": ObjectDecoder._dict,
+    "odict": ObjectDecoder._odict,
+    "tuple": ObjectDecoder._tuple,
+    "set": ObjectDecoder._set,
+    "frozenset": ObjectDecoder._frozenset,
+    "namedtuple": ObjectDecoder._namedtuple,
+    "dataclass": ObjectDecoder._dataclass,
+    "enum": ObjectDecoder._enum,
+}
+_SCALARS: dict[str, Callable[[Json], Any]] = {
+    "int": lambda node: int(node["v"], 16),
+    "float": lambda node: _float(node["v"]),
+    "complex": lambda node: complex(_float(node["v"][:16]), _float(node["v"][16:])),
+    "str": lambda node: _b64(node).decode("utf-8", "surrogatepass"),
+    "bytes": _b64,
+    "bytearray": lambda node: bytearray(_b64(node)),
+    "date": lambda node: dt.date.fromisoformat(node["v"]),
+    "datetime": _datetime,
+    "time": _time,
+    "timedelta": _timedelta,
+    "path": _path,
+}
+
+
+def named_types(types: Sequence[type]) -> dict[str, type]:
+    """Index classes by the name under which they are recorded."""
+    return {class_name(cls): cls for cls in types}

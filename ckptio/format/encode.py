@@ -1,0 +1,261 @@
+"""Values that are no tensors, as tagged JSON.
+
+Plain JSON stands for itself: null, true, false, strings, finite numbers, lists, and
+dicts whose keys are strings. Everything else is an object with the tag `"~"`, from a
+fixed list; an index instead of a tag, `{"~": 7}`, is a tensor of the manifest. Nothing
+here can name a type to be imported or built: a saved class comes back as its class only
+if the caller of `load` passes that class.
+
+Pickle was rejected: reading it runs what it says. So was a schema for each kind of
+state: a state is any nesting of what people put there.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime as dt
+import enum
+import math
+import pathlib
+import struct
+import zoneinfo
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptio.errors import UnsupportedLeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    Json = Any
+    EncodeLeaf = Callable[[str, Any], Json]
+
+TAG = "~"
+#: Containers inside containers. Deeper states are refused; so are documents.
+MAX_DEPTH = 200
+_MAX_PLAIN_INT = 1 << 53
+PATHS: dict[str, type[pathlib.PurePath]] = {
+    "Path": pathlib.Path,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+
+
+def join_fqn(parent: str, key: object) -> str:
+    """Name the value under `key` of the container at `parent`.
+
+    Strings and ints are joined as they are, as torch.distributed.checkpoint does; other
+    keys by their `repr`.
+    """
+    part = key if type(key) is str else repr(key)
+    return f"{parent}.{part}" if parent else part
+
+
+def class_name(cls: type) -> str:
+    """Name a class for the record. Never used to import anything."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+class ObjectEncoder:
+    """Turns a nesting of values into JSON-ready ones.
+
+    Args:
+        encode_leaf: Called with name and value for what is not handled here (tensors,
+            arrays, stateful objects). It returns JSON-ready values, or raises
+            `UnsupportedLeafError`.
+        by_type: The same for exact types, which saves looking at the others first.
+    """
+
+    def __init__(
+        self, encode_leaf: EncodeLeaf, by_type: Mapping[type, EncodeLeaf] | None = None
+    ) -> None:
+        self._encode_leaf = encode_leaf
+        self._open: set[int] = set()
+        self._by_type: dict[type, Callable[[str, Any], Json]] = {
+            type(None): _as_is,
+            bool: _as_is,
+            str: _encode_str,
+            int: _encode_int,
+            float: _encode_float,
+            complex: lambda _, v: {TAG: "complex", "v": _pack(v.real) + _pack(v.imag)},
+            dict: self._encode_dict,
+            OrderedDict: self._encode_dict,
+            list: self._encode_list,
+            tuple: self._encode_tuple,
+            set: self._encode_set,
+            frozenset: self._encode_set,
+            dt.datetime: _encode_datetime,
+            dt.time: _encode_datetime,
+            dt.date: lambda _, v: {TAG: "date", "v": v.isoformat()},
+            dt.timedelta: lambda _, v: {TAG: "timedelta", "v": [v.days, v.seconds, v.microseconds]},
+            **(by_type or {}),
+        }
+
+    def encode(self, fqn: str, value: Any) -> Json:
+        """Encode `value`, which is at `fqn`.
+
+        Raises:
+            UnsupportedLeafError: It, or something in it, has no portable form.
+        """
+        encode = self._by_type.get(type(value))
+        if encode is not None:
+            return encode(fqn, value)
+        if isinstance(value, enum.Enum):
+            inner = self.encode(fqn, value.value)
+            return {TAG: "enum", "c": class_name(type(value)), "v": inner}
+        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            return self._encode_record(
+                fqn, "namedtuple", value, zip(value._fields, value, strict=True)
+            )
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._encode_record(fqn, "dataclass", value, _fields_of(value))
+        if isinstance(value, pathlib.PurePath):
+            return _encode_path(fqn, value)
+        return self._encode_leaf(fqn, value)
+
+    def _encode_dict(self, fqn: str, value: dict[Any, Any]) -> Json:
+        self._enter(fqn, value)
+        plain = TAG not in value and all(type(key) is str for key in value)
+        try:
+            plain = plain and all(key.isascii() or _is_utf8(key) for key in value)
+            encoded: Json
+            if plain:
+                prefix = f"{fqn}." if fqn else ""
+                encoded = {key: self.encode(prefix + key, item) for key, item in value.items()}
+            else:
+                encoded = [
+                    [self._encode_key(fqn, key), self.encode(join_fqn(fqn, key), item)]
+                    for key, item in value.items()
+                ]
+        finally:
+            self._open.discard(id(value))
+        if type(value) is OrderedDict:
+            return {TAG: "odict", "v": encoded}
+        return encoded if plain else {TAG: "dict", "v": encoded}
+
+    def _encode_key(self, fqn: str, key: Any) -> Json:
+        def no_tensor(where: str, value: Any) -> Json:
+            raise UnsupportedLeafError(
+                where,
+                f"a dict key of type {type(value).__name__} has no portable form",
+                "use strings, numbers, bytes, tuples, enums, paths or dates as keys",
+            )
+
+        keys = ObjectEncoder(lambda where, v: _encode_small_bytes(v) or no_tensor(where, v))
+        return keys.encode(join_fqn(fqn, key), key)
+
+    def _encode_list(self, fqn: str, value: list[Any]) -> Json:
+        self._enter(fqn, value)
+        try:
+            prefix = f"{fqn}." if fqn else ""
+            return [self.encode(f"{prefix}{i}", item) for i, item in enumerate(value)]
+        finally:
+            self._open.discard(id(value))
+
+    def _encode_tuple(self, fqn: str, value: tuple[Any, ...]) -> Json:
+        self._enter(fqn, value)
+        try:
+            prefix = f"{fqn}." if fqn else ""
+            items = [self.encode(f"{prefix}{i}", item) for i, item in enumerate(value)]
+        finally:
+            self._open.discard(id(value))
+        return {TAG: "tuple", "v": items}
+
+    def _encode_set(self, fqn: str, value: set[Any] | frozenset[Any]) -> Json:
+        items = [self._encode_key(fqn, item) for item in value]
+        items.sort(key=msgspec.json.encode)  # sets have no order; files of equal states are equal
+        return {TAG: type(value).__name__, "v": items}
+
+    def _encode_record(
+        self, fqn: str, tag: str, value: Any, fields: Iterable[tuple[str, Any]]
+    ) -> Json:
+        self._enter(fqn, value)
+        try:
+            items = [[name, self.encode(join_fqn(fqn, name), item)] for name, item in fields]
+        finally:
+            self._open.discard(id(value))
+        return {TAG: tag, "c": class_name(type(value)), "v": items}
+
+    def _enter(self, fqn: str, value: Any) -> None:
+        """Mark a container as open; refuse one that contains itself, or is too deep."""
+        if id(value) in self._open:
+            raise UnsupportedLeafError(
+                fqn, "a container contains itself", "save a tree; refer to other parts by name"
+            )
+        if len(self._open) >= MAX_DEPTH:
+            raise UnsupportedLeafError(
+                fqn, f"more than {MAX_DEPTH} containers inside each other", "flatten the state"
+            )
+        self._open.add(id(value))
+
+
+def encode_bytes(value: bytes | bytearray) -> Json:
+    """Encode bytes inside the document itself."""
+    return {TAG: type(value).__name__, "v": base64.b64encode(value).decode("ascii")}
+
+
+def _encode_small_bytes(value: Any) -> Json | None:
+    return encode_bytes(value) if type(value) is bytes else None
+
+
+def _as_is(_: str, value: Json) -> Json:
+    return value
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether `text` has no lone surrogates, which JSON cannot carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encode_str(_: str, value: str) -> Json:
+    if value.isascii() or _is_utf8(value):
+        return value
+    raw = value.encode("utf-8", "surrogatepass")
+    return {TAG: "str", "v": base64.b64encode(raw).decode("ascii")}
+
+
+def _encode_int(_: str, value: int) -> Json:
+    if -_MAX_PLAIN_INT <= value <= _MAX_PLAIN_INT:
+        return value
+    return {TAG: "int", "v": f"{value:x}"}  # hexadecimal: linear time for any length
+
+
+def _encode_float(_: str, value: float) -> Json:
+    return value if math.isfinite(value) else {TAG: "float", "v": _pack(value)}
+
+
+def _pack(value: float) -> str:
+    """Write a float's 8 bytes in hexadecimal: NaN payloads and signs included."""
+    return struct.pack(">d", value).hex()
+
+
+def _encode_datetime(fqn: str, value: dt.datetime | dt.time) -> Json:
+    zone = value.tzinfo
+    document: Json = {TAG: type(value).__name__, "f": value.fold}
+    if isinstance(zone, zoneinfo.ZoneInfo) and zone.key is not None:
+        document["z"] = zone.key
+        value = value.replace(tzinfo=None)
+    elif zone is not None and type(zone) is not dt.timezone:
+        raise UnsupportedLeafError(
+            fqn, f"a time zone of type {type(zone).__name__}", "use datetime.timezone or zoneinfo"
+        )
+    document["v"] = value.isoformat()
+    return document
+
+
+def _encode_path(fqn: str, value: pathlib.PurePath) -> Json:
+    kind = "Path" if isinstance(value, pathlib.Path) else type(value).__name__
+    if kind not in PATHS:
+        raise UnsupportedLeafError(fqn, f"a path of type {type(value).__name__}", "use pathlib's")
+    return {TAG: "path", "k": kind, "v": _encode_str(fqn, str(value))}
+
+
+def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
+    return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

@@ -1,0 +1,206 @@
+"""What `save` returns: two moments of a save, and the means to wait for them.
+
+A save runs on the engine's loop; who waits may be a coroutine of any loop or a thread
+without one. Both wait for a `concurrent.futures.Future`, which exactly one path completes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ckptio._aio import outlive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        path: Its path or URL.
+        save_id: The save's own id.
+        nbytes: Bytes of its data files.
+        num_files: Its data files.
+        num_tensors: Tensors (and arrays) in them.
+        staged_s: Seconds from the call of `save` until the source could change.
+        committed_s: Seconds from the call of `save` until the commit.
+        plan_reused: The plan of an earlier save of the same structure was used.
+    """
+
+    path: str
+    save_id: str
+    nbytes: int
+    num_files: int
+    num_tensors: int
+    staged_s: float
+    committed_s: float
+    plan_reused: bool
+
+
+class Milestone(Generic[T]):
+    """A moment of a save. Await it, or `wait` for it from a thread; as often as you like.
+
+    Cancelling the wait only stops waiting.
+    """
+
+    def __init__(self) -> None:
+        self._future: Future[T] = Future()
+
+    def __await__(self) -> Generator[object, None, T]:
+        """Wait on the running loop, without stopping it."""
+        return self._waited().__await__()
+
+    async def _waited(self) -> T:
+        future = self.wrapped()
+        future.add_done_callback(_look_at)
+        await asyncio.wait((future,))
+        return future.result()
+
+    def wrapped(self) -> asyncio.Future[T]:
+        """Give a future of the running loop that is done when the moment has come."""
+        return asyncio.wrap_future(self._future)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the moment has come.
+
+        Raises:
+            TimeoutError: It has not come within `timeout_s` seconds.
+        """
+        return self._future.result(timeout_s)
+
+    def wait_done(self) -> None:
+        """Block until the moment has come or will not come. Raises nothing."""
+        concurrent.futures.wait((self._future,))
+
+    def error(self) -> BaseException | None:
+        """Give why the moment did not come, once it is `done`; `None` if it did."""
+        return self._future.exception(0)
+
+    def done(self) -> bool:
+        """Whether the moment has come, or the save failed before it."""
+        return self._future.done()
+
+    def reach(self, value: T) -> None:
+        """The moment has come. Called by the engine, once."""
+        self._future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """The moment will not come. Called by the engine, once."""
+        self._future.set_exception(error)
+
+
+class SaveHandle:
+    """A save under way.
+
+    `await handle` is the commit: when it returns, the checkpoint exists and is as durable
+    as configured. Cancelling that wait aborts the save, and the cancellation arrives when
+    nothing of it is left. `await handle.staged` is earlier: the source may change.
+
+    A handle that is never awaited does not stop its save; leaving the engine waits for it
+    and raises its error.
+
+    Attributes:
+        path: What is being written.
+        save_id: The save's own id.
+        staged: Every byte is copied; the source may change.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        save_id: str,
+        *,
+        abort: Callable[[], None],
+        fence: Callable[[], None],
+    ) -> None:
+        """Made by the engine.
+
+        Args:
+            path: What is being written.
+            save_id: The save's own id.
+            abort: Asks the engine to stop the save; from any thread.
+            fence: Orders the calling thread's current streams behind the copies.
+        """
+        self.path = path
+        self.save_id = save_id
+        self.staged: Milestone[None] = Milestone()
+        self.submitted: Milestone[None] = Milestone()
+        self.committed: Milestone[CheckpointInfo] = Milestone()
+        self.retrieved = False
+        self._abort = abort
+        self._fence = fence
+
+    def __repr__(self) -> str:
+        """Say how far the save is."""
+        state = "done" if self.done() else "staged" if self.staged.done() else "staging"
+        return f"<SaveHandle {self.path!r} {state}>"
+
+    def __await__(self) -> Generator[object, None, CheckpointInfo]:
+        """Wait for the commit on the running loop, without stopping it.
+
+        Raises:
+            CheckpointError: The save failed; what was at the path is untouched.
+            asyncio.CancelledError: The waiter was cancelled; the save is aborted by then,
+                unless its commit had already happened.
+        """
+        return self._committed().__await__()
+
+    async def _committed(self) -> CheckpointInfo:
+        self.retrieved = True
+        return await outlive(self.committed.wrapped(), on_cancel=self.abort)
+
+    def fail(self, error: BaseException) -> None:
+        """The save ended without a commit. Called by the engine, once."""
+        for milestone in (self.submitted, self.staged, self.committed):
+            if not milestone.done():
+                milestone.fail(error)
+
+    def result(self, timeout_s: float | None = None) -> CheckpointInfo:
+        """Block until the commit, from a thread.
+
+        Raises:
+            CheckpointError: The save failed; what was at the path is untouched.
+            TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
+        """
+        info = self.committed.wait(timeout_s)
+        self.retrieved = True
+        return info
+
+    def done(self) -> bool:
+        """Whether the save is committed or has failed."""
+        return self.committed.done()
+
+    def abort(self) -> None:
+        """Ask the save to stop and to remove what it wrote. Returns at once.
+
+        `await handle` then raises `SaveAbortedError`, unless the commit came first.
+        """
+        self._abort()
+
+    def fence(self) -> None:
+        """Make the current CUDA stream wait for the copies, so that kernels may follow.
+
+        What is queued on the stream afterwards (an optimizer step) sees the source only
+        after it was copied, and the host goes on at once. Blocks until every copy has
+        been queued: at once if the pool holds the state, for the length of the waves if
+        it does not. A state on the CPU has no stream: then this waits for `staged`.
+
+        Raises:
+            CheckpointError: The save failed before.
+        """
+        self.submitted.wait()
+        self._fence()
+
+
+def _look_at(future: asyncio.Future[T]) -> None:
+    """Keep asyncio from reporting an error that a cancelled waiter did not collect."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,1 @@
+"""Decisions, before anything happens. Pure: no I/O, no tensors, no clock."""

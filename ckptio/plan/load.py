@@ -1,0 +1,174 @@
+"""Decide which ranges of which files to read, and where their bytes land.
+
+Ranges are whole checksum blocks, so that each is verified before any of it lands; sorted
+and merged, so that a file is read from front to back; and cut into slabs, the unit that
+is read, verified and landed. A read is as long as the wanted bytes and two blocks at the
+most, or as the gap worth reading over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio.format.checksum import unpack_checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Wanted:
+    """A byte range that a destination needs.
+
+    Attributes:
+        file: Index of the file in the manifest.
+        start: First byte in the file.
+        nbytes: Bytes wanted; not zero.
+        destination: Index of the destination, whatever that is to the caller.
+        offset: Where the range starts in the destination's row-major bytes.
+    """
+
+    file: int
+    start: int
+    nbytes: int
+    destination: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSegment:
+    """A range that is read, verified and landed as one.
+
+    Attributes:
+        file: Index of the file in the manifest.
+        start: First byte in the file; a multiple of the block.
+        nbytes: Bytes to read, whole blocks but at the end of the file.
+        checksums: crc32c of each block.
+        pieces: Where bytes land: offset in the range, destination, offset in the
+            destination's row-major bytes, bytes.
+    """
+
+    file: int
+    start: int
+    nbytes: int
+    checksums: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to read.
+
+    Attributes:
+        segments: Ranges, by file and start.
+    """
+
+    segments: tuple[ReadSegment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Indices of the files to read, in order."""
+        return tuple(sorted({segment.file for segment in self.segments}))
+
+
+def plan_load(
+    manifest: Manifest, wanted: Iterable[Wanted], config: CheckpointConfig, *, gap_nbytes: int = 0
+) -> LoadPlan:
+    """Plan the reads that bring `wanted`.
+
+    Args:
+        manifest: A parsed manifest; it may have another block size than `config`.
+        wanted: Ranges, in any order; several may want the same bytes.
+        config: For the size of a slab.
+        gap_nbytes: Bytes nobody wants that are read over rather than skipped.
+
+    Returns:
+        A plan that reads each block at most once.
+    """
+    ordered = sorted(wanted)
+    block = manifest.block_nbytes
+    limit = max(block, config.slab_nbytes // block * block)
+    segments: list[ReadSegment] = []
+    position = 0
+    while position < len(ordered):
+        file = ordered[position].file
+        end = position
+        while end < len(ordered) and ordered[end].file == file:
+            end += 1
+        entry = manifest.files[file]
+        checksums = unpack_checksums(entry.packed_checksums)
+        for first, last, members in _merge(ordered[position:end], block, gap_nbytes):
+            stop = min(last * block, entry.nbytes)
+            segments += _cut(file, first * block, stop, members, checksums, block, limit)
+        position = end
+    return LoadPlan(tuple(segments))
+
+
+def whole_file(manifest: Manifest, file: int, config: CheckpointConfig) -> list[ReadSegment]:
+    """Plan the reads of one whole file, for `verify`: nothing lands."""
+    block = manifest.block_nbytes
+    limit = max(block, config.slab_nbytes // block * block)
+    entry = manifest.files[file]
+    return _cut(file, 0, entry.nbytes, (), unpack_checksums(entry.packed_checksums), block, limit)
+
+
+def _merge(
+    wanted: Sequence[Wanted], block: int, gap_nbytes: int
+) -> Iterable[tuple[int, int, Sequence[Wanted]]]:
+    """Merge ranges of one file, sorted by start, into runs of blocks.
+
+    Yields:
+        First block, end block (exclusive), and the ranges inside.
+    """
+    gap = gap_nbytes // block
+    begin = 0
+    first = wanted[0].start // block
+    last = first
+    for i, want in enumerate(wanted):
+        if want.start // block > last + gap:
+            yield first, last, wanted[begin:i]
+            begin = i
+            first = want.start // block
+        last = max(last, -(-(want.start + want.nbytes) // block))
+    yield first, last, wanted[begin:]
+
+
+def _cut(
+    file: int,
+    start: int,
+    stop: int,
+    wanted: Sequence[Wanted],
+    checksums: Sequence[int],
+    block: int,
+    limit: int,
+) -> list[ReadSegment]:
+    """Cut a run of blocks into segments of at most `limit` bytes, with what lands from each."""
+    num_segments = -(-(stop - start) // limit)
+    pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
+    for want in wanted:
+        position = want.start
+        end = want.start + want.nbytes
+        while position < end:
+            index = (position - start) // limit
+            base = start + index * limit
+            upto = min(end, base + limit)
+            offset = want.offset + position - want.start
+            pieces[index].append((position - base, want.destination, offset, upto - position))
+            position = upto
+    segments = []
+    for index in range(num_segments):
+        base = start + index * limit
+        nbytes = min(limit, stop - base)
+        first = base // block
+        sums = tuple(checksums[first : first - (-nbytes // block)])
+        segments.append(ReadSegment(file, base, nbytes, sums, tuple(pieces[index])))
+    return segments

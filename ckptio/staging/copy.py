@@ -1,0 +1,148 @@
+"""Copy a state into slabs, and slabs into tensors.
+
+CPU tensors are copied by address, in one pass over a segment's pieces. Strided, conjugate
+and device tensors go through torch. Copies from and to CUDA run on side streams, ordered
+by events behind the caller's stream; nothing ever waits for a whole device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckptio.staging.memory import address_of, bits_of, boxes, is_physical, move, window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.plan.load import ReadSegment
+    from ckptio.plan.save import Segment
+    from ckptio.staging.cuda import CallerStreams, PendingCopies
+    from ckptio.staging.pool import Slab
+
+
+class SourceState:
+    """The tensors of a state that is being saved. Made on the caller's thread.
+
+    Args:
+        tensors: The caller's tensors, in the order of the plan. They are referred to until
+            this object is dropped, so that no memory is reused under a copy.
+        streams: What orders copies behind the caller's work on its devices, if any.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], streams: CallerStreams | None) -> None:
+        self._tensors = tensors
+        self._addresses = [address_of(tensor) for tensor in tensors]
+        self._streams = streams
+
+    def gather(self, segment: Segment, slab: Slab) -> PendingCopies | None:
+        """Copy a segment into a slab. Blocks; thread-safe for different slabs.
+
+        Returns:
+            What the device still has to do before the slab is complete, if anything.
+        """
+        base = slab.address
+        slab.view[: len(segment.header)] = segment.header
+        addresses = self._addresses
+        slow = []
+        for piece in segment.pieces:
+            position, leaf, offset, nbytes = piece
+            address = addresses[leaf]
+            if address:
+                move(base + position, address + offset, nbytes)
+            else:
+                slow.append(piece)
+        return self._gather_slow(slow, slab) if slow else None
+
+    def _gather_slow(
+        self, pieces: Sequence[tuple[int, int, int, int]], slab: Slab
+    ) -> PendingCopies | None:
+        """Copy what one memmove cannot: strided, conjugate and device tensors."""
+        on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for position, leaf, offset, nbytes in pieces:
+            tensor = bits_of(self._tensors[leaf])
+            flat = window(slab, position, nbytes, tensor.dtype)
+            for source, target in boxes(tensor, flat, offset // tensor.itemsize):
+                if tensor.is_cuda:
+                    on_device.setdefault(tensor.device, []).append((target, source))
+                else:
+                    target.copy_(source)
+        if not on_device or self._streams is None:
+            return None
+        return self._streams.copy(on_device)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A tensor that takes bytes of a checkpoint.
+
+    Attributes:
+        tensor: Where they go; of the shape of what is stored.
+        dtype: The element type they are stored in; the copy converts if it differs.
+    """
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+
+class TargetState:
+    """The tensors that are being filled.
+
+    Args:
+        destinations: In the order in which the plan numbers them.
+        streams: What orders copies behind the caller's work on its devices, if any.
+    """
+
+    def __init__(self, destinations: Sequence[Destination], streams: CallerStreams | None) -> None:
+        self._destinations = destinations
+        self._addresses = [
+            address_of(d.tensor) if d.tensor.dtype == d.dtype else 0 for d in destinations
+        ]
+        self._streams = streams
+
+    def scatter(self, segment: ReadSegment, slab: Slab) -> PendingCopies | None:
+        """Copy the pieces of a verified range where they belong. Blocks; thread-safe.
+
+        Returns:
+            What devices still have to read from the slab, if anything.
+        """
+        base = slab.address
+        addresses = self._addresses
+        slow = []
+        for piece in segment.pieces:
+            position, index, offset, nbytes = piece
+            address = addresses[index]
+            if address:
+                move(address + offset, base + position, nbytes)
+            else:
+                slow.append(piece)
+        return self._scatter_slow(slow, slab) if slow else None
+
+    def _scatter_slow(
+        self, pieces: Sequence[tuple[int, int, int, int]], slab: Slab
+    ) -> PendingCopies | None:
+        """Copy what one memmove cannot: strided, converted and device tensors."""
+        on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for position, index, offset, nbytes in pieces:
+            destination = self._destinations[index]
+            tensor = destination.tensor.detach()
+            flat = window(slab, position, nbytes, destination.dtype)
+            start = offset // destination.dtype.itemsize
+            if tensor.dtype == destination.dtype and is_physical(tensor):
+                tensor, flat = bits_of(tensor), bits_of(flat)
+            for target, source in boxes(tensor, flat, start):
+                if tensor.is_cuda:
+                    on_device.setdefault(tensor.device, []).append((target, source))
+                else:
+                    target.copy_(source)
+        if not on_device or self._streams is None:
+            return None
+        return self._streams.copy(on_device)
+
+    def mark_written(self) -> None:
+        """Tell autograd that the tensors changed, as any in-place operation does."""
+        for destination in self._destinations:
+            if not destination.tensor.is_inference():
+                torch.autograd.graph.increment_version(destination.tensor)

@@ -1,0 +1,1 @@
+"""From a nesting of values to a list of tensors and a tree, and back."""

@@ -1,0 +1,191 @@
+"""Put a state together again from its tree and its tensors.
+
+Only types of a fixed list are made: the containers and scalars of `format.decode`,
+tensors, arrays, and torch's own words (Size, dtype, device).
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ckptio.errors import FormatError
+from ckptio.format.decode import ObjectDecoder, named_types
+from ckptio.format.encode import TAG
+from ckptio.layout import DTYPES, numel
+from ckptio.state.flatten import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptio.format.manifest import TensorEntry
+
+    Json = Any
+
+_NUMPY_KINDS = "biufcSUmM"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Give torch's element type of a name in a manifest.
+
+    Raises:
+        FormatError: This version of torch does not have it.
+    """
+    dtype = TORCH_DTYPES.get(name)
+    if dtype is None:
+        raise FormatError(f"torch {torch.__version__} has no dtype {name!r}; upgrade torch")
+    return dtype
+
+
+def allocate(
+    entry: TensorEntry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Make an uninitialised tensor for a stored one. Sizes of files were checked before.
+
+    Args:
+        entry: The stored tensor.
+        device: Where; the CPU if not given.
+        dtype: Element type for floating-point tensors; their own if not given.
+
+    Raises:
+        FormatError: torch cannot make such a tensor.
+    """
+    own = torch_dtype(entry.dtype)
+    if dtype is not None and own.is_floating_point:
+        own = dtype
+    try:
+        return torch.empty(entry.shape, dtype=own, device=device)
+    except (RuntimeError, TypeError) as error:
+        raise FormatError(f"cannot make {entry.name!r} of shape {entry.shape}: {error}") from None
+
+
+@dataclass(slots=True)
+class Rebuilder:
+    """Makes values of tree nodes.
+
+    Attributes:
+        tensors: Stored tensors by index, as far as they were loaded.
+        types: Classes the caller passed, for values saved by field.
+        notes: What could not come back as its class.
+    """
+
+    tensors: Mapping[int, torch.Tensor]
+    types: Sequence[type] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def rebuild(self, fqn: str, node: Json) -> Any:
+        """Make the value of a node.
+
+        Raises:
+            FormatError: The node is not what `flatten` makes.
+        """
+        decoder = ObjectDecoder(self._leaf, named_types(self.types), self.notes)
+        return decoder.decode(fqn, node)
+
+    def _leaf(self, fqn: str, node: Json) -> Any:
+        tag = node[TAG]
+        if type(tag) is int:
+            return self._stored(tag)
+        if tag == "view":
+            return self._view(node)
+        if tag == "np":
+            return self._array(node)
+        if tag in ("bytes", "bytearray"):
+            data = self._stored(node["t"]).numpy().tobytes()
+            return bytearray(data) if tag == "bytearray" else data
+        if tag == "npscalar":
+            dtype = _numpy_dtype(node["d"])
+            return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=dtype, count=1)[
+                0
+            ]
+        if tag == "torch.Size":
+            return torch.Size(node["v"])
+        if tag == "torch.dtype":
+            return torch_dtype_word(node["v"])
+        if tag == "torch.device":
+            return _device_word(node["v"])
+        raise FormatError(f"unknown tag {tag!r} at {fqn!r} in the manifest")
+
+    def _stored(self, index: int) -> torch.Tensor:
+        try:
+            return self.tensors[index]
+        except KeyError:
+            raise FormatError(f"the tree refers to tensor {index}, which is not there") from None
+
+    def _view(self, node: Json) -> torch.Tensor:
+        return view_of(self._stored(node["t"]), node)
+
+    def _array(self, node: Json) -> np.ndarray[Any, Any]:
+        dtype = _numpy_dtype(node["d"])
+        raw = self._stored(node["t"])
+        flat = raw.reshape(-1).view(torch.uint8).numpy()
+        if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
+            raise FormatError(f"an array {dtype} {node['s']} does not have {flat.nbytes} bytes")
+        if not flat.nbytes:
+            return np.empty(node["s"], dtype)
+        return flat.view(dtype).reshape(node["s"])
+
+
+def view_of(base: torch.Tensor, node: Json) -> torch.Tensor:
+    """Make the view that a `view` node describes, on the memory of `base`.
+
+    Raises:
+        FormatError: It reaches outside of `base`.
+    """
+    dtype = torch_dtype(node["d"])
+    shape, strides, start = tuple(node["s"]), tuple(node["r"]), node["o"]
+    itemsize = DTYPES[node["d"]].itemsize
+    check_view(node, base.nbytes)
+    view = torch.empty(0, dtype=dtype, device=base.device)
+    offset = base.storage_offset() * base.itemsize + start
+    view.set_(base.untyped_storage(), offset // itemsize, shape, strides)
+    if node.get("conj"):
+        view = view.conj()
+    return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001  # the only maker
+
+
+def check_view(node: Json, base_nbytes: int) -> int:
+    """Check that a view stays inside its base, and give the end of it in bytes."""
+    itemsize = DTYPES[node["d"]].itemsize
+    shape, strides, start = node["s"], node["r"], node["o"]
+    numbers = [start, *shape, *strides]
+    if (
+        len(shape) != len(strides)
+        or any(type(n) is not int or n < 0 or n >= 1 << 56 for n in numbers)
+        or start % itemsize
+    ):
+        raise FormatError(f"a bad view in the manifest: {node}")
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else -1
+    stop = int(start + (reach + 1) * itemsize)
+    if stop > base_nbytes or numel(tuple(shape)) >= 1 << 56:
+        raise FormatError(f"a view ends at byte {stop} of a tensor of {base_nbytes} bytes")
+    return stop
+
+
+def torch_dtype_word(name: object) -> torch.dtype:
+    """Give a `torch.dtype` that was saved as a value. Any of torch's, by name."""
+    value = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if not isinstance(value, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {name!r}")
+    return value
+
+
+def _device_word(name: object) -> torch.device:
+    try:
+        return torch.device(name)  # type: ignore[arg-type]  # a bad one raises, below
+    except (RuntimeError, TypeError) as error:
+        raise FormatError(f"bad device {name!r} in the manifest: {error}") from None
+
+
+def _numpy_dtype(name: object) -> np.dtype[Any]:
+    """Give a numpy dtype of plain kinds only; never objects or records."""
+    if not isinstance(name, str) or "," in name or len(name) > 32:  # noqa: PLR2004  # "<M8[25s]" and the like
+        raise FormatError(f"bad numpy dtype {name!r} in the manifest")
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise FormatError(f"numpy dtype {name!r} in the manifest is not a plain one")
+    return dtype

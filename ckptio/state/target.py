@@ -1,0 +1,345 @@
+"""Match what a caller wants filled with what a checkpoint has.
+
+Matching changes nothing: it lists what to fill and what disagrees, and hands back a
+function that puts the result together once every byte has landed.
+
+Rules: tensors and arrays of the target are filled in place, and must have the shape and
+element type of the checkpoint. Dicts and lists are matched by key and index and updated
+in place. A stateful object gives its state as a template, its tensors are filled in
+place, and what else the checkpoint has under it is made new; then it takes the whole.
+Any other value of the target is a placeholder for the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ckptio.errors import TargetError
+from ckptio.format.encode import TAG, join_fqn
+from ckptio.state.flatten import DTYPE_NAMES, is_stateful
+from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
+from ckptio.state.tree import children, tensor_index, walk
+
+if TYPE_CHECKING:
+    from ckptio.format.manifest import TensorEntry
+    from ckptio.state.tree import Predicate
+
+    Json = Any
+    Assemble = Callable[[Rebuilder], Any]
+
+_DICT_TAGS = (None, "dict", "odict")
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A tensor of the target and what goes into it.
+
+    Attributes:
+        index: The stored tensor.
+        tensor: The target's memory.
+        view: The node of the view, if the target takes a part of the stored tensor.
+    """
+
+    index: int
+    tensor: torch.Tensor
+    view: Json | None
+
+
+@dataclass(slots=True)
+class Match:
+    """What came out of matching.
+
+    Attributes:
+        fills: Tensors to fill in place.
+        fresh: Stored tensors that have to be made, by index.
+        missing: Names of the target that the checkpoint does not have.
+        unexpected: Names of the checkpoint that the target does not have.
+        mismatched: One line for each name that is there in another shape, type or kind.
+        stateful: Objects to hand their state to, with what assembles it.
+    """
+
+    fills: list[Fill] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing is missing, unexpected or mismatched."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+class Matcher:
+    """Matches one target with one tree.
+
+    Args:
+        tensors: The manifest's tensors.
+        dtype: Floating-point element type that targets may have instead of the stored one.
+        keep: Accepts the names to load; everything if not given.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[TensorEntry, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        keep: Predicate | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self._keep = keep
+        self.match = Match()
+
+    def merge(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Match a value of the target with a node of the tree.
+
+        Returns:
+            What makes the value that belongs there, once everything has landed.
+
+        Raises:
+            TargetError: The target holds something that cannot be filled.
+        """
+        if isinstance(target, torch.Tensor):
+            return self._tensor(fqn, target, node)
+        if isinstance(target, np.ndarray):
+            return self._array(fqn, target, node)
+        if is_stateful(target):
+            return self._stateful(fqn, target, node)
+        if isinstance(target, dict):
+            return self._dict(fqn, target, node, closed=True)
+        if isinstance(target, (list, tuple)) and target:
+            return self._sequence(fqn, target, node)
+        return self._value(fqn, target, node)
+
+    def _value(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Take whatever the checkpoint has."""
+        if self._keep is not None and not any(self._keep(name) for name, _ in _leaves(fqn, node)):
+            return lambda _: target
+        self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
+        return lambda rebuilder: rebuilder.rebuild(fqn, node)
+
+    def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        entry = self._entry(node)
+        if entry is None or node.get(TAG) in ("bytes", "bytearray", "np"):
+            return self._mismatch(fqn, target, "a tensor in the target, not in the checkpoint")
+        is_view = node.get(TAG) == "view"
+        if is_view:
+            check_view(node, entry.nbytes)
+        shape = tuple(node["s"]) if is_view else entry.shape
+        stored = torch_dtype(node["d"] if is_view else entry.dtype)
+        if tuple(target.shape) != shape:
+            found = f"shape {tuple(target.shape)} in the target, {shape} in the checkpoint"
+            return self._mismatch(fqn, target, found)
+        if target.dtype != stored and not (
+            self._dtype == target.dtype and stored.is_floating_point
+        ):
+            found = f"{target.dtype} in the target, {stored} in the checkpoint"
+            return self._mismatch(fqn, target, found)
+        _check_fillable(fqn, target)
+        self.match.fills.append(Fill(_index(node), target, node if is_view else None))
+        return lambda _: target
+
+    def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        if type(node) is not dict or node.get(TAG) != "np" or self._entry(node) is None:
+            return self._mismatch(fqn, target, "an array in the target, not in the checkpoint")
+        if target.dtype.str != node["d"] or list(target.shape) != node["s"]:
+            found = (
+                f"{target.dtype.str} {list(target.shape)} in the target, {node['d']} {node['s']}"
+            )
+            return self._mismatch(fqn, target, f"{found} in the checkpoint")
+        if not target.flags.writeable:
+            raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
+        assemble = self._value(fqn, target, node)  # arrays are small: made, then copied
+
+        def fill(rebuilder: Rebuilder) -> Any:
+            np.copyto(target, assemble(rebuilder), casting="no")
+            return target
+
+        return fill
+
+    def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
+        template = target.state_dict()
+        assemble = self._dict(fqn, template, node, closed=False)
+
+        def hand_over(rebuilder: Rebuilder) -> Any:
+            target.load_state_dict(assemble(rebuilder))
+            return target
+
+        return hand_over
+
+    def _dict(self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool) -> Assemble:
+        """Match a dict.
+
+        Args:
+            fqn: Its name.
+            target: The dict.
+            node: The node of the tree.
+            closed: Names of the checkpoint that the target lacks are unexpected. Without
+                it they are made new (an optimizer that has not stepped has no moments).
+        """
+        if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
+            return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
+        ordered = node.get(TAG) == "odict"
+        keys = Rebuilder({})
+        stored = {
+            key: (name, item)
+            for key, (name, item) in zip(_keys(keys, fqn, node), children(fqn, node), strict=True)
+        }
+        merged: dict[Any, Assemble] = {}
+        for key, value in target.items():
+            if key in stored:
+                merged[key] = self._nested(stored[key][0], value, stored[key][1], closed=closed)
+            else:
+                self._note_missing(join_fqn(fqn, key), value)
+        for key, (name, item) in stored.items():
+            if key in target:
+                continue
+            if closed:
+                self._note_unexpected(name, item)
+            else:
+                merged[key] = self._value(name, None, item)
+
+        def update(rebuilder: Rebuilder) -> Any:
+            values = {key: assemble(rebuilder) for key, assemble in merged.items()}
+            if closed:
+                target.update(values)
+                return target
+            return OrderedDict(values) if ordered else values
+
+        return update
+
+    def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool) -> Assemble:
+        """Match a value in a dict; inside a stateful object, dicts stay open."""
+        if not closed and type(value) in (dict, OrderedDict) and type(node) is dict:
+            return self._dict(fqn, value, node, closed=False)
+        if not closed and not isinstance(value, (torch.Tensor, np.ndarray)):
+            return self._value(fqn, value, node)
+        return self.merge(fqn, value, node)
+
+    def _sequence(self, fqn: str, target: Any, node: Json) -> Assemble:
+        is_tuple = type(node) is dict and node.get(TAG) in ("tuple", "namedtuple")
+        items = (
+            node
+            if type(node) is list
+            else [i for _, i in children(fqn, node)]
+            if is_tuple
+            else None
+        )
+        if items is None or is_tuple != isinstance(target, tuple):
+            found = f"a {type(target).__name__} in the target, not in the checkpoint"
+            return self._mismatch(fqn, target, found)
+        names = (
+            [name for name, _ in children(fqn, node)]
+            if is_tuple
+            else [join_fqn(fqn, i) for i in range(len(items))]
+        )
+        merged = [
+            self.merge(name, value, item)
+            for name, value, item in zip(names, target, items, strict=False)
+        ]
+        for i in range(len(items), len(target)):
+            self._note_missing(join_fqn(fqn, i), target[i])
+        for name, item in list(zip(names, items, strict=True))[len(target) :]:
+            self._note_unexpected(name, item)
+
+        def update(rebuilder: Rebuilder) -> Any:
+            values = [assemble(rebuilder) for assemble in merged]
+            if isinstance(target, list):
+                target[: len(values)] = values
+                return target
+            values += target[len(values) :]
+            return type(target)(*values) if hasattr(target, "_fields") else tuple(values)
+
+        return update
+
+    def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
+        if self._keep is None or self._keep(fqn):
+            self.match.mismatched.append(f"{fqn}: {found}")
+        return lambda _: target
+
+    def _note_missing(self, fqn: str, target: Any) -> None:
+        names = [
+            name for name in _target_names(fqn, target) if self._keep is None or self._keep(name)
+        ]
+        self.match.missing += names
+
+    def _note_unexpected(self, fqn: str, node: Json) -> None:
+        names = [name for name, _ in _leaves(fqn, node)]
+        self.match.unexpected += [n for n in names if self._keep is None or self._keep(n)]
+
+    def _entry(self, node: Json) -> TensorEntry | None:
+        index = tensor_index(node)
+        return (
+            self._tensors[index] if index is not None and 0 <= index < len(self._tensors) else None
+        )
+
+
+def _index(node: Json) -> int:
+    index = tensor_index(node)
+    assert index is not None  # noqa: S101  # the caller found an entry by it
+    return index
+
+
+def _keys(keys: Rebuilder, fqn: str, node: Json) -> list[Any]:
+    """Give the keys of a mapping node."""
+    value = node if node.get(TAG) is None else node["v"]
+    if type(value) is dict:
+        return list(value)
+    return [keys.rebuild(fqn, pair[0]) for pair in value]
+
+
+def _leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
+    """Name everything in a node that is no container; the node itself if it is empty."""
+    found: list[tuple[str, Json]] = []
+    items: list[tuple[str, Json]] = []
+    if type(node) is list:
+        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
+    elif type(node) is dict and tensor_index(node) is None:
+        items = list(children(fqn, node))
+    for name, item in items:
+        found += _leaves(name, item)
+    return found or [(fqn, node)]
+
+
+def _target_names(fqn: str, target: Any) -> list[str]:
+    """Name everything in a value of the target that is no container."""
+    if isinstance(target, dict) and target:
+        return [n for k, v in target.items() for n in _target_names(join_fqn(fqn, k), v)]
+    if isinstance(target, (list, tuple)) and target:
+        return [n for i, v in enumerate(target) for n in _target_names(join_fqn(fqn, i), v)]
+    return [fqn]
+
+
+def _check_fillable(fqn: str, target: torch.Tensor) -> None:
+    """Refuse targets whose memory cannot take every element."""
+    if target.is_meta:
+        raise TargetError(
+            f"cannot fill {fqn!r}: it is on the meta device; use to_empty(device=...) first"
+        )
+    if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
+        raise TargetError(
+            f"cannot fill {fqn!r}: {target.layout} {target.dtype} is not dense memory"
+        )
+    if not (target.is_cpu or target.is_cuda):
+        raise TargetError(f"cannot fill {fqn!r} on {target.device}: use a CPU or CUDA tensor")
+    if type(target).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        raise TargetError(
+            f"cannot fill {fqn!r}: the subclass {type(target).__qualname__!r} may hold its data"
+            " elsewhere; pass the plain tensors it is made of"
+        )
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
+    strides = zip(target.shape, target.stride(), strict=True)
+    if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
+        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")

@@ -1,0 +1,179 @@
+"""Find tensors of a state that share memory, and store each byte of it once.
+
+Memory is compared, not objects: two views of one weight are two objects, and two tensors
+of one storage may have nothing in common. Only clusters of overlapping memory are looked
+at closely; in a state without any, this is one sort.
+
+    the same elements in the same order     one tensor, two places in the tree
+    inside a contiguous tensor              a view of that one
+    a dense heap of views, or an expansion  their common memory is stored, all are views
+    sparse views of a large storage         stored apart: 64 bytes of a 64 MiB storage
+                                            write 64 bytes; reported if they may overlap
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.format.encode import TAG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.state.flatten import Occurrence
+
+
+def resolve_ties(
+    occurrences: Sequence[Occurrence], distinct: Callable[[str], str]
+) -> tuple[list[Occurrence], tuple[str, ...]]:
+    """Settle what is stored, and write each occurrence's reference into its node.
+
+    Args:
+        occurrences: Tensors in the order of the state.
+        distinct: Makes a name that no other tensor has.
+
+    Returns:
+        What is stored, in order; and the names of tensors that may share memory but are
+        stored apart.
+    """
+    spans = [_span(o.tensor) for o in occurrences]
+    stored: list[Occurrence] = []
+    views: list[tuple[Occurrence, Occurrence]] = []
+    untied: list[str] = []
+    leader: dict[int, Occurrence] = {}
+    for cluster in _clusters(spans, occurrences):
+        members = [occurrences[i] for i in cluster]
+        base = _base_of(members, [spans[i] for i in cluster], distinct)
+        if base is None:
+            if len(members) > 1:
+                untied += [member.name for member in members]
+            continue
+        leader[cluster[0]] = base
+        views += [(member, base) for member in members]
+    viewed = {id(member) for member, _ in views}
+    for i, occurrence in enumerate(occurrences):
+        if i in leader:
+            stored.append(leader[i])
+        if id(occurrence) not in viewed:
+            stored.append(occurrence)
+    index = {id(o): i for i, o in enumerate(stored)}
+    for occurrence in stored:
+        if id(occurrence) not in viewed:
+            _refer(occurrence, index[id(occurrence)])
+    for member, base in views:
+        _view(member, base, index[id(base)])
+    return stored, tuple(untied)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte (exclusive) of a tensor's elements; equal for none."""
+    nbytes = tensor.nbytes
+    start = tensor.data_ptr()
+    if nbytes and not tensor.is_contiguous():
+        nbytes = tensor.itemsize * (
+            1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        )
+    return start, start + nbytes
+
+
+def _clusters(
+    spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]
+) -> list[list[int]]:
+    """Group tensors whose memory overlaps; lone ones only if expanded (less memory than bytes)."""
+    order = sorted((i for i, (a, b) in enumerate(spans) if a < b), key=spans.__getitem__)
+    clusters: list[list[int]] = []
+    stop = -1
+    device = None
+    for i in order:
+        tensor = occurrences[i].tensor
+        if spans[i][0] < stop and tensor.device == device:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+            stop = -1
+            device = tensor.device
+        stop = max(stop, spans[i][1])
+    return [
+        sorted(cluster)
+        for cluster in clusters
+        if len(cluster) > 1
+        or spans[cluster[0]][1] - spans[cluster[0]][0] < occurrences[cluster[0]].tensor.nbytes
+    ]
+
+
+def _base_of(
+    members: Sequence[Occurrence],
+    spans: Sequence[tuple[int, int]],
+    distinct: Callable[[str], str],
+) -> Occurrence | None:
+    """Give what to store for a cluster so that each member is a view of it, or `None`."""
+    start, stop = min(a for a, _ in spans), max(b for _, b in spans)
+    base: Occurrence | None = None
+    for member, span in zip(members, spans, strict=True):
+        tensor = member.tensor
+        if span == (start, stop) and tensor.is_contiguous() and _is_physical(tensor):
+            base = member
+            break
+    first = members[0]
+    if base is None:
+        storage = first.tensor.untyped_storage()
+        lone = len(members) == 1
+        if stop - start > sum(m.tensor.nbytes for m in members) or any(
+            m.tensor.untyped_storage().data_ptr() != storage.data_ptr() for m in members
+        ):
+            return None
+        if lone and not _is_physical(first.tensor):
+            return None
+        dtype = first.tensor.dtype if lone else torch.uint8
+        flat = torch.empty(0, dtype=dtype, device=first.tensor.device)
+        begin = start - storage.data_ptr()
+        length = (stop - start) // dtype.itemsize
+        flat.set_(storage, begin // dtype.itemsize, (length,), (1,))
+        base = type(first)(
+            distinct(f"{first.name}~storage"), flat, first.dtype if lone else "uint8", {}
+        )
+    aligned = all((m.tensor.data_ptr() - start) % m.tensor.itemsize == 0 for m in members)
+    plain = all(set(m.node) == {TAG} for m in members)
+    return base if aligned and plain else None
+
+
+def _is_physical(tensor: torch.Tensor) -> bool:
+    """Whether memory holds the values themselves, not their conjugates or negatives."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _refer(occurrence: Occurrence, index: int) -> None:
+    """Let a node refer to a stored tensor."""
+    node = occurrence.node
+    node["t" if "t" in node else TAG] = index
+
+
+def _view(member: Occurrence, base: Occurrence, index: int) -> None:
+    """Let a node refer to a part of a stored tensor; to all of it, if that is what it is."""
+    tensor, whole = member.tensor, base.tensor
+    same = (
+        member.dtype == base.dtype
+        and tensor.data_ptr() == whole.data_ptr()
+        and tensor.shape == whole.shape
+        and tensor.stride() == whole.stride()
+        and _is_physical(tensor)
+    )
+    if same:
+        member.node[TAG] = index
+        return
+    node: dict[str, Any] = {
+        TAG: "view",
+        "t": index,
+        "d": member.dtype,
+        "o": tensor.data_ptr() - whole.data_ptr(),
+        "s": list(tensor.shape),
+        "r": list(tensor.stride()),
+    }
+    if tensor.is_conj():
+        node["conj"] = True
+    if tensor.is_neg():
+        node["neg"] = True
+    member.node.clear()
+    member.node.update(node)

@@ -1,0 +1,173 @@
+"""Read, walk and prune the tree of a manifest, without torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptio.errors import ConfigError, FormatError
+from ckptio.format.decode import ObjectDecoder
+from ckptio.format.encode import TAG, join_fqn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptio.format.manifest import Manifest
+
+    Json = Any
+
+Predicate = Callable[[str], bool]
+Select = str | Predicate | Sequence[str]
+_MISSING = object()
+
+
+def read_tree(manifest: Manifest) -> Json:
+    """Parse the tree of a manifest.
+
+    Raises:
+        FormatError: It is no JSON.
+    """
+    try:
+        return msgspec.json.decode(manifest.tree)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
+
+
+def tensor_index(node: Json) -> int | None:
+    """Give the index of the stored tensor that a node refers to, `None` if it refers to none."""
+    if type(node) is not dict:
+        return None
+    tag = node.get(TAG)
+    index = tag if type(tag) is int else node.get("t") if type(tag) is str else None
+    return index if type(index) is int else None
+
+
+def walk(fqn: str, node: Json) -> Iterator[tuple[str, Json]]:
+    """Give name and node of every tensor reference in a tree, in its order."""
+    if type(node) is list:
+        for i, item in enumerate(node):
+            yield from walk(join_fqn(fqn, i), item)
+    elif type(node) is dict:
+        if tensor_index(node) is not None:
+            yield fqn, node
+            return
+        for key, item in children(fqn, node):
+            yield from walk(key, item)
+
+
+def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+    """Give name and node of what a container node holds; nothing for a scalar."""
+    tag = node.get(TAG)
+    value = node.get("v") if tag is not None else node
+    prefix = f"{fqn}." if fqn else ""
+    if tag in (None, "dict", "odict", "namedtuple", "dataclass"):
+        if type(value) is dict:
+            for key, item in value.items():
+                yield prefix + key, item
+        elif type(value) is list:
+            yield from _pairs(fqn, value)
+    elif tag == "tuple" and type(value) is list:
+        for i, item in enumerate(value):
+            yield f"{prefix}{i}", item
+    elif tag == "enum":
+        yield fqn, node.get("v")
+
+
+def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
+    """Name the values of a mapping that was written as a list of pairs."""
+    keys = ObjectDecoder(_no_leaf)
+    for pair in pairs:
+        if type(pair) is not list or len(pair) != 2:  # noqa: PLR2004  # a pair
+            raise FormatError(f"bad mapping at {fqn!r} in the manifest")
+        yield join_fqn(fqn, keys.decode(fqn, pair[0])), pair[1]
+
+
+def _no_leaf(fqn: str, _: Json) -> Any:
+    raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
+
+
+def make_predicate(select: Select) -> Predicate:
+    """Turn what the user selects by into a predicate on names.
+
+    Args:
+        select: A name or the dotted prefix of names (`"model.layers"`); a glob, if it has
+            one of `*?[` (`"*.weight"`; a star matches dots too); several of these; or a
+            predicate on the name.
+
+    Raises:
+        ConfigError: None of these.
+    """
+    if callable(select):
+        return select
+    patterns = [select] if isinstance(select, str) else list(select)
+    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise ConfigError(
+            f"select takes a prefix, a glob, several of these or a predicate, not {select!r}"
+        )
+    return lambda fqn: any(_matches(fqn, pattern) for pattern in patterns)
+
+
+def _matches(fqn: str, pattern: str) -> bool:
+    if any(c in pattern for c in "*?["):
+        return fnmatch.fnmatchcase(fqn, pattern)
+    prefix = pattern.removesuffix(".")
+    return fqn == prefix or fqn.startswith(prefix + ".")
+
+
+def prune(tree: Json, keep: Predicate) -> Json:
+    """Keep the values whose names `keep` accepts, and the containers around them.
+
+    Dicts lose the other keys. Lists, tuples and fields keep their places, with `None`
+    for what was not selected.
+
+    Returns:
+        A new tree; `{}` if nothing was selected.
+    """
+    kept = _prune("", tree, keep)
+    return {} if kept is _MISSING else kept
+
+
+def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
+    """Prune one node; `_MISSING` if nothing in it was selected."""
+    if type(node) is list:
+        items = [_prune(join_fqn(fqn, i), item, keep) for i, item in enumerate(node)]
+        return _in_place(items, kept_empty=not node and keep(fqn))
+    if type(node) is not dict or tensor_index(node) is not None:
+        return node if keep(fqn) else _MISSING
+    tag = node.get(TAG)
+    if tag is None:
+        found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
+        left = {key: item for key, item in found.items() if item is not _MISSING}
+        return left if left or (not node and keep(fqn)) else _MISSING
+    if tag not in ("dict", "odict", "tuple", "namedtuple", "dataclass"):
+        return node if keep(fqn) else _MISSING
+    return _prune_tagged(fqn, node, keep)
+
+
+def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
+    """Prune a container that has a tag."""
+    value = node["v"]
+    kept_empty = not value and keep(fqn)
+    items = [_prune(name, item, keep) for name, item in children(fqn, node)]
+    if node[TAG] in ("tuple", "namedtuple", "dataclass"):
+        found = _in_place(items, kept_empty=kept_empty)
+        if found is _MISSING:
+            return _MISSING
+        if node[TAG] != "tuple":
+            found = [[pair[0], item] for pair, item in zip(value, found, strict=True)]
+        return {**node, "v": found}
+    keys = list(value) if type(value) is dict else [pair[0] for pair in value]
+    pairs = [[k, i] for k, i in zip(keys, items, strict=True) if i is not _MISSING]
+    if not pairs and not kept_empty:
+        return _MISSING
+    return {**node, "v": dict(pairs) if type(value) is dict else pairs}
+
+
+def _in_place(items: list[Json], *, kept_empty: bool) -> Json:
+    """Keep a sequence if anything in it was selected, with `None` for the rest."""
+    if all(item is _MISSING for item in items) and not kept_empty:
+        return _MISSING
+    return [None if item is _MISSING else item for item in items]

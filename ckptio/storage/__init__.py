@@ -1,0 +1,1 @@
+"""Where bytes go: one storage object carries every file of a checkpoint."""

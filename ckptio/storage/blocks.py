@@ -1,0 +1,270 @@
+"""One file written or read in large blocks, past the page cache where that is possible.
+
+Direct I/O writes this kind of data 3 to 5 times as fast as the page cache with a tenth
+of the CPU: nothing is copied, no page is looked up, and no flush waits at the end. It
+wants addresses, offsets and lengths that are multiples of the file system's block; slabs
+and segments are, and the last few bytes of a file go through a page of their own that is
+cut off at the end. Where a file system refuses (tmpfs, some network mounts), the page
+cache is used with early write-back, in windows, so that the final sync finds little to do.
+
+Reads look first: blocks that are in the page cache are taken from there, at memory
+speed; others are read directly, which leaves other people's pages alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ckptio.config import PAGE_NBYTES, MiB
+from ckptio.errors import CorruptionError, StorageError
+from ckptio.storage import linux
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.storage.files import PosixFiles
+
+_WINDOW_NBYTES = 64 * MiB
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def storage_error(error: OSError, path: str, doing: str) -> StorageError:
+    """Say what was being done when the system said `error`."""
+    code = error.errno or errno.EIO
+    return StorageError(f"{doing}: {error.strerror or error}", path=path, code=code)
+
+
+class BlockWriter:
+    """A new file, written once, in ranges from several threads.
+
+    Args:
+        files: Operations to use.
+        path: The file; made at the first write.
+        nbytes: Its final size.
+        config: For direct I/O, durability and modes.
+        on_refused: Called with the reason if direct I/O is refused.
+    """
+
+    def __init__(
+        self,
+        files: PosixFiles,
+        path: str,
+        nbytes: int,
+        config: CheckpointConfig,
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._nbytes = nbytes
+        self._config = config
+        self._on_refused = on_refused
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._direct = config.direct_io == "auto"
+        self._window: deque[tuple[int, int]] = deque()
+        self._window_nbytes = 0
+
+    def pwrite(self, offset: int, data: memoryview) -> None:
+        """Write `data` at `offset`; see `interface.Sink`."""
+        try:
+            self._open()
+            if self._direct and self._write_direct(offset, data):
+                return
+            self._write(offset, data)
+            if self._config.durability != "none":
+                self._push_out(offset, len(data))
+        except OSError as error:
+            raise storage_error(error, self._path, f"cannot write at byte {offset}") from error
+
+    def close(self) -> None:
+        """Cut off padding, sync as configured, and close; see `interface.Sink`."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            try:
+                self._files.truncate(fd, self._nbytes)
+                if self._config.durability != "none":
+                    self._files.fsync(fd)
+            finally:
+                self._files.close(fd)
+        except OSError as error:
+            raise storage_error(error, self._path, "cannot finish the file") from error
+
+    def discard(self) -> None:
+        """Close without finishing: the file is about to be removed."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+    def _open(self) -> None:
+        """Make the file, at the first write of any thread."""
+        with self._lock:
+            if self._fd >= 0:
+                return
+            mode = self._config.file_mode
+            fd = -1
+            if self._direct:
+                try:
+                    fd = self._files.create(self._path, mode, direct=True)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                    self._refuse(f"open: {error.strerror}")
+                    # some file systems make the file, then refuse the flag
+                    try:
+                        self._files.unlink(self._path)
+                    except FileNotFoundError:
+                        pass
+            if fd < 0:
+                fd = self._files.create(self._path, mode, direct=False)
+            self._fd = fd
+            if self._direct and not self._is_aligned(fd):
+                self._files.set_buffered(fd)
+            self._files.allocate(fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+
+    def _is_aligned(self, fd: int) -> bool:
+        """Whether pages are aligned enough for direct I/O here."""
+        alignment = self._files.alignment(fd)
+        if alignment is None:  # an older kernel: the write itself will tell
+            return True
+        fits = (
+            alignment.memory > 0
+            and alignment.offset > 0
+            and PAGE_NBYTES % alignment.memory == 0
+            and PAGE_NBYTES % alignment.offset == 0
+        )
+        if not fits:
+            self._refuse(f"statx: {alignment}")
+        return fits
+
+    def _refuse(self, reason: str) -> None:
+        """Give direct I/O up for this file, and say so once."""
+        self._direct = False
+        self._on_refused(reason)
+
+    def _write_direct(self, offset: int, data: memoryview) -> bool:
+        """Write past the page cache; false if the file system refused and nothing is lost."""
+        whole = len(data) // PAGE_NBYTES * PAGE_NBYTES
+        try:
+            self._write(offset, data[:whole])
+            if whole < len(data):
+                with mmap.mmap(-1, PAGE_NBYTES) as page:
+                    page[: len(data) - whole] = data[whole:]
+                    with memoryview(page) as view:
+                        self._write(offset + whole, view)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            with self._lock:
+                if self._direct:
+                    self._files.set_buffered(self._fd)
+                    self._refuse(f"write: {error.strerror}")
+            return False
+        return True
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`, however little the system takes at a time."""
+        done = 0
+        while done < len(data):
+            written = self._files.pwrite(self._fd, data[done:], offset + done)
+            if written <= 0:
+                raise OSError(errno.EIO, f"the system wrote {written} of {len(data) - done} bytes")
+            done += written
+            if self._direct and done < len(data) and done % PAGE_NBYTES:
+                done -= done % PAGE_NBYTES  # a short direct write: again from the last whole page
+
+    def _push_out(self, offset: int, nbytes: int) -> None:
+        """Start write-back of a range, and finish that of the oldest one in the window."""
+        linux.start_writeback(self._fd, offset, nbytes)
+        with self._lock:
+            self._window.append((offset, nbytes))
+            self._window_nbytes += nbytes
+            if self._window_nbytes <= _WINDOW_NBYTES:
+                return
+            oldest = self._window.popleft()
+            self._window_nbytes -= oldest[1]
+        linux.finish_writeback(self._fd, *oldest)
+
+
+class BlockReader:
+    """A file of known size, read in ranges from several threads.
+
+    Args:
+        files: Operations to use.
+        path: The file.
+        name: Its name in messages.
+        nbytes: Its size as the manifest has it.
+        direct: Whether to try to read past the page cache what is not in it.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+
+    def __init__(
+        self, files: PosixFiles, path: str, *, name: str, nbytes: int, direct: bool
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._name = name
+        self._nbytes = nbytes
+        self._fd = files.open(path, direct=False)
+        self._direct_fd = -1
+        if direct:
+            try:
+                self._direct_fd = files.open(path, direct=True)
+            except OSError:  # refused: the page cache serves, only slower
+                pass
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read a range; see `interface.Source`."""
+        try:
+            if self._direct_fd >= 0 and not self._is_cached(offset, nbytes):
+                padded = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+                try:
+                    self._read(self._direct_fd, offset, room[:padded], nbytes)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                else:
+                    return
+            self._read(self._fd, offset, room[:nbytes], nbytes)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(error, self._path, f"cannot read at byte {offset}") from error
+
+    def close(self) -> None:
+        """Release the file."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                self._files.close(fd)
+        self._fd = self._direct_fd = -1
+
+    def _is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether most of a range is in the page cache."""
+        pages = linux.num_cached_pages(self._fd, offset, nbytes)
+        return pages is not None and pages * PAGE_NBYTES * 2 > nbytes
+
+    def _read(self, fd: int, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read `nbytes` at least, however little the system gives at a time."""
+        done = 0
+        while done < nbytes:
+            count = self._files.pread(fd, room[done:], offset + done)
+            if count <= 0:
+                raise CorruptionError(
+                    f"the file ends at byte {offset + done} and should have {self._nbytes}",
+                    file=self._name,
+                    start=offset + done,
+                    stop=offset + nbytes,
+                )
+            done += count
+            if fd == self._direct_fd and done < nbytes and done % PAGE_NBYTES:
+                done -= done % PAGE_NBYTES

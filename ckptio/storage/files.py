@@ -1,0 +1,145 @@
+"""The operations of a file system that a save and a load are made of.
+
+One small object, so that what a test counts, fails or stops is exactly what the engine
+does, and a crash can be put behind every single operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from ckptio.storage import linux
+
+if TYPE_CHECKING:
+    from ckptio.storage.linux import DirectAlignment
+
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class PosixFiles:
+    """The real ones. Everything raises `OSError` as the system gives it."""
+
+    def create(self, path: str, mode: int, *, direct: bool) -> int:
+        """Make a new file for writing; it must not exist."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags | (os.O_DIRECT if direct else 0), mode)
+        try:
+            os.fchmod(fd, mode)  # the caller's mode, whatever the umask
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """Open a regular file for reading; nothing else, and through no link."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Close a file."""
+        os.close(fd)
+
+    def alignment(self, fd: int) -> DirectAlignment | None:
+        """What direct I/O on `fd` needs, if the kernel says."""
+        return linux.direct_alignment(fd)
+
+    def allocate(self, fd: int, nbytes: int) -> bool:
+        """Reserve room; false where the file system cannot."""
+        return linux.allocate(fd, nbytes)
+
+    def set_buffered(self, fd: int) -> None:
+        """Turn direct I/O off on an open file."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of `data`, and say how much."""
+        return os.pwrite(fd, data, offset)
+
+    def pread(self, fd: int, room: memoryview, offset: int) -> int:
+        """Read some bytes into `room`, and say how many; 0 at the end."""
+        return os.preadv(fd, [room], offset)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Set the size of a file."""
+        os.ftruncate(fd, nbytes)
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's bytes and size durable."""
+        os.fsync(fd)
+
+    def fsync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def mkdir(self, path: str, mode: int) -> None:
+        """Make a directory."""
+        os.mkdir(path, mode)
+        with contextlib.suppress(PermissionError):  # some mounts have modes of their own
+            os.chmod(path, mode)  # noqa: PTH101  # the caller's mode, whatever the umask
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def publish(self, source: str, target: str) -> None:
+        """Give `source` the name `target`, which must be free, in one step.
+
+        By link, which every POSIX file system makes exclusively, NFS included; by rename
+        without replacement where there are no links. After a link `source` is still there.
+
+        Raises:
+            FileExistsError: The name is taken.
+        """
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            linux.rename_noreplace(source, target)
+
+    def exchange(self, source: str, target: str) -> bool:
+        """Exchange two names in one step; false where the file system cannot.
+
+        Raises:
+            FileNotFoundError: `target` does not exist.
+        """
+        try:
+            linux.rename_exchange(source, target)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return False
+        return True
+
+    def replace(self, source: str, target: str) -> None:
+        """Give `source` the name `target`, replacing what has it."""
+        os.replace(source, target)
+
+    def lock(self, fd: int) -> bool:
+        """Take the exclusive lock of a file; false if it is taken.
+
+        Raises:
+            OSError: The file system has no locks.
+        """
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

@@ -1,0 +1,135 @@
+"""What the engine asks of a storage: a protocol per noun, one method per operation.
+
+A `Storage` is one checkpoint's place. Every file of it goes through this one object:
+data, manifest, sizes, deletes. There is no second way around it.
+
+A sink or a source whose calls only block a thread (a file) has `pwrite` or `pread_into`:
+the engine then sums and moves many blocks in one thread without a hop to the loop for
+each. One that awaits (an object store) has `write` or `read_into`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+class Sink(Protocol):
+    """A data file being written. Ranges come from several threads, in any order, once each."""
+
+    def pwrite(self, offset: int, data: memoryview) -> None:
+        """Write `data` at `offset`, all of it. Blocks; thread-safe.
+
+        `offset` and the address of `data` are multiples of the page. The storage does
+        not keep `data`: it is the caller's again when this returns or raises.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the file after its last range, and make it durable as configured. Blocks.
+
+        Raises:
+            StorageError: It could not be synced; the file is not to be relied on.
+        """
+        ...
+
+
+class Source(Protocol):
+    """A data file being read."""
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read `nbytes` at `offset` into the start of `room`. Blocks; thread-safe.
+
+        Args:
+            offset: First byte; a multiple of the checksum block.
+            room: Page-aligned memory of at least `nbytes` rounded up to the page. What is
+                behind the `nbytes` is garbage afterwards.
+            nbytes: Bytes to read.
+
+        Raises:
+            CorruptionError: The file ends before.
+            StorageError: It could not be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the file. Blocks."""
+        ...
+
+
+class Attempt(Protocol):
+    """One save on its way to a commit. Used by one task; ends in `commit` or `abort`."""
+
+    async def create(self, name: str, nbytes: int) -> Sink:
+        """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
+        ...
+
+    async def commit(self, manifest: bytes) -> None:
+        """Publish `manifest`. When this returns, the checkpoint exists; before, it does not.
+
+        Raises:
+            CommitConflictError: Somebody else committed since the attempt began.
+            StorageError: It could not be published; what was there before still is.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Remove everything this attempt made. Does nothing after a commit. Never raises."""
+        ...
+
+
+class Storage(Protocol):
+    """The place of one checkpoint."""
+
+    @property
+    def path(self) -> str:
+        """What the user called it; for messages."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The same for two names of the same place: links are followed."""
+        ...
+
+    async def version(self) -> Hashable:
+        """Tell manifests apart without reading them; equal means unchanged.
+
+        Raises:
+            CheckpointNotFoundError: There is no manifest.
+        """
+        ...
+
+    async def read_manifest(self) -> tuple[Hashable, bytes]:
+        """Read the manifest, and the version of just these bytes.
+
+        Raises:
+            CheckpointNotFoundError: There is no manifest.
+            FormatError: It is larger than any manifest.
+        """
+        ...
+
+    async def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Give the size of each data file in bytes, `None` for what is no regular file."""
+        ...
+
+    async def open(self, name: str, nbytes: int) -> Source:
+        """Open a data file of `nbytes` bytes for reading.
+
+        Raises:
+            CheckpointChangedError: It is not there any more.
+        """
+        ...
+
+    async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
+        """Begin a save.
+
+        Raises:
+            CheckpointExistsError: There is a checkpoint and `overwrite` is off.
+            StorageError: The place cannot be written.
+        """
+        ...

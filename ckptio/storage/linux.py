@@ -1,0 +1,125 @@
+"""System calls that Python has no name for. Each says with `None` or `OSError` that it is not there.
+
+Numbers and layouts are from the kernel's user headers (`linux/stat.h`, `linux/mman.h`,
+`linux/fs.h`); they are the same on x86-64 and on 64-bit Arm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+
+_AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
+_STATX_DIOALIGN = 0x2000
+_STATX_NBYTES = 256
+_SYS_CACHESTAT = 451
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_ALL = 7
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectAlignment:
+    """What direct I/O on a file asks for, in bytes.
+
+    Attributes:
+        memory: Addresses are multiples of this.
+        offset: Offsets and lengths are multiples of this.
+    """
+
+    memory: int
+    offset: int
+
+
+def direct_alignment(fd: int) -> DirectAlignment | None:
+    """Ask `statx` what direct I/O on an open file needs; `None` where it does not say."""
+    statx = getattr(_libc, "statx", None)
+    if statx is None:
+        return None
+    buffer = (ctypes.c_uint32 * (_STATX_NBYTES // 4))()
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(buffer)) != 0:
+        return None
+    if not buffer[0] & _STATX_DIOALIGN:
+        return None
+    # struct statx: stx_dio_mem_align at byte 0x98, stx_dio_offset_align at 0x9c
+    return DirectAlignment(buffer[0x98 // 4], buffer[0x9C // 4])
+
+
+def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
+    """Count the pages of a range that are in the page cache; `None` before Linux 6.5."""
+    span = (ctypes.c_uint64 * 2)(offset, nbytes)
+    result = (ctypes.c_uint64 * 5)()
+    failed = _libc.syscall(
+        _SYS_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(result), ctypes.c_uint(0)
+    )
+    return None if failed else int(result[0])
+
+
+def allocate(fd: int, nbytes: int) -> bool:
+    """Reserve the blocks of a file of `nbytes`.
+
+    glibc's `posix_fallocate` writes zeros where the file system cannot; this does not.
+
+    Returns:
+        Whether the file system can.
+
+    Raises:
+        OSError: There is no room.
+    """
+    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Start writing a range of the page cache to the disk. Best effort."""
+    _libc.sync_file_range(
+        fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE
+    )
+
+
+def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Wait until a range of the page cache is on the disk, and drop it. Best effort.
+
+    This makes nothing durable (no metadata, no disk cache flush): `fsync` does, later.
+    """
+    _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL)
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """Rename, unless `target` exists.
+
+    Raises:
+        FileExistsError: `target` exists.
+        OSError: The file system cannot (`EINVAL`, `ENOSYS`), or another failure.
+    """
+    _renameat2(source, target, _RENAME_NOREPLACE)
+
+
+def rename_exchange(source: str, target: str) -> None:
+    """Exchange two names in one step.
+
+    Raises:
+        FileNotFoundError: One of them does not exist.
+        OSError: The file system cannot (`EINVAL`, `ENOSYS`), or another failure.
+    """
+    _renameat2(source, target, _RENAME_EXCHANGE)
+
+
+def _renameat2(source: str, target: str, flags: int) -> None:
+    function = getattr(_libc, "renameat2", None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source)
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), source, None, target)

@@ -1,0 +1,410 @@
+"""A checkpoint in a local directory: data files, a manifest, and how it becomes visible.
+
+    <path>/manifest.json                               the commit; written last, in one step
+    <path>/data-<save id>-<rank>-<index>.safetensors   never renamed, never written over
+    <path>/.attempt-<save id>                          locked while its save is alive
+    <path>/.manifest-<save id>                         the manifest on its way
+
+Order, with `durability="full"`: data files are written and synced; the manifest is
+written under its own name and synced; the directory is synced, and every directory above
+it that is new, so that all names it speaks of are on the disk; the manifest gets its
+name, exclusively or by exchange with the one it replaces; the directory is synced again.
+A power cut before the name leaves what was there before; after the last sync, the new one.
+
+Exchange tells exactly which manifest was replaced, so that just the files of that one go
+and no concurrent save loses any. A save that was killed leaves files and an attempt whose
+lock is free; the next save to the path removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import aiofiles
+
+from ckptio._aio import run_blocking, shielded
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    FormatError,
+)
+from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
+from ckptio.storage.blocks import BlockReader, BlockWriter, storage_error
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, find_leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event
+
+_NEW_MANIFEST_PREFIX = ".manifest-"
+
+
+class LocalStorage:
+    """The place of one checkpoint on a local (or mounted) file system.
+
+    Args:
+        path: Its directory; need not exist before a save.
+        config: Durability, modes, direct I/O.
+        executor: Threads for calls that block.
+        emit: Takes events.
+        files: Operations to use; the real ones if not given.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: CheckpointConfig,
+        executor: Executor,
+        emit: Callable[[Event], None],
+        files: PosixFiles | None = None,
+    ) -> None:
+        self._path = os.path.abspath(path)  # noqa: PTH100  # pathlib's resolve() follows links
+        self._config = config
+        self._executor = executor
+        self._emit = emit
+        self._files = files or PosixFiles()
+
+    @property
+    def path(self) -> str:
+        """The absolute directory."""
+        return self._path
+
+    @property
+    def identity(self) -> str:
+        """The directory with links followed."""
+        return os.path.realpath(self._path)
+
+    async def version(self) -> tuple[int, ...]:
+        """Stat the manifest; see `interface.Storage`."""
+        return await run_blocking(self._executor, self._version)
+
+    def _version(self) -> tuple[int, ...]:
+        try:
+            return _version_of(os.stat(self._manifest, follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFoundError(self._path) from None
+        except OSError as error:
+            raise storage_error(error, self._manifest, "cannot stat the manifest") from error
+
+    async def read_manifest(self) -> tuple[tuple[int, ...], bytes]:
+        """Read the manifest, and the stat of the very file that was read."""
+        return await shielded(self._read_manifest())
+
+    async def _read_manifest(self) -> tuple[tuple[int, ...], bytes]:
+        try:
+            async with aiofiles.open(
+                self._manifest,
+                "rb",
+                opener=lambda path, _: self._files.open(path, direct=False),
+                executor=self._executor,
+            ) as file:
+                status = os.fstat(file.fileno())
+                if status.st_size > MAX_MANIFEST_NBYTES:
+                    raise FormatError(
+                        f"{self._manifest!r} has {status.st_size} bytes and a manifest at most"
+                        f" {MAX_MANIFEST_NBYTES}"
+                    )
+                return _version_of(status), await file.read(status.st_size)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFoundError(self._path) from None
+        except OSError as error:
+            raise storage_error(error, self._manifest, "cannot read the manifest") from error
+
+    async def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Stat data files; see `interface.Storage`."""
+        return await run_blocking(self._executor, lambda: [self._size(name) for name in names])
+
+    def _size(self, name: str) -> int | None:
+        try:
+            fd = self._files.open(self._join(name), direct=False)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                return None
+            raise storage_error(error, self._join(name), "cannot open a data file") from error
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            self._files.close(fd)
+
+    async def open(self, name: str, nbytes: int) -> BlockReader:
+        """Open a data file; see `interface.Storage`."""
+        return await run_blocking(self._executor, self._open, name, nbytes)
+
+    def _open(self, name: str, nbytes: int) -> BlockReader:
+        path = self._join(name)
+        try:
+            return BlockReader(
+                self._files, path, name=name, nbytes=nbytes, direct=self._config.direct_io == "auto"
+            )
+        except FileNotFoundError:
+            raise CheckpointChangedError(self._path) from None
+        except OSError as error:
+            raise storage_error(error, path, "cannot open a data file") from error
+
+    async def begin(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
+        """Begin a save; see `interface.Storage`."""
+        attempt = LocalAttempt(self, save_id, overwrite=overwrite)
+        try:
+            await run_blocking(self._executor, attempt.prepare)
+        except BaseException:
+            await attempt.abort()
+            raise
+        return attempt
+
+    @property
+    def _manifest(self) -> str:
+        return self._join(MANIFEST_NAME)
+
+    def _join(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+class LocalAttempt:
+    """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
+
+    def __init__(self, storage: LocalStorage, save_id: str, *, overwrite: bool) -> None:
+        self._storage = storage
+        self._files = storage._files  # noqa: SLF001  # two halves of one module
+        self._config = storage._config  # noqa: SLF001  # as above
+        self._executor = storage._executor  # noqa: SLF001  # as above
+        self._emit = storage._emit  # noqa: SLF001  # as above
+        self._directory = storage.path
+        self._save_id = save_id
+        self._overwrite = overwrite
+        self._made_dirs: list[str] = []
+        self._made_files: list[str] = []
+        self._writers: list[BlockWriter] = []
+        self._lock_fd = -1
+        self._published = False
+        self._refused = False
+
+    def prepare(self) -> None:
+        """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
+        try:
+            if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
+                raise CheckpointExistsError(self._directory)
+            self._make_dirs(self._directory)
+            marker = self._path(ATTEMPT_PREFIX + self._save_id)
+            self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
+            self._made_files.append(marker)
+            locks = True
+            try:
+                self._files.lock(self._lock_fd)
+            except OSError:  # no locks here: nobody can tell a dead save from a living one
+                locks = False
+            if locks and self._directory not in self._made_dirs:
+                self._remove(find_leftovers(self._files, self._directory, self._save_id))
+        except CheckpointExistsError:
+            raise
+        except OSError as error:
+            raise storage_error(error, self._directory, "cannot begin a save") from error
+
+    def _make_dirs(self, path: str) -> None:
+        """Make a directory and those above it, remembering which are new."""
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self._files.mkdir(directory, self._config.dir_mode)
+                self._made_dirs.append(directory)
+        if missing and not os.path.isdir(missing[0]):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])
+
+    async def create(self, name: str, nbytes: int) -> BlockWriter:
+        """Begin a data file; see `interface.Attempt`."""
+        path = self._path(name)
+        self._made_files.append(path)
+        writer = BlockWriter(self._files, path, nbytes, self._config, self._direct_refused)
+        self._writers.append(writer)
+        return writer
+
+    def _direct_refused(self, reason: str) -> None:
+        if not self._refused:  # once a save, not once a file
+            self._refused = True
+            self._emit(DirectIORefused(path=self._directory, reason=reason))
+
+    async def commit(self, manifest: bytes) -> None:
+        """Publish `manifest`; see `interface.Attempt`."""
+        await run_blocking(self._executor, self._commit, manifest)
+
+    def _commit(self, manifest: bytes) -> None:
+        new = self._path(_NEW_MANIFEST_PREFIX + self._save_id)
+        target = self._path(MANIFEST_NAME)
+        try:
+            self._write_file(new, manifest)
+            self._sync_dirs()
+            replaced = self._publish(new, target)
+        except CommitConflictError:
+            raise
+        except OSError as error:
+            raise storage_error(error, target, "cannot commit") from error
+        self._published = True
+        self._clean_up(new, replaced=replaced)
+
+    def _publish(self, new: str, target: str) -> bool:
+        """Make the manifest visible and its name durable; undo it if that fails.
+
+        Returns:
+            Whether a manifest was replaced, which has the name `new` now.
+        """
+        replaced = False
+        if self._overwrite:
+            try:
+                replaced = self._files.exchange(new, target)
+            except FileNotFoundError:
+                pass
+            else:
+                if not replaced:  # no exchange here: keep a copy of what is replaced
+                    return self._replace_by_copy(new, target)
+        if not replaced:
+            try:
+                self._files.publish(new, target)
+            except FileExistsError:
+                raise CommitConflictError(self._directory) from None
+        try:
+            self._sync_dir(self._directory)
+        except OSError:
+            self._published = True  # until it is undone: its data files must stay
+            if replaced:
+                self._files.exchange(new, target)
+            else:
+                self._files.unlink(target)
+            self._published = False
+            raise
+        return replaced
+
+    def _replace_by_copy(self, new: str, target: str) -> bool:
+        """Replace a manifest where names cannot be exchanged.
+
+        Between copy and rename another save may commit; its files would then stay until
+        the next save to the path. Nothing that is committed is ever lost.
+        """
+        old = new + "-old"
+        self._made_files.append(old)
+        try:
+            with open(target, "rb") as file:  # noqa: PTH123  # as everywhere in this module
+                self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
+        except FileNotFoundError:
+            try:
+                self._files.publish(new, target)
+            except FileExistsError:
+                raise CommitConflictError(self._directory) from None
+            self._sync_dir(self._directory)
+            return False
+        self._files.replace(new, target)
+        try:
+            self._sync_dir(self._directory)
+        except OSError:
+            self._published = True  # until it is undone: its data files must stay
+            self._files.replace(old, target)
+            self._published = False
+            raise
+        self._files.replace(old, new)
+        return True
+
+    def _write_file(self, path: str, data: bytes) -> None:
+        """Write a small file and sync it."""
+        fd = self._files.create(path, self._config.file_mode, direct=False)
+        self._made_files.append(path)
+        try:
+            view = memoryview(data)
+            done = 0
+            while done < len(view):
+                done += self._files.pwrite(fd, view[done:], done)
+            if self._config.durability != "none":
+                self._files.fsync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _sync_dirs(self) -> None:
+        """Sync the directory, and the parent of each directory that is new."""
+        self._sync_dir(self._directory)
+        for directory in reversed(self._made_dirs):
+            self._sync_dir(os.path.dirname(directory))
+
+    def _sync_dir(self, path: str) -> None:
+        if self._config.durability == "full":
+            self._files.fsync_dir(path)
+
+    def _clean_up(self, new: str, *, replaced: bool) -> None:
+        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
+        doomed = []
+        if replaced:
+            with contextlib.suppress(OSError, FormatError):
+                # not a manifest of ours: its files are told from names, by the next save
+                with open(new, "rb") as file:  # noqa: PTH123  # as everywhere in this module
+                    old = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
+                doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
+        self._remove(doomed)
+        self._try_remove(new)
+        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+        self._drop_lock()
+
+    async def abort(self) -> None:
+        """Remove everything this attempt made; see `interface.Attempt`."""
+        await run_blocking(self._executor, self._abort)
+
+    def _abort(self) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(OSError):  # the file goes next
+                writer.discard()
+        if self._published:
+            self._drop_lock()
+            return
+        for path in reversed(self._made_files):
+            self._try_remove(path)
+        self._drop_lock()
+        for directory in reversed(self._made_dirs):
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                self._files.rmdir(directory)
+
+    def _drop_lock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # closing is all that was left to do
+                self._files.close(fd)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """Remove files by name, and say so."""
+        removed = [name for name in names if self._try_remove(self._path(name))]
+        if removed:
+            self._emit(LeftoversRemoved(path=self._directory, files=tuple(removed)))
+
+    def _try_remove(self, path: str) -> bool:
+        """Remove a file; an event, not an error, if it stays."""
+        try:
+            self._files.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._emit(
+                CleanupFailed(path=self._directory, file=os.path.basename(path), error=error)
+            )
+            return False
+        return True
+
+    def _path(self, name: str) -> str:
+        return f"{self._directory}/{name}"
+
+
+def _version_of(status: os.stat_result) -> tuple[int, ...]:
+    """What tells one manifest from another: its inode, size and times."""
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
