@@ -88,7 +88,7 @@ class PosixFiles:
         """Make a directory."""
         os.mkdir(path, mode)
         with contextlib.suppress(PermissionError):  # some mounts have modes of their own
-            os.chmod(path, mode)  # noqa: PTH101  # the caller's mode, whatever the umask
+            os.chmod(path, mode)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""

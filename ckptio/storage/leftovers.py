@@ -56,7 +56,7 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
         if not _is_alive(files, f"{directory}/{ATTEMPT_PREFIX}{owner}")
     }
     try:
-        with open(f"{directory}/{MANIFEST_NAME}", "rb") as file:  # noqa: PTH123  # blocking floor
+        with open(f"{directory}/{MANIFEST_NAME}", "rb") as file:
             manifest = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
     except FileNotFoundError:
         needed: set[str] = set()

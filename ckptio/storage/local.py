@@ -68,7 +68,7 @@ class LocalStorage:
         emit: Callable[[Event], None],
         files: PosixFiles | None = None,
     ) -> None:
-        self._path = os.path.abspath(path)  # noqa: PTH100  # pathlib's resolve() follows links
+        self._path = os.path.abspath(path)
         self._config = config
         self._executor = executor
         self._emit = emit
@@ -294,7 +294,7 @@ class LocalAttempt:
         old = new + "-old"
         self._made_files.append(old)
         try:
-            with open(target, "rb") as file:  # noqa: PTH123  # as everywhere in this module
+            with open(target, "rb") as file:
                 self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
         except FileNotFoundError:
             try:
@@ -344,7 +344,7 @@ class LocalAttempt:
         if replaced:
             with contextlib.suppress(OSError, FormatError):
                 # not a manifest of ours: its files are told from names, by the next save
-                with open(new, "rb") as file:  # noqa: PTH123  # as everywhere in this module
+                with open(new, "rb") as file:
                     old = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
                 doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
         self._remove(doomed)
