@@ -82,10 +82,16 @@ class CheckpointConfig:
             value = getattr(self, field.name)
             if isinstance(field.default, int) and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} must be a positive int, not {value!r}")
+        self._check_sizes()
         if self.durability not in ("none", "file", "full"):
             raise ConfigError(f"durability must be none, file or full, not {self.durability!r}")
         if self.direct_io not in ("auto", "off"):
             raise ConfigError(f"direct_io must be auto or off, not {self.direct_io!r}")
+        if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
+            raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
+
+    def _check_sizes(self) -> None:
+        """Check that blocks make slabs, slabs the pool, and the pool enough of them."""
         if self.block_nbytes % PAGE_NBYTES:
             raise ConfigError(
                 f"block_nbytes must be a multiple of {PAGE_NBYTES}, not {self.block_nbytes}"
@@ -106,8 +112,6 @@ class CheckpointConfig:
                     f"{name}={getattr(self, name)} would have no effect: the pool has"
                     f" {self.num_slabs} slabs; raise pool_nbytes or lower {name}"
                 )
-        if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
-            raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
 
     @property
     def num_slabs(self) -> int:

@@ -7,7 +7,7 @@
     ├── StateError
     │   └── UnsupportedLeafError (TypeError)  a value has no portable form; nothing was written
     ├── TargetError (ValueError)              a target tensor cannot be filled
-    │   └── MismatchError                     names, shapes or dtypes of target and checkpoint differ
+    │   └── MismatchError                     target and checkpoint differ in names or shapes
     ├── PlanError (ValueError)                shards that cannot be laid out
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
     │   ├── FormatVersionError                a newer format than this version reads

@@ -44,7 +44,7 @@ class EngineContext:
     pool: SlabPool
     cache: MetadataCache
     observer: Observer | None = None
-    plans: PlanCache = field(default_factory=lambda: PlanCache())
+    plans: PlanCache = field(init=False)
     copies: asyncio.Semaphore = field(init=False)
     writes: asyncio.Semaphore = field(init=False)
     reads: asyncio.Semaphore = field(init=False)
@@ -53,6 +53,7 @@ class EngineContext:
 
     def __post_init__(self) -> None:
         """Make the limits."""
+        self.plans = PlanCache()
         self.copies = asyncio.Semaphore(self.config.max_copies)
         self.writes = asyncio.Semaphore(self.config.max_writes)
         self.reads = asyncio.Semaphore(self.config.max_reads)

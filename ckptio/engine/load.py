@@ -130,13 +130,15 @@ async def _read_file(
 ) -> None:
     """Read the ranges of one file."""
     entry = reading.manifest.files[file]
-    async with _opened(reading.storage, entry.name, entry.nbytes, context) as source:
-        async with asyncio.TaskGroup() as group:
-            for segment in segments:
-                group.create_task(
-                    _read_segment(segment, source, reading, context, total_nbytes),
-                    name=f"read {entry.name}@{segment.start}",
-                )
+    async with (
+        _opened(reading.storage, entry.name, entry.nbytes, context) as source,
+        asyncio.TaskGroup() as group,
+    ):
+        for segment in segments:
+            group.create_task(
+                _read_segment(segment, source, reading, context, total_nbytes),
+                name=f"read {entry.name}@{segment.start}",
+            )
 
 
 @contextlib.asynccontextmanager

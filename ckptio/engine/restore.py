@@ -119,7 +119,7 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
         tree = prune(tree, request.keep)
     restoration = Restoration()
     tensors: dict[int, torch.Tensor] = {}
-    plain = {}
+    plain: dict[int, bool] = {}
     for _, node in walk("", tree):
         index = tensor_index(node)
         if index is not None:

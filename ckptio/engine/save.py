@@ -32,7 +32,7 @@ from ckptio.format.manifest import encode_manifest
 from ckptio.storage.leftovers import data_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.handle import SaveHandle

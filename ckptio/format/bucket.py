@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.config import MiB, PAGE_NBYTES
+from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import FormatError
 from ckptio.layout import DTYPES, numel
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     Json = Any
     DecodeLeaf = Callable[[str, Any], Any]
 
+_CONTAINER_TAGS = frozenset(
+    ("dict", "odict", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
+)
 _ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
 
 
@@ -73,9 +76,8 @@ class ObjectDecoder:
                     for key, item in node.items()
                 }
             if type(tag) is str and "t" not in node:
-                container = _CONTAINERS.get(tag)
-                if container is not None:
-                    return container(self, fqn, node, depth + 1)
+                if tag in _CONTAINER_TAGS:
+                    return self._container(tag, fqn, node, depth + 1)
                 scalar = _SCALARS.get(tag)
                 if scalar is not None:
                     return scalar(node)
@@ -95,26 +97,30 @@ class ObjectDecoder:
             key = self._decode(fqn, encoded_key, depth)
             yield key, self._decode(join_fqn(fqn, key), item, depth)
 
-    def _dict(self, fqn: str, node: Json, depth: int) -> dict[Any, Any]:
-        return dict(self._items(fqn, node, depth))
-
-    def _odict(self, fqn: str, node: Json, depth: int) -> OrderedDict[Any, Any]:
-        return OrderedDict(self._items(fqn, node, depth))
+    def _container(self, tag: str, fqn: str, node: Json, depth: int) -> Any:
+        match tag:
+            case "dict":
+                return dict(self._items(fqn, node, depth))
+            case "odict":
+                return OrderedDict(self._items(fqn, node, depth))
+            case "tuple":
+                return tuple(self._sequence(fqn, node, depth))
+            case "set":
+                return set(self._sequence(fqn, node, depth))
+            case "frozenset":
+                return frozenset(self._sequence(fqn, node, depth))
+            case "namedtuple":
+                return self._namedtuple(fqn, node, depth)
+            case "dataclass":
+                return self._dataclass(fqn, node, depth)
+            case _:
+                return self._enum(fqn, node, depth)
 
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
         value = node["v"]
         if type(value) is not list:
             raise FormatError(f"bad {node[TAG]} in the manifest")
         return [self._decode(join_fqn(fqn, i), item, depth) for i, item in enumerate(value)]
-
-    def _tuple(self, fqn: str, node: Json, depth: int) -> tuple[Any, ...]:
-        return tuple(self._sequence(fqn, node, depth))
-
-    def _set(self, fqn: str, node: Json, depth: int) -> set[Any]:
-        return set(self._sequence(fqn, node, depth))
-
-    def _frozenset(self, fqn: str, node: Json, depth: int) -> frozenset[Any]:
-        return frozenset(self._sequence(fqn, node, depth))
 
     def _namedtuple(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))
@@ -205,16 +211,6 @@ def _path(node: Json) -> pathlib.PurePath:
     return PATHS[node["k"]](text if type(text) is str else _SCALARS["str"](text))
 
 
-_CONTAINERS: dict[str, Callable[[ObjectDecoder, str, Json, int], Any]] = {
-    "dict": ObjectDecoder._dict,
-    "odict": ObjectDecoder._odict,
-    "tuple": ObjectDecoder._tuple,
-    "set": ObjectDecoder._set,
-    "frozenset": ObjectDecoder._frozenset,
-    "namedtuple": ObjectDecoder._namedtuple,
-    "dataclass": ObjectDecoder._dataclass,
-    "enum": ObjectDecoder._enum,
-}
 _SCALARS: dict[str, Callable[[Json], Any]] = {
     "int": lambda node: int(node["v"], 16),
     "float": lambda node: _float(node["v"]),

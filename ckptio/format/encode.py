@@ -108,7 +108,7 @@ class ObjectEncoder:
             return {TAG: "enum", "c": class_name(type(value)), "v": inner}
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
             return self._encode_record(
-                fqn, "namedtuple", value, zip(value._fields, value, strict=True)
+                fqn, "namedtuple", value, zip(_names_of(value), value, strict=True)
             )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._encode_record(fqn, "dataclass", value, _fields_of(value))
@@ -255,6 +255,11 @@ def _encode_path(fqn: str, value: pathlib.PurePath) -> Json:
     if kind not in PATHS:
         raise UnsupportedLeafError(fqn, f"a path of type {type(value).__name__}", "use pathlib's")
     return {TAG: "path", "k": kind, "v": _encode_str(fqn, str(value))}
+
+
+def _names_of(value: Any) -> tuple[str, ...]:
+    """Give the field names of a named tuple."""
+    return tuple(value._fields)
 
 
 def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:

@@ -194,7 +194,7 @@ def decode_manifest(data: bytes) -> Manifest:
     body = memoryview(data)[:-_TAIL_NBYTES]
     if crc32c(body) != int(tail[1], 16):
         raise FormatError("the manifest is damaged: its bytes do not have its checksum")
-    document = b"%b}" % body
+    document = bytes(body) + b"}"
     try:
         version = _version_decoder.decode(document).ckptio  # type: ignore[attr-defined]  # defstruct
         if version != FORMAT_VERSION:
@@ -250,10 +250,7 @@ def _check_tensors(manifest: Manifest) -> None:
         names.add(name)
         covered = 0
         for chunk in tensor.chunks:
-            if chunk.global_offset is None:
-                part = count
-            else:
-                part = _part_numel(shape, chunk)
+            part = count if chunk.global_offset is None else _part_numel(shape, chunk)
             start = chunk.start
             if part < 0 or not 0 <= chunk.file < num_files or start < 0:
                 raise FormatError(f"tensor {name!r} has an impossible chunk in the manifest")
@@ -262,6 +259,11 @@ def _check_tensors(manifest: Manifest) -> None:
                 spans[chunk.file].append((start, start + part * itemsize))
         if covered != count or (len(tensor.chunks) > 1 and _overlap(tensor)):
             raise FormatError(f"the chunks of tensor {name!r} do not fill it exactly")
+    _check_spans(manifest, spans)
+
+
+def _check_spans(manifest: Manifest, spans: list[list[tuple[int, int]]]) -> None:
+    """Check that no byte of a file belongs to two tensors, and none lies behind its end."""
     for file, taken in zip(manifest.files, spans, strict=True):
         taken.sort()
         stop = 0

@@ -13,7 +13,6 @@ Any other value of the target is a placeholder for the checkpoint's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
 from ckptio.state.tree import children, tensor_index, walk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.tree import Predicate
 

@@ -13,6 +13,7 @@ speed; others are read directly, which leaves other people's pages alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import threading
@@ -119,10 +120,8 @@ class BlockWriter:
                         raise
                     self._refuse(f"open: {error.strerror}")
                     # some file systems make the file, then refuse the flag
-                    try:
+                    with contextlib.suppress(FileNotFoundError):
                         self._files.unlink(self._path)
-                    except FileNotFoundError:
-                        pass
             if fd < 0:
                 fd = self._files.create(self._path, mode, direct=False)
             self._fd = fd
@@ -218,10 +217,8 @@ class BlockReader:
         self._fd = files.open(path, direct=False)
         self._direct_fd = -1
         if direct:
-            try:
+            with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
                 self._direct_fd = files.open(path, direct=True)
-            except OSError:  # refused: the page cache serves, only slower
-                pass
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
         """Read a range; see `interface.Source`."""

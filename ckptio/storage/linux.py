@@ -1,4 +1,4 @@
-"""System calls that Python has no name for. Each says with `None` or `OSError` that it is not there.
+"""System calls that Python has no name for, each with a way to say that it is not there.
 
 Numbers and layouts are from the kernel's user headers (`linux/stat.h`, `linux/mman.h`,
 `linux/fs.h`); they are the same on x86-64 and on 64-bit Arm.

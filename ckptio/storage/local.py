@@ -190,9 +190,9 @@ class LocalAttempt:
 
     def prepare(self) -> None:
         """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
+        if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
+            raise CheckpointExistsError(self._directory)
         try:
-            if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
-                raise CheckpointExistsError(self._directory)
             self._make_dirs(self._directory)
             marker = self._path(ATTEMPT_PREFIX + self._save_id)
             self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
@@ -204,8 +204,6 @@ class LocalAttempt:
                 locks = False
             if locks and self._directory not in self._made_dirs:
                 self._remove(find_leftovers(self._files, self._directory, self._save_id))
-        except CheckpointExistsError:
-            raise
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
 

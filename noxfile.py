@@ -1,0 +1,78 @@
+"""Sessions: `nox -l` lists them, `nox -s tests demo` runs some.
+
+Each sets up an environment of its own. PyTorch is installed first and alone, in one
+known version, so that no other package's bounds choose it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
+
+
+def install(session: nox.Session, *groups: str, extras: str = "cli") -> None:
+    """Install torch, then the package with extras, and dependency groups."""
+    session.install(TORCH)
+    needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
+    session.install("-e", f".[{extras}]", *needed)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
+    install(session, "tests")
+    session.run("python", "-m", "pytest", "-m", "not stress", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and which floor imports which."""
+    install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    install(session, "types", "tests")
+    session.install("nox")
+    session.run("mypy")
+
+
+@nox.session
+def stress(session: nox.Session) -> None:
+    """Run what takes minutes: many seeds, kills, power cuts."""
+    install(session, "tests")
+    session.run("python", "-m", "pytest", "-m", "stress", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
+def gpu(session: nox.Session) -> None:
+    """Run the CUDA tests with the torch that is on the machine."""
+    session.install("-e", ".[cli]", *nox.project.dependency_groups(PYPROJECT, "tests"))
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train, kill the run in the middle of a save, resume, and compare; about two minutes."""
+    install(session)
+    session.run("python", "-m", "bench.demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure against the peers; arguments name cases. Writes bench/results."""
+    install(session, "bench")
+    session.run("python", "-m", "bench", *session.posargs)
