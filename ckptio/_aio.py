@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -78,7 +79,9 @@ async def run_blocking(
         asyncio.CancelledError: The caller was cancelled; the thread is done by then.
     """
     loop = asyncio.get_running_loop()
-    return await outlive(loop.run_in_executor(executor, lambda: function(*args, **kwargs)))
+    return await outlive(
+        loop.run_in_executor(executor, functools.partial(function, *args, **kwargs))
+    )
 
 
 async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -32,7 +32,7 @@ from ckptio.events import LoadFinished, LoadStarted, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import SourceState, TargetState
-from ckptio.state.flatten import flatten
+from ckptio.state.flatten import collection_paused, flatten
 from ckptio.state.tree import make_predicate
 
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
     restoration = plan_restoration(manifest, storage.path, request)
-    plan = plan_load(manifest, restoration.wanted, core.config)
+    with collection_paused():
+        plan = plan_load(manifest, restoration.wanted, core.config)
     reading = Reading(storage, manifest)
     try:
         yield lambda _: check_sizes(reading, plan.files)
@@ -194,7 +195,7 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     destinations = restoration.destinations()
     streams = caller_streams([d.tensor for d in destinations], core, saving=False)
     target = TargetState(destinations, streams)
-    reading.scatter = target.scatter
+    reading.target = target
     _announce(core, storage.path, plan, len(destinations))
     yield lambda context: read_plan(plan, reading, context)
     target.mark_written()

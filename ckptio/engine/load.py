@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
     from ckptio.plan.load import LoadPlan, ReadSegment
+    from ckptio.staging.copy import TargetState
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Source, Storage
 
-    Scatter = Callable[[ReadSegment, Slab], PendingCopies | None]
     OnDamage = Callable[[CorruptionError], None]
 
 
@@ -41,14 +41,14 @@ class Reading:
     Attributes:
         storage: Where it is.
         manifest: What it is made of.
-        scatter: Lands a verified range; nothing lands without it.
+        target: Takes verified blocks; nothing lands without it.
         on_damage: Takes damaged blocks and missing files; without it the first one raises.
         read_nbytes: Bytes read so far.
     """
 
     storage: Storage
     manifest: Manifest
-    scatter: Scatter | None = None
+    target: TargetState | None = None
     on_damage: OnDamage | None = None
     read_nbytes: int = 0
 
@@ -165,8 +165,8 @@ async def _read_segment(
             damage, pending = await run_blocking(
                 context.executor, _read_and_land, segment, slab, source, reading
             )
-        if pending is not None:
-            await run_blocking(context.executor, pending.wait)
+        for copies in pending:
+            await run_blocking(context.executor, copies.wait)
     for error in damage:
         reading.damaged(error)
     reading.read_nbytes += segment.nbytes
@@ -179,29 +179,46 @@ async def _read_segment(
 
 def _read_and_land(
     segment: ReadSegment, slab: Slab, source: Source, reading: Reading
-) -> tuple[list[CorruptionError], PendingCopies | None]:
-    """Read a range block by block, verify it, and land it if all of it is right. Blocks."""
+) -> tuple[list[CorruptionError], list[PendingCopies]]:
+    """Read, verify and land a range, block by block. Blocks.
+
+    Every block goes through the same piece of the slab while nothing is pending, so that
+    it is still in the core's cache when it is summed and when it is copied.
+    """
     block = reading.manifest.block_nbytes
-    damage = []
-    for position, expected in zip(range(0, segment.nbytes, block), segment.checksums, strict=True):
-        nbytes = min(block, segment.nbytes - position)
-        start = segment.start + position
-        with slab.view[position : position + block] as room, room[:nbytes] as data:
+    target = reading.target
+    spread = target is not None and target.is_async
+    damage: list[CorruptionError] = []
+    pending: list[PendingCopies] = []
+    for index, expected in enumerate(segment.checksums):
+        nbytes = min(block, segment.nbytes - index * block)
+        start = segment.start + index * block
+        at = index * block if spread else 0
+        with slab.view[at : at + block] as room, room[:nbytes] as data:
             source.pread_into(start, room, nbytes)
             found = crc32c(data)
         if found != expected:
-            damage.append(
-                CorruptionError(
-                    f"checksum {found:08x} instead of {expected:08x}",
-                    file=reading.manifest.files[segment.file].name,
-                    start=start,
-                    stop=start + nbytes,
-                    fqns=names_in(reading.manifest, segment.file, start, start + nbytes),
-                )
-            )
-    if damage or reading.scatter is None:
-        return damage, None
-    return damage, reading.scatter(segment, slab)
+            damage.append(_damaged_block(reading.manifest, segment.file, start, nbytes, found))
+        elif target is not None:
+            copies = target.scatter(segment.pieces[index], slab, at)
+            if copies is not None:
+                pending.append(copies)
+    return damage, pending
+
+
+def _damaged_block(
+    manifest: Manifest, file: int, start: int, nbytes: int, found: int
+) -> CorruptionError:
+    """Say which block does not have its checksum, and which tensors it holds."""
+    entry = manifest.files[file]
+    expected = entry.checksums()[start // manifest.block_nbytes]
+    return CorruptionError(
+        f"checksum {found:08x} instead of {expected:08x}",
+        file=entry.name,
+        start=start,
+        stop=start + nbytes,
+        fqns=names_in(manifest, file, start, start + nbytes),
+    )
 
 
 def names_in(manifest: Manifest, file: int, start: int, stop: int) -> list[str]:

@@ -15,6 +15,7 @@ from ckptio.errors import FormatError, MismatchError
 from ckptio.layout import DTYPES, Box, numel, row_major_strides, shared_runs
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination
+from ckptio.state.flatten import collection_paused
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
@@ -105,9 +106,10 @@ def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Res
         FormatError: The tree contradicts the manifest.
     """
     try:
-        if request.into is None:
-            return _all_new(manifest, request)
-        return _into(manifest, path, request)
+        with collection_paused():
+            if request.into is None:
+                return _all_new(manifest, request)
+            return _into(manifest, path, request)
     except RecursionError:
         raise FormatError("values nested too deep in the manifest") from None
 
@@ -202,6 +204,11 @@ def _entry(manifest: Manifest, index: int) -> TensorEntry:
 
 def _want(entry: TensorEntry, destination: int, wanted: list[Wanted]) -> None:
     """Want every byte of a stored tensor, in a destination of its shape."""
+    if len(entry.chunks) == 1:
+        chunk, nbytes = entry.chunks[0], entry.nbytes
+        if nbytes:
+            wanted.append(Wanted(chunk.file, chunk.start, nbytes, destination, 0))
+        return
     want_region(entry, Box((0,) * len(entry.shape), entry.shape), destination, wanted)
 
 

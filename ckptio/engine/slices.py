@@ -47,7 +47,7 @@ def slice_flow(
     target = TargetState(
         [Destination(result, stored)], caller_streams([result], core, saving=False)
     )
-    reading.scatter = target.scatter
+    reading.target = target
     yield lambda context: read_plan(plan, reading, context)
     target.mark_written()
     return result.view(shape)

@@ -9,7 +9,7 @@ most, or as the gap worth reading over.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.format.checksum import unpack_checksums
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Wanted:
-    """A byte range that a destination needs.
+Piece = tuple[int, int, int, int]
+
+
+class Wanted(NamedTuple):
+    """A byte range that a destination needs. A tuple, since thousands of them are sorted.
 
     Attributes:
         file: Index of the file in the manifest.
@@ -41,22 +43,22 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class ReadSegment:
-    """A range that is read, verified and landed as one.
+    """A range that is read as one, and verified and landed block by block.
 
     Attributes:
         file: Index of the file in the manifest.
         start: First byte in the file; a multiple of the block.
         nbytes: Bytes to read, whole blocks but at the end of the file.
         checksums: crc32c of each block.
-        pieces: Where bytes land: offset in the range, destination, offset in the
-            destination's row-major bytes, bytes.
+        pieces: For each block, where its bytes land: offset in the block, destination,
+            offset in the destination's row-major bytes, bytes.
     """
 
     file: int
     start: int
     nbytes: int
     checksums: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int, int], ...]
+    pieces: tuple[tuple[Piece, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +154,31 @@ def _cut(
     limit: int,
 ) -> list[ReadSegment]:
     """Cut a run of blocks into segments of at most `limit` bytes, with what lands from each."""
-    num_segments = -(-(stop - start) // limit)
-    pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
+    num_blocks = -(-(stop - start) // block)
+    pieces: list[list[Piece]] = [[] for _ in range(num_blocks)]
     for want in wanted:
         position = want.start
         end = want.start + want.nbytes
         while position < end:
-            index = (position - start) // limit
-            base = start + index * limit
-            upto = min(end, base + limit)
+            index = (position - start) // block
+            base = start + index * block
+            upto = min(end, base + block)
             offset = want.offset + position - want.start
             pieces[index].append((position - base, want.destination, offset, upto - position))
             position = upto
+    first_block = start // block
+    per_segment = limit // block
     segments = []
-    for index in range(num_segments):
-        base = start + index * limit
-        nbytes = min(limit, stop - base)
-        first = base // block
-        sums = tuple(checksums[first : first - (-nbytes // block)])
-        segments.append(ReadSegment(file, base, nbytes, sums, tuple(pieces[index])))
+    for first in range(0, num_blocks, per_segment):
+        last = min(first + per_segment, num_blocks)
+        begin = start + first * block
+        segments.append(
+            ReadSegment(
+                file,
+                begin,
+                min(start + last * block, stop) - begin,
+                tuple(checksums[first_block + first : first_block + last]),
+                tuple(tuple(landing) for landing in pieces[first:last]),
+            )
+        )
     return segments

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import PAGE_NBYTES
 from ckptio.format.bucket import StoredTensor, encode_header
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """What a plan knows of a tensor.
+class LeafSpec(NamedTuple):
+    """What a plan knows of a tensor. A tuple, since plans are looked up by thousands of them.
 
     Attributes:
         name: Its fully qualified name.

@@ -17,7 +17,7 @@ from ckptio.staging.memory import address_of, bits_of, boxes, is_physical, move,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.plan.load import ReadSegment
+    from ckptio.plan.load import Piece
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
     from ckptio.staging.pool import Slab
@@ -102,27 +102,34 @@ class TargetState:
         ]
         self._streams = streams
 
-    def scatter(self, segment: ReadSegment, slab: Slab) -> PendingCopies | None:
-        """Copy the pieces of a verified range where they belong. Blocks; thread-safe.
+    @property
+    def is_async(self) -> bool:
+        """Whether `scatter` may leave copies pending, so that the slab must stay as it is."""
+        return self._streams is not None
+
+    def scatter(self, pieces: Sequence[Piece], slab: Slab, start: int) -> PendingCopies | None:
+        """Copy the pieces of a verified block where they belong. Blocks; thread-safe.
+
+        Args:
+            pieces: As `plan.load.ReadSegment` has them.
+            slab: Holds the block.
+            start: Where the block starts in the slab.
 
         Returns:
             What devices still have to read from the slab, if anything.
         """
-        base = slab.address
+        base = slab.address + start
         addresses = self._addresses
         slow = []
-        for piece in segment.pieces:
-            position, index, offset, nbytes = piece
+        for position, index, offset, nbytes in pieces:
             address = addresses[index]
             if address:
                 move(address + offset, base + position, nbytes)
             else:
-                slow.append(piece)
+                slow.append((start + position, index, offset, nbytes))
         return self._scatter_slow(slow, slab) if slow else None
 
-    def _scatter_slow(
-        self, pieces: Sequence[tuple[int, int, int, int]], slab: Slab
-    ) -> PendingCopies | None:
+    def _scatter_slow(self, pieces: Sequence[Piece], slab: Slab) -> PendingCopies | None:
         """Copy what one memmove cannot: strided, converted and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:

@@ -27,6 +27,7 @@ from ckptio.state.tree import children, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.tree import Predicate
 
@@ -323,6 +324,9 @@ def _target_names(fqn: str, target: Any) -> list[str]:
 
 def _check_fillable(fqn: str, target: torch.Tensor) -> None:
     """Refuse targets whose memory cannot take every element."""
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.dtype in DTYPE_NAMES
+    if plain and target.is_cpu and target.is_contiguous() and not target.is_inference():
+        return  # by far the most, and there are thousands
     if target.is_meta:
         raise TargetError(
             f"cannot fill {fqn!r}: it is on the meta device; use to_empty(device=...) first"

@@ -13,6 +13,7 @@ at closely; in a state without any, this is one sort.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from ckptio.format.encode import TAG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckptio.state.flatten import Occurrence
 
@@ -39,32 +40,45 @@ def resolve_ties(
         stored apart.
     """
     spans = [_span(o.tensor) for o in occurrences]
-    stored: list[Occurrence] = []
-    views: list[tuple[Occurrence, Occurrence]] = []
+    if not _any_shared(spans, occurrences):
+        for index, occurrence in enumerate(occurrences):
+            _refer(occurrence, index)
+        return list(occurrences), ()
+    bases: dict[int, Occurrence] = {}  # of each member of a settled cluster, by its index
     untied: list[str] = []
-    leader: dict[int, Occurrence] = {}
     for cluster in _clusters(spans, occurrences):
         members = [occurrences[i] for i in cluster]
         base = _base_of(members, [spans[i] for i in cluster], distinct)
-        if base is None:
-            if len(members) > 1:
-                untied += [member.name for member in members]
-            continue
-        leader[cluster[0]] = base
-        views += [(member, base) for member in members]
-    viewed = {id(member) for member, _ in views}
+        if base is not None:
+            bases.update(dict.fromkeys(cluster, base))
+        elif len(members) > 1:
+            untied += [member.name for member in members]
+    stored = list({id(o): o for o in _in_order(occurrences, bases)}.values())
+    index = {id(occurrence): position for position, occurrence in enumerate(stored)}
     for i, occurrence in enumerate(occurrences):
-        if i in leader:
-            stored.append(leader[i])
-        if id(occurrence) not in viewed:
-            stored.append(occurrence)
-    index = {id(o): i for i, o in enumerate(stored)}
-    for occurrence in stored:
-        if id(occurrence) not in viewed:
+        if i in bases:
+            _view(occurrence, bases[i], index[id(bases[i])])
+        else:
             _refer(occurrence, index[id(occurrence)])
-    for member, base in views:
-        _view(member, base, index[id(base)])
     return stored, tuple(untied)
+
+
+def _in_order(
+    occurrences: Sequence[Occurrence], bases: Mapping[int, Occurrence]
+) -> Iterator[Occurrence]:
+    """Give what each occurrence is stored as, repeats included."""
+    for i, occurrence in enumerate(occurrences):
+        yield bases.get(i, occurrence)
+
+
+def _any_shared(spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]) -> bool:
+    """Whether any memory overlaps, or a tensor has less memory than bytes: mostly not."""
+    ordered = sorted(spans)
+    if any(a[1] > b[0] for a, b in itertools.pairwise(ordered)):
+        return True
+    return any(
+        stop - start < o.tensor.nbytes for (start, stop), o in zip(spans, occurrences, strict=True)
+    )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

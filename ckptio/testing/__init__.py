@@ -1,0 +1,22 @@
+"""Deterministic loop, storages that fail on demand, an observer that remembers: for tests."""
+
+from ckptio.testing.faults import Crash, Fault, Operation, crash_at, fail_at, fail_kind
+from ckptio.testing.files import RecordingFiles
+from ckptio.testing.loop import DeadlockError, VirtualLoop, run_virtual
+from ckptio.testing.memory import MemoryStorage
+from ckptio.testing.observer import EventLog
+
+__all__ = [
+    "Crash",
+    "DeadlockError",
+    "EventLog",
+    "Fault",
+    "MemoryStorage",
+    "Operation",
+    "RecordingFiles",
+    "VirtualLoop",
+    "crash_at",
+    "fail_at",
+    "fail_kind",
+    "run_virtual",
+]

@@ -1,0 +1,323 @@
+"""A checkpoint's place in memory, with the rules of a real one.
+
+It keeps what `storage.interface` promises: a manifest appears in one step or not at all,
+exclusively without `overwrite`; the checkpoint it replaces stays whole until then; an
+attempt that ends otherwise leaves nothing. It passes the same conformance tests as the
+local storage.
+
+Everything is counted, any operation can be failed, and what may wait waits for a time
+drawn from a seed: on a `VirtualLoop` that costs nothing and shuffles the schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptionError,
+)
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing.faults import Operation, as_storage_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.testing.faults import Fault
+
+
+@dataclass(slots=True)
+class StorageCounts:
+    """What a storage was asked to do.
+
+    Attributes:
+        num_operations: Operations of every kind.
+        num_manifest_reads: Manifests read.
+        num_version_checks: Versions asked for.
+        written_nbytes: Bytes of data files written.
+        read_nbytes: Bytes of data files read.
+        num_open_sinks: Data files that are being written now.
+        num_open_sources: Data files that are being read now.
+        num_open_attempts: Attempts that have neither committed nor aborted.
+    """
+
+    num_operations: int = 0
+    num_manifest_reads: int = 0
+    num_version_checks: int = 0
+    written_nbytes: int = 0
+    read_nbytes: int = 0
+    num_open_sinks: int = 0
+    num_open_sources: int = 0
+    num_open_attempts: int = 0
+
+
+@dataclass(slots=True)
+class _Place:
+    """What is stored."""
+
+    files: dict[str, bytearray] = field(default_factory=dict)
+    manifest: bytes | None = None
+    version: int = 0
+
+
+class MemoryStorage:
+    """An implementation of `storage.interface.Storage`. Thread-safe where that is.
+
+    Args:
+        path: What it is called.
+        identity: The same for two names of one place; `path` if not given.
+        seed: Draws how long what may wait waits.
+        max_delay_s: The longest of these waits, in seconds; 0 for none.
+        fault: Looks at each operation before it happens; its `OSError`s become
+            `StorageError`s.
+
+    Attributes:
+        operations: What was asked for, in order.
+        counts: The same in numbers.
+    """
+
+    def __init__(
+        self,
+        path: str = "memory",
+        *,
+        identity: str | None = None,
+        seed: int = 0,
+        max_delay_s: float = 0.0,
+        fault: Fault | None = None,
+    ) -> None:
+        self._path = path
+        self._identity = identity or path
+        self._rng = random.Random(seed)  # noqa: S311  # delays, nothing secret
+        self._max_delay_s = max_delay_s
+        self._place = _Place()
+        self._versions = itertools.count(1)
+        self._lock = threading.Lock()
+        self.fault = fault
+        self.operations: list[Operation] = []
+        self.counts = StorageCounts()
+
+    @property
+    def path(self) -> str:
+        """What it is called."""
+        return self._path
+
+    @property
+    def identity(self) -> str:
+        """The same for two names of one place."""
+        return self._identity
+
+    @property
+    def files(self) -> dict[str, bytearray]:
+        """Data files by name; changing one is how a test damages it."""
+        return self._place.files
+
+    @property
+    def manifest(self) -> bytes | None:
+        """The manifest, if there is a checkpoint."""
+        return self._place.manifest
+
+    def leftovers(self) -> list[str]:
+        """Name the data files that the manifest does not."""
+        needed: set[str] = set()
+        if self._place.manifest is not None:
+            needed = {entry.name for entry in decode_manifest(self._place.manifest).files}
+        return sorted(self._place.files.keys() - needed)
+
+    def another_name(self, path: str) -> MemoryStorage:
+        """Give the same place under another name, as a link would; counted apart."""
+        twin = MemoryStorage(path, identity=self._identity)
+        twin._place = self._place
+        return twin
+
+    def step(self, kind: str, name: str = "", nbytes: int = 0) -> None:
+        """Count an operation, and fail it if it is to fail."""
+        with self._lock:
+            path = f"{self._path}/{name}" if name else self._path
+            operation = Operation(len(self.operations), kind, path, nbytes)
+            self.operations.append(operation)
+            self.counts.num_operations += 1
+        if self.fault is not None:
+            as_storage_fault(self.fault)(operation)
+
+    async def _wait(self) -> None:
+        if self._max_delay_s:
+            await asyncio.sleep(self._rng.uniform(0, self._max_delay_s))
+
+    async def version(self) -> int:
+        """Tell manifests apart; see `interface.Storage`."""
+        self.counts.num_version_checks += 1
+        self.step("version")
+        await self._wait()
+        if self._place.manifest is None:
+            raise CheckpointNotFoundError(self._path)
+        return self._place.version
+
+    async def read_manifest(self) -> tuple[int, bytes]:
+        """Read the manifest and its version; see `interface.Storage`."""
+        self.counts.num_manifest_reads += 1
+        self.step("read_manifest")
+        await self._wait()
+        if self._place.manifest is None:
+            raise CheckpointNotFoundError(self._path)
+        read = self._place.version, self._place.manifest
+        await self._wait()
+        return read
+
+    async def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Give the sizes of data files; see `interface.Storage`."""
+        self.step("sizes")
+        await self._wait()
+        files = self._place.files
+        return [len(files[name]) if name in files else None for name in names]
+
+    async def open(self, name: str, nbytes: int) -> MemorySource:
+        """Open a data file; see `interface.Storage`."""
+        self.step("open", name)
+        await self._wait()
+        data = self._place.files.get(name)
+        if data is None:
+            raise CheckpointChangedError(self._path)
+        return MemorySource(self, name, data, nbytes)
+
+    async def begin(self, save_id: str, *, overwrite: bool) -> MemoryAttempt:
+        """Begin a save; see `interface.Storage`."""
+        self.step("begin")
+        await self._wait()
+        if self._place.manifest is not None and not overwrite:
+            raise CheckpointExistsError(self._path)
+        return MemoryAttempt(self, save_id, overwrite=overwrite)
+
+    async def commit(self, made: Sequence[str], manifest: bytes, *, overwrite: bool) -> None:
+        """Publish a manifest in one step. Called by an attempt."""
+        self.step("commit", nbytes=len(manifest))
+        await self._wait()
+        place = self._place
+        if place.manifest is not None and not overwrite:
+            raise CommitConflictError(self._path)
+        replaced = () if place.manifest is None else decode_manifest(place.manifest).files
+        place.manifest = manifest
+        place.version = next(self._versions)
+        for entry in replaced:
+            if entry.name not in made:
+                place.files.pop(entry.name, None)
+
+
+class MemoryAttempt:
+    """One save on its way; see `interface.Attempt`. Made by `MemoryStorage.begin`."""
+
+    def __init__(self, storage: MemoryStorage, save_id: str, *, overwrite: bool) -> None:
+        self._storage = storage
+        self._save_id = save_id
+        self._overwrite = overwrite
+        self._made: list[str] = []
+        self._sinks: list[MemorySink] = []
+        self._open = True
+        self._committed = False
+        storage.counts.num_open_attempts += 1
+
+    async def create(self, name: str, nbytes: int) -> MemorySink:
+        """Begin a data file; see `interface.Attempt`."""
+        self._storage.step("create", name, nbytes)
+        await self._storage._wait()  # noqa: SLF001  # two halves of one module
+        sink = MemorySink(self._storage, name, nbytes)
+        self._made.append(name)
+        self._sinks.append(sink)
+        return sink
+
+    async def commit(self, manifest: bytes) -> None:
+        """Publish a manifest; see `interface.Attempt`."""
+        await self._storage.commit(self._made, manifest, overwrite=self._overwrite)
+        self._committed = True
+        self._end()
+
+    async def abort(self) -> None:
+        """Remove everything this attempt made; see `interface.Attempt`."""
+        for sink in self._sinks:
+            sink.release()
+        if not self._committed:
+            for name in self._made:
+                self._storage.files.pop(name, None)
+        self._end()
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._storage.counts.num_open_attempts -= 1
+
+
+class MemorySink:
+    """A data file being written; see `interface.Sink`."""
+
+    def __init__(self, storage: MemoryStorage, name: str, nbytes: int) -> None:
+        self._storage = storage
+        self._name = name
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._open = False
+        self._ended = False
+
+    def pwrite(self, offset: int, data: memoryview) -> None:
+        """Write a range; see `interface.Sink`."""
+        storage = self._storage
+        storage.step("pwrite", self._name, len(data))
+        with self._lock:
+            if self._ended:
+                raise AssertionError(f"a write to {self._name!r} after its end")
+            if not self._open:
+                self._open = True
+                storage.counts.num_open_sinks += 1
+                storage.files[self._name] = bytearray(self._nbytes)
+            storage.counts.written_nbytes += len(data)
+            end = offset + len(data)
+            if end > self._nbytes:
+                raise AssertionError(f"a write to [{offset}, {end}) of {self._nbytes} bytes")
+            storage.files[self._name][offset:end] = data
+
+    def close(self) -> None:
+        """End the file; see `interface.Sink`."""
+        self._storage.step("close", self._name)
+        self.release()
+
+    def release(self) -> None:
+        """End it whatever happened. Called by its attempt."""
+        with self._lock:
+            self._ended = True
+            if self._open:
+                self._open = False
+                self._storage.counts.num_open_sinks -= 1
+
+
+class MemorySource:
+    """A data file being read; see `interface.Source`."""
+
+    def __init__(self, storage: MemoryStorage, name: str, data: bytearray, nbytes: int) -> None:
+        self._storage = storage
+        self._name = name
+        self._data = data
+        self._nbytes = nbytes
+        storage.counts.num_open_sources += 1
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read a range; see `interface.Source`."""
+        self._storage.step("pread_into", self._name, nbytes)
+        if offset + nbytes > len(self._data):
+            raise CorruptionError(
+                f"the file ends at byte {len(self._data)} and should have {self._nbytes}",
+                file=self._name,
+                start=len(self._data),
+                stop=offset + nbytes,
+            )
+        room[:nbytes] = self._data[offset : offset + nbytes]
+        self._storage.counts.read_nbytes += nbytes
+
+    def close(self) -> None:
+        """Release the file; see `interface.Source`."""
+        self._storage.counts.num_open_sources -= 1
