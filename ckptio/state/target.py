@@ -121,7 +121,7 @@ class Matcher:
 
     def _value(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Take whatever the checkpoint has."""
-        if self._keep is not None and not any(self._keep(name) for name, _ in _leaves(fqn, node)):
+        if not self._selects(fqn, node):
             return lambda _: target
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
         return lambda rebuilder: rebuilder.rebuild(fqn, node)
@@ -170,6 +170,8 @@ class Matcher:
         return fill
 
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
+        if not self._selects(fqn, node):
+            return lambda _: target
         template = target.state_dict()
         assemble = self._dict(fqn, template, node, closed=False)
 
@@ -208,7 +210,7 @@ class Matcher:
                 continue
             if closed:
                 self._note_unexpected(name, item)
-            else:
+            elif self._selects(name, item):
                 merged[key] = self._value(name, None, item)
 
         def update(rebuilder: Rebuilder) -> Any:
@@ -278,6 +280,10 @@ class Matcher:
     def _note_unexpected(self, fqn: str, node: Json) -> None:
         names = [name for name, _ in _leaves(fqn, node)]
         self.match.unexpected += [n for n in names if self._keep is None or self._keep(n)]
+
+    def _selects(self, fqn: str, node: Json) -> bool:
+        """Whether anything in a node is to be loaded."""
+        return self._keep is None or any(self._keep(name) for name, _ in _leaves(fqn, node))
 
     def _entry(self, node: Json) -> TensorEntry | None:
         index = tensor_index(node)

@@ -54,12 +54,12 @@ def resolve_ties(
         elif len(members) > 1:
             untied += [member.name for member in members]
     stored = list({id(o): o for o in _in_order(occurrences, bases)}.values())
-    index = {id(occurrence): position for position, occurrence in enumerate(stored)}
+    place = {id(occurrence): position for position, occurrence in enumerate(stored)}
     for i, occurrence in enumerate(occurrences):
         if i in bases:
-            _view(occurrence, bases[i], index[id(bases[i])])
+            _view(occurrence, bases[i], place[id(bases[i])])
         else:
-            _refer(occurrence, index[id(occurrence)])
+            _refer(occurrence, place[id(occurrence)])
     return stored, tuple(untied)
 
 
