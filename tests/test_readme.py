@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,11 @@ def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tour = README.read_text().partition("## Tour")[2]
     blocks = re.findall(r"^```python\n(.*?)^```", tour, re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 9
-    namespace: dict[str, object] = {"__name__": "readme"}
+    module = types.ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)
     for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)  # noqa: S102  # our own README
+        code = compile(block, str(README), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102  # our own README
 
 
 def test_the_test_command_is_what_ci_runs() -> None:
