@@ -181,8 +181,10 @@ class SaveHandle:
     def abort(self) -> None:
         """Ask the save to stop and to remove what it wrote. Returns at once.
 
-        `await handle` then raises `SaveAbortedError`, unless the commit came first.
+        `await handle` then raises `SaveAbortedError`, unless the commit came first. Leaving
+        the engine does not raise it: who aborted knows.
         """
+        self.retrieved = True
         self._abort()
 
     def fence(self) -> None:

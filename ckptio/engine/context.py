@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio.events import notify
-from ckptio.plan.save import SavePlan, plan_save
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -15,10 +14,11 @@ if TYPE_CHECKING:
     from ckptio.cache import MetadataCache
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event, Observer
-    from ckptio.plan.save import LeafSpec
+    from ckptio.plan.save import LeafSpec, SavePlan
     from ckptio.staging.pool import SlabPool
 
 _MAX_PLANS = 8
+_MAX_OPEN_FILES = 32
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class EngineContext:
         copies: Slabs being copied at a time.
         writes: Slabs being written at a time.
         reads: Ranges being read at a time.
+        files: Files open for reading at a time.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
     """
@@ -48,6 +49,7 @@ class EngineContext:
     copies: asyncio.Semaphore = field(init=False)
     writes: asyncio.Semaphore = field(init=False)
     reads: asyncio.Semaphore = field(init=False)
+    files: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
     num_saves: int = 0
 
@@ -57,6 +59,7 @@ class EngineContext:
         self.copies = asyncio.Semaphore(self.config.max_copies)
         self.writes = asyncio.Semaphore(self.config.max_writes)
         self.reads = asyncio.Semaphore(self.config.max_reads)
+        self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
         self.saves = asyncio.Semaphore(self.config.max_saves)
 
     def emit(self, event: Event) -> None:
@@ -82,10 +85,8 @@ class PlanCache:
             self._plans[specs] = plan
         return plan
 
-    def make(self, specs: tuple[LeafSpec, ...], config: CheckpointConfig) -> SavePlan:
-        """Plan for a structure, and keep the plan. Blocks: about 10 µs a tensor."""
-        plan = plan_save(specs, config)
+    def put(self, specs: tuple[LeafSpec, ...], plan: SavePlan) -> None:
+        """Keep the plan for a structure."""
         self._plans[specs] = plan
         while len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-        return plan

@@ -131,6 +131,7 @@ async def _read_file(
     """Read the ranges of one file."""
     entry = reading.manifest.files[file]
     async with (
+        context.files,
         _opened(reading.storage, entry.name, entry.nbytes, context) as source,
         asyncio.TaskGroup() as group,
     ):

@@ -29,6 +29,7 @@ from ckptio._version import __version__
 from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.manifest import encode_manifest
+from ckptio.plan.save import plan_save
 from ckptio.storage.leftovers import data_file_name
 
 if TYPE_CHECKING:
@@ -150,9 +151,8 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
         plan = context.plans.get(job.flat.specs)
         reused = plan is not None
         if plan is None:
-            plan = await run_blocking(
-                context.executor, context.plans.make, job.flat.specs, context.config
-            )
+            plan = await run_blocking(context.executor, plan_save, job.flat.specs, context.config)
+            context.plans.put(job.flat.specs, plan)
         _announce(job, context, plan, reused=reused)
         attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
         try:
