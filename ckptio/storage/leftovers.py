@@ -1,6 +1,10 @@
 """Which files of a directory nobody needs: those of killed saves and of replaced manifests.
 
 A living save holds the lock of its attempt file; the kernel frees the lock of a dead one.
+The file says under which boot of which kernel it was made. On the same one the lock
+decides. A mount may not carry locks from host to host, so the attempt of another host, or
+of this one before a reboot, counts as alive until it has been quiet for an hour.
+
 The order matters: list first, then look at locks, then read the manifest. A save that was
 alive when its lock was looked at is left alone; one that had ended by then has its
 manifest in place before that manifest is read.
@@ -8,8 +12,10 @@ manifest in place before that manifest is read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
@@ -19,6 +25,9 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 ATTEMPT_PREFIX = ".attempt-"
+#: A save on another host writes something every few seconds; an hour without is its end.
+_QUIET_S = 3600.0
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
     r"(?:data-|\.attempt-|\.manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old)?"
 )
@@ -53,7 +62,7 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
     dead = {
         owner: names
         for owner, names in owners.items()
-        if not _is_alive(files, f"{directory}/{ATTEMPT_PREFIX}{owner}")
+        if not _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
     }
     try:
         with open(f"{directory}/{MANIFEST_NAME}", "rb") as file:
@@ -67,17 +76,35 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
     return [name for names in dead.values() for name in names if name not in needed]
 
 
-def _is_alive(files: PosixFiles, marker: str) -> bool:
-    """Whether somebody holds the lock of an attempt."""
+def boot_id() -> bytes:
+    """Name this boot of this kernel; empty where the system does not say."""
+    with contextlib.suppress(OSError), open(_BOOT_ID, "rb") as file:
+        return file.read(64).strip()
+    return b""
+
+
+def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) -> bool:
+    """Whether a save is, or may be, still under way."""
     try:
-        fd = files.open(marker, direct=False)
+        fd = files.open(f"{directory}/{marker}", direct=False)
     except FileNotFoundError:
         return False
     except OSError:
         return True
     try:
-        return not files.lock(fd)
+        if not files.lock(fd):
+            return True
+        return os.pread(fd, 64, 0) != boot_id() and not _is_quiet(directory, names)
     except OSError:
         return True
     finally:
         files.close(fd)
+
+
+def _is_quiet(directory: str, names: list[str]) -> bool:
+    """Whether none of some files was written to for long."""
+    times = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
+    return max(times, default=0.0) + _QUIET_S < time.time()

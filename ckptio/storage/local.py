@@ -37,7 +37,7 @@ from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockReader, BlockWriter, storage_error
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, find_leftovers
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, find_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,6 +197,7 @@ class LocalAttempt:
             marker = self._path(ATTEMPT_PREFIX + self._save_id)
             self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
             self._made_files.append(marker)
+            self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
             locks = True
             try:
                 self._files.lock(self._lock_fd)
@@ -243,6 +244,7 @@ class LocalAttempt:
         try:
             self._write_file(new, manifest)
             self._sync_dirs()
+            self._check_present()
             replaced = self._publish(new, target)
         except CommitConflictError:
             raise
@@ -250,6 +252,11 @@ class LocalAttempt:
             raise storage_error(error, target, "cannot commit") from error
         self._published = True
         self._clean_up(new, replaced=replaced)
+
+    def _check_present(self) -> None:
+        """Look once more for every data file: a manifest must not name what somebody removed."""
+        for path in self._made_files:
+            os.stat(path, follow_symlinks=False)
 
     def _publish(self, new: str, target: str) -> bool:
         """Make the manifest visible and its name durable; undo it if that fails.
