@@ -92,9 +92,12 @@ def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) 
     except OSError:
         return True
     try:
-        if not files.lock(fd):
-            return True
-        return os.pread(fd, 64, 0) != boot_id() and not _is_quiet(directory, names)
+        # written once the lock is held: an empty one is being made at this moment, or its
+        # maker was killed just then; its lock must not be touched
+        boot = os.pread(fd, 64, 0)
+        if not boot or boot != boot_id():
+            return not _is_quiet(directory, names)
+        return not files.lock(fd)
     except OSError:
         return True
     finally:

@@ -197,12 +197,12 @@ class LocalAttempt:
             marker = self._path(ATTEMPT_PREFIX + self._save_id)
             self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
             self._made_files.append(marker)
-            self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
-            locks = True
             try:
-                self._files.lock(self._lock_fd)
+                locks = self._files.lock(self._lock_fd)
             except OSError:  # no locks here: nobody can tell a dead save from a living one
                 locks = False
+            if locks:
+                self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
             if locks and self._directory not in self._made_dirs:
                 self._remove(find_leftovers(self._files, self._directory, self._save_id))
         except OSError as error:
