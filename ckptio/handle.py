@@ -170,9 +170,10 @@ class SaveHandle:
             CheckpointError: The save failed; what was at the path is untouched.
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
         """
-        info = self.committed.wait(timeout_s)
-        self.retrieved = True
-        return info
+        try:
+            return self.committed.wait(timeout_s)
+        finally:
+            self.retrieved = self.done()
 
     def done(self) -> bool:
         """Whether the save is committed or has failed."""

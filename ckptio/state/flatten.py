@@ -231,7 +231,9 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
     torch warns of read-only memory because it could be written; it is only read here.
     """
-    flat = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+    if not array.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = array.reshape(-1).view(np.uint8)
     if not flat.flags.writeable:
         interface = dict(flat.__array_interface__)
         interface["data"] = (interface["data"][0], False)
