@@ -10,8 +10,9 @@ the pool, whatever the size of the state.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure, run_blocking
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.format.manifest import Manifest
+    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
     from ckptio.plan.load import LoadPlan, ReadSegment
     from ckptio.staging.copy import TargetState
     from ckptio.staging.cuda import PendingCopies
@@ -51,6 +52,22 @@ class Reading:
     target: TargetState | None = None
     on_damage: OnDamage | None = None
     read_nbytes: int = 0
+    _spans: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+    def names_in(self, file: int, start: int, stop: int) -> list[str]:
+        """Name the tensors that have bytes in `[start, stop)` of a file."""
+        if file not in self._spans:
+            self._spans[file] = sorted(
+                (chunk.start, chunk.start + _chunk_nbytes(tensor, chunk), tensor.name)
+                for tensor in self.manifest.tensors
+                for chunk in tensor.chunks
+                if chunk.file == file
+            )
+        spans = self._spans[file]
+        # chunks of a file do not overlap, so the first that reaches in is the one before `start`
+        first = max(0, bisect.bisect_right(spans, (start,)) - 1)
+        last = bisect.bisect_left(spans, (stop,))
+        return [name for begin, end, name in spans[first:last] if begin < end and end > start]
 
     def damaged(self, error: CorruptionError) -> None:
         """Raise, or report to who collects."""
@@ -83,7 +100,7 @@ async def check_sizes(reading: Reading, files: Sequence[int]) -> set[int]:
                 file=entry.name,
                 start=start,
                 stop=stop,
-                fqns=names_in(reading.manifest, index, start, stop),
+                fqns=reading.names_in(index, start, stop),
             )
         )
     return whole
@@ -199,7 +216,7 @@ def _read_and_land(
             source.pread_into(start, room, nbytes)
             found = crc32c(data)
         if found != expected:
-            damage.append(_damaged_block(reading.manifest, segment.file, start, nbytes, found))
+            damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
             copies = target.scatter(segment.pieces[index], slab, at)
             if copies is not None:
@@ -208,29 +225,21 @@ def _read_and_land(
 
 
 def _damaged_block(
-    manifest: Manifest, file: int, start: int, nbytes: int, found: int
+    reading: Reading, file: int, start: int, nbytes: int, found: int
 ) -> CorruptionError:
     """Say which block does not have its checksum, and which tensors it holds."""
-    entry = manifest.files[file]
-    expected = entry.checksums()[start // manifest.block_nbytes]
+    entry = reading.manifest.files[file]
+    expected = entry.checksums()[start // reading.manifest.block_nbytes]
     return CorruptionError(
         f"checksum {found:08x} instead of {expected:08x}",
         file=entry.name,
         start=start,
         stop=start + nbytes,
-        fqns=names_in(manifest, file, start, start + nbytes),
+        fqns=reading.names_in(file, start, start + nbytes),
     )
 
 
-def names_in(manifest: Manifest, file: int, start: int, stop: int) -> list[str]:
-    """Name the tensors that have bytes in `[start, stop)` of a file."""
-    names = []
-    for tensor in manifest.tensors:
-        for chunk in tensor.chunks:
-            if chunk.file != file:
-                continue
-            shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-            end = chunk.start + numel(shape) * DTYPES[tensor.dtype].itemsize
-            if chunk.start < stop and start < end:
-                names.append(tensor.name)
-    return names
+def _chunk_nbytes(tensor: TensorEntry, chunk: Chunk) -> int:
+    """Bytes of a chunk."""
+    shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
+    return numel(shape) * DTYPES[tensor.dtype].itemsize
