@@ -182,7 +182,10 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     manifest: Manifest = yield lambda context: context.cache.get(storage)
     restoration = plan_restoration(manifest, storage.path, request)
     with collection_paused():
-        plan = plan_load(manifest, restoration.wanted, core.config)
+        everything = request.keep is None and (
+            restoration.match is None or restoration.match.agrees
+        )
+        plan = plan_load(manifest, restoration.wanted, core.config, whole_files=everything)
     reading = Reading(storage, manifest)
     try:
         yield lambda _: check_sizes(reading, plan.files)

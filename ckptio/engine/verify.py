@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio.engine.load import Reading, check_sizes, read_plan, require_slabs
-from ckptio.plan.load import LoadPlan, whole_file
+from ckptio.plan.load import LoadPlan, plan_load
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -52,10 +52,9 @@ async def run_verify(storage: Storage, context: EngineContext) -> VerifyReport:
     damage: list[CorruptionError] = []
     reading = Reading(storage, manifest, on_damage=damage.append)
     whole = await check_sizes(reading, range(len(manifest.files)))
-    segments = [
-        segment for file in sorted(whole) for segment in whole_file(manifest, file, context.config)
-    ]
-    await read_plan(LoadPlan(tuple(segments)), reading, context)
+    plan = plan_load(manifest, (), context.config, whole_files=True)
+    readable = tuple(segment for segment in plan.segments if segment.file in whole)
+    await read_plan(LoadPlan(readable), reading, context)
     order = {entry.name: index for index, entry in enumerate(manifest.files)}
     damage.sort(key=lambda error: (order[error.file], error.start))
     return VerifyReport(

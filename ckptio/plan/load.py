@@ -8,13 +8,14 @@ most, or as the gap worth reading over.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.format.checksum import unpack_checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.format.manifest import Manifest
@@ -83,7 +84,12 @@ class LoadPlan:
 
 
 def plan_load(
-    manifest: Manifest, wanted: Iterable[Wanted], config: CheckpointConfig, *, gap_nbytes: int = 0
+    manifest: Manifest,
+    wanted: Iterable[Wanted],
+    config: CheckpointConfig,
+    *,
+    gap_nbytes: int = 0,
+    whole_files: bool = False,
 ) -> LoadPlan:
     """Plan the reads that bring `wanted`.
 
@@ -92,45 +98,37 @@ def plan_load(
         wanted: Ranges, in any order; several may want the same bytes.
         config: For the size of a slab.
         gap_nbytes: Bytes nobody wants that are read over rather than skipped.
+        whole_files: Read (and so verify) every block of every file, wanted or not.
 
     Returns:
         A plan that reads each block at most once.
     """
-    ordered = sorted(wanted)
     block = manifest.block_nbytes
     limit = max(block, config.slab_nbytes // block * block)
+    by_file: dict[int, list[Wanted]] = dict.fromkeys(range(len(manifest.files)), [])
+    for file, members in itertools.groupby(sorted(wanted), key=lambda want: want.file):
+        by_file[file] = list(members)
     segments: list[ReadSegment] = []
-    position = 0
-    while position < len(ordered):
-        file = ordered[position].file
-        end = position
-        while end < len(ordered) and ordered[end].file == file:
-            end += 1
+    for file, members in by_file.items():
         entry = manifest.files[file]
         checksums = unpack_checksums(entry.packed_checksums)
-        for first, last, members in _merge(ordered[position:end], block, gap_nbytes):
+        whole = [(0, -(-entry.nbytes // block), members)]
+        for first, last, inside in whole if whole_files else _merge(members, block, gap_nbytes):
             stop = min(last * block, entry.nbytes)
-            segments += _cut(file, first * block, stop, members, checksums, block, limit)
-        position = end
+            segments += _cut(file, first * block, stop, inside, checksums, block, limit)
     return LoadPlan(tuple(segments))
-
-
-def whole_file(manifest: Manifest, file: int, config: CheckpointConfig) -> list[ReadSegment]:
-    """Plan the reads of one whole file, for `verify`: nothing lands."""
-    block = manifest.block_nbytes
-    limit = max(block, config.slab_nbytes // block * block)
-    entry = manifest.files[file]
-    return _cut(file, 0, entry.nbytes, (), unpack_checksums(entry.packed_checksums), block, limit)
 
 
 def _merge(
     wanted: Sequence[Wanted], block: int, gap_nbytes: int
-) -> Iterable[tuple[int, int, Sequence[Wanted]]]:
+) -> Iterator[tuple[int, int, Sequence[Wanted]]]:
     """Merge ranges of one file, sorted by start, into runs of blocks.
 
     Yields:
         First block, end block (exclusive), and the ranges inside.
     """
+    if not wanted:
+        return
     gap = gap_nbytes // block
     begin = 0
     first = wanted[0].start // block
