@@ -105,9 +105,11 @@ def plan_load(
     """
     block = manifest.block_nbytes
     limit = max(block, config.slab_nbytes // block * block)
-    by_file: dict[int, list[Wanted]] = dict.fromkeys(range(len(manifest.files)), [])
-    for file, members in itertools.groupby(sorted(wanted), key=lambda want: want.file):
-        by_file[file] = list(members)
+    by_file: dict[int, list[Wanted]] = {}
+    if whole_files:
+        by_file = {file: [] for file in range(len(manifest.files))}
+    for file, group in itertools.groupby(sorted(wanted), key=lambda want: want.file):
+        by_file[file] = list(group)
     segments: list[ReadSegment] = []
     for file, members in by_file.items():
         entry = manifest.files[file]
