@@ -55,7 +55,7 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         """Start the engine's thread."""
-        self._core.start()
+        await in_own_thread(self._core.start)
         return self
 
     async def __aexit__(
