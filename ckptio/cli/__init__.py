@@ -1,0 +1,1 @@
+"""The command line: `ckptio ls`, `show` and `verify`. Needs the extra `cli`, and no torch."""

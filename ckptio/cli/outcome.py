@@ -1,0 +1,47 @@
+"""From what happened to a word, a line of text and an exit code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    FormatVersionError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+State = Literal["committed", "whole", "no_commit", "damaged", "missing", "unreadable"]
+
+FINE = 0
+DAMAGED = 1
+FAILED = 2
+
+
+def state_of(error: CheckpointError) -> State:
+    """Say what an error means for a checkpoint.
+
+    A format of a newer version is no damage: nothing is wrong but the reader.
+    """
+    if isinstance(error, CheckpointNotFoundError):
+        return "missing"
+    if isinstance(error, FormatError) and not isinstance(error, FormatVersionError):
+        return "damaged"
+    return "unreadable"
+
+
+def explain(error: CheckpointError) -> str:
+    """Give an error's text without errno and path, which stand before it anyway."""
+    return error.message if isinstance(error, StorageError) else str(error)
+
+
+def exit_code(states: Iterable[State]) -> int:
+    """Give the exit code for what was seen; damage outranks the rest."""
+    seen = set(states)
+    if "damaged" in seen:
+        return DAMAGED
+    return FAILED if seen & {"missing", "unreadable"} else FINE

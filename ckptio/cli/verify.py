@@ -1,0 +1,151 @@
+"""`ckptio verify`: whether every byte of a checkpoint is what was written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.cli.outcome import FAILED, exit_code, explain, state_of
+from ckptio.cli.terminal import Terminal
+from ckptio.cli.text import count, fold, format_nbytes, visible
+from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointError, ConfigError
+from ckptio.events import ReadProgressed
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.sync import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.cli.terminal import Advance
+    from ckptio.engine.verify import VerifyReport
+    from ckptio.errors import CorruptionError
+    from ckptio.events import Event
+
+    Json = dict[str, Any]
+
+_STYLES = {"whole": "green", "damaged": "bold red", "missing": "yellow", "unreadable": "yellow"}
+_MAX_NAMES = 8  # in the text; the JSON document has them all
+
+
+class _Meter:
+    """Takes the engine's events, and moves the line of progress if one is shown."""
+
+    def __init__(self) -> None:
+        self.advance: Advance | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.advance is not None and isinstance(event, ReadProgressed):
+            self.advance(event.read_nbytes, event.nbytes)
+
+
+def run(paths: Sequence[str], *, as_json: bool) -> int:
+    """Verify checkpoints, and give the exit code."""
+    terminal = Terminal()
+    meter = _Meter()
+    try:
+        config = CheckpointConfig.from_env()
+    except ConfigError as error:
+        if as_json:
+            terminal.json({"checkpoints": [], "error": str(error)})
+        terminal.message(str(error))
+        return FAILED
+    results = []
+    with Engine(config, observer=meter) as engine:
+        for path in paths:
+            with terminal.progress(path, in_bytes=True) as meter.advance:
+                result = _verify(engine, path)
+            results.append(result)
+            if not as_json:
+                _print(result, terminal)
+    if as_json:
+        terminal.json({"checkpoints": results, "error": None})
+    return exit_code(result["state"] for result in results)
+
+
+def _verify(engine: Engine, path: str) -> Json:
+    """Verify one checkpoint, and give its object of the JSON document."""
+    try:
+        report = engine.verify(path)
+    except CheckpointError as error:
+        return _failed(path, error)
+    return _found(path, report)
+
+
+def _failed(path: str, error: CheckpointError) -> Json:
+    """Describe a checkpoint of which nothing could be read but perhaps a bad manifest."""
+    state = state_of(error)
+    damage: Json = {
+        "file": MANIFEST_NAME,
+        "start": None,
+        "stop": None,
+        "problem": explain(error),
+        "tensors": [],
+    }
+    return {
+        "path": path,
+        "state": state,
+        "save_id": None,
+        "num_files": None,
+        "nbytes": None,
+        "damage": [damage] if state == "damaged" else [],
+        "error": explain(error),
+    }
+
+
+def _found(path: str, report: VerifyReport) -> Json:
+    """Describe a checkpoint that was read."""
+    return {
+        "path": path,
+        "state": "whole" if report.is_whole else "damaged",
+        "save_id": report.save_id,
+        "num_files": report.num_files,
+        "nbytes": report.nbytes,
+        "damage": [_damage(error) for error in report.damage],
+        "error": None,
+    }
+
+
+def _damage(error: CorruptionError) -> Json:
+    """Describe a damaged range."""
+    problem, _, _ = str(error).partition(" in bytes [")  # the rest is in attributes
+    return {
+        "file": error.file,
+        "start": error.start,
+        "stop": error.stop,
+        "problem": problem,
+        "tensors": list(error.fqns),
+    }
+
+
+def _print(result: Json, terminal: Terminal) -> None:
+    """Say what was found, a headline and a few lines for each damage."""
+    state, path = result["state"], result["path"]
+    parts = [state if state != "whole" else "ok", visible(path)]
+    if result["nbytes"] is not None:
+        parts.append(f"{format_nbytes(result['nbytes'])} in {count(result['num_files'], 'file')}")
+    if result["damage"] and result["error"] is None:
+        parts.append(f"{count(len(result['damage']), 'place')} damaged")
+    for line in fold(parts, terminal.width):
+        terminal.styled(line, _STYLES[state])
+    for damage in result["damage"]:
+        terminal.lines(_damage_lines(damage, terminal.width))
+    if state in ("missing", "unreadable"):
+        terminal.message(f"{path}: {result['error']}")
+
+
+def _damage_lines(damage: Json, width: int | None) -> list[str]:
+    """Write one damage: where, what, and whose bytes they are."""
+    where = [visible(damage["file"])]
+    if damage["start"] is not None:
+        where.append(f"bytes [{damage['start']}, {damage['stop']})")
+    names = [visible(name) for name in damage["tensors"]]
+    if names:
+        more = len(names) - _MAX_NAMES
+        label = "tensor" if len(names) == 1 else "tensors"
+        names = [*names[:_MAX_NAMES], f"and {more} more"] if more > 0 else names
+        names = [label, *(f"{name}," for name in names[:-1]), names[-1]]
+    return [
+        *fold(where, width, "  "),
+        *fold(visible(damage["problem"]).split(" "), width, "    ", gap=" "),
+        *fold(names, width, "    ", gap=" "),
+    ]

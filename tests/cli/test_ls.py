@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from ckptio.__main__ import main
+from ckptio.format.manifest import decode_manifest
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, data_file_name
+from tests.cli.rig import (
+    data_file,
+    run_json,
+    save_at,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_ls_shows_each_checkpoint_once_newest_first(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links neither repeat nor loop; names sort as numbers do."""
+    root = ckpt.parent.parent
+    save_at(root / "run" / "step-10")
+    (root / "run" / "top").symlink_to("../..")
+    save_at(root / "a" / "b" / "c" / "deep")
+    (root / "run" / "latest").symlink_to("step-10")
+    (root / "run" / "up").symlink_to("..")
+    (root / "nowhere").symlink_to("gone")
+    code, document = run_json(capsys, "ls", str(root))
+    assert code == 0
+    paths = [row["path"] for row in document["checkpoints"]]
+    assert paths == ["a/b/c/deep", "run/step-10", "run/step-9"]
+    _, document = run_json(capsys, "ls", "--sort=name", str(root / "run"))
+    assert [row["path"] for row in document["checkpoints"]] == ["step-9", "step-10"]
+    _, document = run_json(capsys, "ls", "--depth=2", str(root))
+    assert len(document["checkpoints"]) == 2
+    _, document = run_json(capsys, "ls", str(ckpt))
+    assert [row["path"] for row in document["checkpoints"]] == ["."]
+
+
+def test_ls_follows_a_link_to_what_is_elsewhere(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs are often linked to another disk."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "run").symlink_to(ckpt.parent)
+    _, document = run_json(capsys, "ls", str(tmp_path / "here"))
+    assert [row["path"] for row in document["checkpoints"]] == ["run/step-9"]
+
+
+def test_ls_as_json_has_stable_keys(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the help says."""
+    code, document = run_json(capsys, "ls", str(ckpt.parent))
+    manifest = decode_manifest((ckpt / "manifest.json").read_bytes())
+    assert code == 0
+    assert document == {
+        "root": str(ckpt.parent),
+        "error": None,
+        "checkpoints": [
+            {
+                "path": "step-9",
+                "state": "committed",
+                "committed": manifest.created,
+                "nbytes": data_file(ckpt).stat().st_size,
+                "num_files": 1,
+                "num_tensors": 3,
+                "format": 1,
+                "writer": manifest.writer,
+                "save_id": manifest.save_id,
+                "error": None,
+            }
+        ],
+    }
+
+
+def test_ls_shows_what_has_no_commit_only_if_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a killed save has left; nothing of it is touched."""
+    left = tmp_path / "step-1"
+    left.mkdir()
+    (left / (ATTEMPT_PREFIX + "0" * 32)).touch()
+    (left / data_file_name("0" * 32, 0, 0)).write_bytes(b"x" * 100)
+    assert main(["ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "1 without a commit; --all shows them" in shown.err
+    assert main(["ls", "--all", str(tmp_path)]) == 0
+    assert re.search(r"^step-1  no commit +100 B +2 +- +-$", capsys.readouterr().out, re.MULTILINE)
+    assert len(list(left.iterdir())) == 2
+
+
+def test_ls_tells_damage_from_another_programs_manifest(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Web pages have a `manifest.json`, too. A damaged one of ours is damage."""
+    root = ckpt.parent
+    (root / "web").mkdir()
+    (root / "web" / "manifest.json").write_text('{"name": "site"}')
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "manifest.json").write_text("{}")
+    assert main(["ls", str(root)]) == 0
+    assert "web" not in capsys.readouterr().out
+    os.truncate(ckpt / "manifest.json", 0)
+    code, document = run_json(capsys, "ls", str(root))
+    assert code == 1
+    assert [(row["path"], row["state"]) for row in document["checkpoints"]] == [
+        ("step-9", "damaged")
+    ]
+    assert "cut short" in document["checkpoints"][0]["error"]
+
+
+def test_ls_of_nothing_is_fine_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty list is an answer."""
+    assert main(["ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "no checkpoints here" in shown.err
+
+
+def test_ls_of_a_manifest_that_is_no_file_is_2(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link or a FIFO is refused, and never waited for."""
+    (ckpt / "manifest.json").unlink()
+    os.mkfifo(ckpt / "manifest.json")
+    code, document = run_json(capsys, "ls", str(ckpt))
+    assert code == 2
+    assert document["checkpoints"][0]["state"] == "unreadable"

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio.__main__ import main
+from ckptio.format.manifest import TensorEntry, encode_tensors
+from tests.cli.rig import (
+    data_file,
+    flip,
+    make_state,
+    rewrite,
+    run_json,
+    save_at,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_show_as_json_says_where_every_byte_is(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ties and views name who has the bytes; values are as the manifest has them."""
+    code, document = run_json(capsys, "show", str(ckpt))
+    entries = {entry["name"]: entry for entry in document["entries"]}
+    weight = entries["model.embed.weight"]
+    assert code == 0
+    assert (document["num_tensors"], document["nbytes"]) == (3, 64 * 64 * 4 + 2 * 32)
+    assert document["files"][0]["name"] == data_file(ckpt).name
+    (chunk,) = weight["chunks"]
+    stored = (ckpt / chunk["file"]).read_bytes()[chunk["start"] : chunk["stop"]]
+    assert stored == make_state()["model"]["embed.weight"].numpy().tobytes()
+    assert chunk["local_shape"] == weight["shape"] == [64, 64]
+    assert chunk["global_offset"] == [0, 0]
+    assert entries["model.head.weight"]["tied_to"] == "model.embed.weight"
+    assert not entries["model.head.weight"]["is_view"]
+    assert entries["model.rows"]["is_view"]
+    assert entries["model.rows"]["shape"] == [2, 64]
+    assert entries["model.rows"]["nbytes"] == 2 * 64 * 4
+    assert entries["epoch"]["value"] == 3
+    assert entries["nan"]["value"] == {"~": "float", "v": "7ff8000000000000"}
+    assert set(weight) == set(entries["epoch"])
+    assert list(entries)[:3] == ["model.embed.weight", "model.blocks.0.bias", "model.blocks.1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("select", "names"),
+    [
+        (["*.bias"], ["model.blocks.0.bias", "model.blocks.1.bias"]),
+        (["model.blocks.1"], ["model.blocks.1.bias"]),
+        (["epoch", "*head*"], ["model.head.weight", "epoch"]),
+        (["*.betas.1"], ["optimizer.groups.0.betas"]),
+        (["nothing"], []),
+    ],
+)
+def test_show_selects_as_load_does(
+    select: list[str], names: list[str], ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By glob or dotted prefix; totals are those of what is selected."""
+    options = [f"--select={pattern}" for pattern in select]
+    code, document = run_json(capsys, "show", *options, str(ckpt))
+    assert code == 0
+    assert [entry["name"] for entry in document["entries"]] == names
+    assert document["num_tensors"] == len({n for n in names if "bias" in n or "head" in n})
+
+
+def test_show_of_what_is_missing_or_damaged_is_a_document_too(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same keys."""
+    _, whole = run_json(capsys, "show", str(ckpt))
+    code, missing = run_json(capsys, "show", str(ckpt / "nowhere"))
+    assert (code, missing["state"]) == (2, "missing")
+    flip(ckpt / "manifest.json", 50)
+    code, damaged = run_json(capsys, "show", str(ckpt))
+    assert (code, damaged["state"]) == (1, "damaged")
+    assert set(whole) == set(missing) == set(damaged)
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        (torch.ones(2), "state  float32 [2]  8 B  #0"),
+        (7, "state  7"),
+        ({"": {"": 1}}, '  ""  1'),
+        ({("a", 1): torch.ones(2)}, "('a', 1)  float32 [2]  8 B  #0"),
+        ({}, "state  {}"),
+    ],
+)
+def test_show_of_odd_states(
+    state: Any, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state need not be a dict, nor a key a word."""
+    assert main(["show", str(save_at(tmp_path / "c", state))]) == 0
+    assert line in capsys.readouterr().out.split("\n")
+
+
+def test_64000_tensors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each."""
+    path = save_at(tmp_path / "c", {"w": torch.zeros(1)})
+    names = [f"layers.{i}.weight" for i in range(64_000)]
+    tensors = [TensorEntry(name, "float32", (0,), ()) for name in names]
+    tree = json.dumps({name: {"~": i} for i, name in enumerate(names)})
+    chunks = encode_tensors(tensors).replace(b",[]]", b",[[0,0]]]")
+    rewrite(path, tensors=chunks, tree=tree.encode())
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out.count("float32 [0]") == 64_000

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from ckptio.__main__ import main
+from ckptio.cli.text import format_nbytes
+from tests.cli.rig import (
+    data_file,
+    flip,
+    run_json,
+    save_at,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_verify_names_tensor_file_and_offset_of_each_damage(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the text and in the document."""
+    _, shown = run_json(capsys, "show", "--select=model.embed.weight", str(ckpt))
+    start = shown["entries"][0]["chunks"][0]["start"]
+    offset = start + 4096 + 17
+    block = offset // 4096 * 4096
+    flip(data_file(ckpt), offset)
+    name = data_file(ckpt).name
+    code, document = run_json(capsys, "verify", str(ckpt))
+    (result,) = document["checkpoints"]
+    (damage,) = result["damage"]
+    assert code == 1
+    assert set(result) == {
+        *("path", "state", "save_id", "num_files", "nbytes", "damage", "error"),
+    }
+    assert damage["file"] == name
+    assert (damage["start"], damage["stop"]) == (block, block + 4096)
+    assert damage["tensors"] == ["model.embed.weight"]
+    assert re.fullmatch("checksum [0-9a-f]{8} instead of [0-9a-f]{8}", damage["problem"])
+    assert main(["verify", str(ckpt)]) == 1
+    nbytes = format_nbytes(data_file(ckpt).stat().st_size)
+    assert capsys.readouterr().out.split("\n") == [
+        f"damaged  {ckpt}  {nbytes} in 1 file  1 place damaged",
+        f"  {name}  bytes [{block}, {block + 4096})",
+        f"    {damage['problem']}",
+        "    tensor model.embed.weight",
+        "",
+    ]
+
+
+def test_verify_says_each_of_several(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, damaged in data, damaged in its manifest, not there; in the order given."""
+    cut, torn = save_at(tmp_path / "cut"), save_at(tmp_path / "torn")
+    data_file(cut).unlink()
+    os.truncate(torn / "manifest.json", 40)
+    paths = [str(ckpt), str(cut), str(torn), str(tmp_path / "nowhere")]
+    code, document = run_json(capsys, "verify", *paths)
+    results = document["checkpoints"]
+    assert code == 1
+    assert [result["path"] for result in results] == paths
+    assert [result["state"] for result in results] == ["whole", "damaged", "damaged", "missing"]
+    assert "no such regular file" in results[1]["damage"][0]["problem"]
+    assert results[2]["damage"][0]["file"] == "manifest.json"
+    assert results[3]["damage"] == []
+
+
+def test_verify_takes_options_from_the_environment(
+    ckpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong one is wrong usage."""
+    monkeypatch.setenv("CKPTIO_MAX_READS", "many")
+    code, document = run_json(capsys, "verify", str(ckpt))
+    assert code == 2
+    assert "CKPTIO_MAX_READS" in document["error"]
