@@ -1,0 +1,28 @@
+"""The cases, in the order in which they run."""
+
+from bench.cases.first import first_save
+from bench.cases.huge import one_huge
+from bench.cases.loads import load_cold, load_warm
+from bench.cases.local import save_local
+from bench.cases.loop import loop_lag
+from bench.cases.manifest import manifest_open
+from bench.cases.memory import memory
+from bench.cases.small import many_small
+from bench.cases.stall import stall
+from bench.cases.train import train_slowdown
+
+CASES = (
+    save_local,
+    one_huge,
+    many_small,
+    stall,
+    first_save,
+    load_cold,
+    load_warm,
+    manifest_open,
+    loop_lag,
+    train_slowdown,
+    memory,
+)
+
+__all__ = ["CASES"]

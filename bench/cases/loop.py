@@ -1,0 +1,144 @@
+"""`loop_lag`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from bench.baselines import DcpAsync, DcpPeer, TorchPeer, crc32, reusable_stager
+from bench.harness import Bench, Clock, Metric, Subject, case
+from bench.states import blank, gpt_like
+from bench.subjects import Saves, pool_for
+from ckptio import CheckpointConfig, Engine
+
+if TYPE_CHECKING:
+    from bench.harness import Figures, Kind, Step
+    from bench.states import State
+
+P50 = Metric(key="p50_s", label="p50, ms", factor=1e3, digits=2, has_ratio=False)
+P99 = Metric(key="p99_s", label="p99, ms", factor=1e3, digits=2)
+WORST = Metric(key="worst_s", label="max, ms", factor=1e3, digits=2)
+TOTAL = Metric(key="elapsed_s", label="save + load, s", has_rate=True, has_ratio=False)
+_TICK_S = 0.001
+_QUIET_S = 1.0
+_SCALE = 0.314
+
+
+@case(rounds=3)
+async def loop_lag(bench: Bench) -> None:
+    """Time how late the trainer's event loop is while 1 GiB is saved and loaded on it.
+
+    A coroutine wants to wake every millisecond; each tick that a loop was late for counts
+    with its own lateness, also those it slept through. ckptio is awaited; torch.save and
+    torch.load are in `to_thread`; `dcp.async_save` is called on the loop, which is how it
+    is meant to be, and dcp.load is in `to_thread`. The quiet loop is there for the noise.
+    """
+    saves = Saves(bench, gpt_like(bench.scale * _SCALE))
+    target = {name: torch.zeros_like(tensor) for name, tensor in saves.state.items()}
+    config = CheckpointConfig(pool_nbytes=pool_for(saves.nbytes))
+    stager = reusable_stager()
+    async with Engine(config) as engine:
+        await engine.prewarm()
+        subjects = [
+            _subject(saves, target, "ckptio", _ckptio(saves, target, engine), kind="ckptio"),
+            _subject(saves, target, "torch.save, torch.load in to_thread", _torch(saves, target)),
+            _subject(saves, target, "dcp.async_save; dcp.load in to_thread",
+                     _dcp(saves, target, DcpAsync(peer=DcpPeer(), stager=stager))),
+            Subject(name="limit: quiet loop", kind="limit", run=_quiet),
+        ]  # fmt: skip
+        try:
+            await bench.compare(
+                "lag of the trainer's loop during a save and a load",
+                subjects,
+                metrics=(P50, P99, WORST, TOTAL),
+                nbytes=2 * saves.nbytes,
+            )
+        finally:
+            stager.close()
+
+
+def _subject(saves: Saves, target: State, name: str, work: Step, *, kind: Kind = "peer") -> Subject:
+    async def prepare() -> None:
+        blank(target)
+
+    async def run() -> Figures:
+        return await _with_ticks(work)
+
+    async def check() -> None:
+        saves.check_size()
+        saves.proof.check(target)
+
+    return Subject(name=name, kind=kind, prepare=prepare, run=run, check=check, clean=saves.clean)
+
+
+def _ckptio(saves: Saves, target: State, engine: Engine) -> Step:
+    async def work() -> None:
+        await engine.save(saves.state, saves.path)
+        await engine.load(saves.path, into=target)
+
+    return work
+
+
+def _torch(saves: Saves, target: State) -> Step:
+    peer = TorchPeer()
+
+    async def work() -> None:
+        await asyncio.to_thread(peer.save, saves.state, saves.path)
+        await asyncio.to_thread(peer.load, saves.path, target)
+
+    return work
+
+
+def _dcp(saves: Saves, target: State, way: DcpAsync) -> Step:
+    async def work() -> None:
+        with crc32(is_on=way.peer.has_crc):
+            await asyncio.wrap_future(way.start(saves.state, saves.path))
+        await asyncio.to_thread(way.peer.load, saves.path, target)
+
+    return work
+
+
+async def _quiet() -> Figures:
+    async def work() -> None:
+        await asyncio.sleep(_QUIET_S)
+
+    figures = dict(await _with_ticks(work))
+    del figures[TOTAL.key]
+    return figures
+
+
+async def _with_ticks(work: Step) -> Figures:
+    """Do the work on this loop, and say how late the loop was meanwhile."""
+    lags: list[float] = []
+    ticker = asyncio.create_task(_tick(lags), name="ticker")
+    await asyncio.sleep(10 * _TICK_S)
+    lags.clear()
+    clock = Clock()
+    await work()
+    elapsed_s = clock.elapsed_s()
+    await asyncio.sleep(2 * _TICK_S)  # a tick that is due sees how late it is
+    ticker.cancel()
+    await asyncio.wait((ticker,))
+    lags.sort()
+    return {
+        P50.key: lags[len(lags) // 2],
+        P99.key: lags[min(len(lags) - 1, len(lags) * 99 // 100)],
+        WORST.key: lags[-1],
+        TOTAL.key: elapsed_s,
+    }
+
+
+async def _tick(lags: list[float]) -> None:
+    """Wake every millisecond; put down how late, for each tick that was due by then."""
+    due = time.perf_counter()
+    while True:
+        due += _TICK_S
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        now = time.perf_counter()
+        while due <= now:
+            lags.append(now - due)
+            due += _TICK_S
+        due -= _TICK_S

@@ -1,0 +1,156 @@
+"""The benches run, check what they measure, and write figures for everything beside ckptio."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.cases import CASES
+from bench.harness import Bench, Group, Metric, Row, Subject
+from bench.report import make_table
+from bench.states import Proof, blank, gpt_like, huge_tensors, small_tensors, state_nbytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SCALE = "0.02"
+_TIMEOUT_S = 300
+#: Why a subject may have no figures here.
+_EXCUSES = ("safetensors is not installed", "direct I/O is refused", "files stay in the page cache")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run every case once, small, in a process of its own; give the results."""
+    directory = tmp_path_factory.mktemp("bench")
+    out = directory / "results"
+    arguments = ["--scale", _SCALE, "--rounds", "1", "--dir", str(directory), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [path.name for path in directory.iterdir()] == ["results"]  # nothing is left behind
+    return out
+
+
+def subjects_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [subject for group in record["groups"] for subject in group["subjects"]]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_each_case_has_medians_for_ckptio_and_each_peer(results: Path, name: str) -> None:
+    """Every subject has figures, or one of a few reasons to have none."""
+    record = json.loads((results / f"{name}.json").read_text())
+    subjects = subjects_of(record)
+    assert {"ckptio", "peer"} <= {subject["kind"] for subject in subjects}
+    for subject in subjects:
+        if subject["missing"]:
+            assert subject["missing"].startswith(_EXCUSES), subject
+        else:
+            assert subject["metrics"], subject["name"]
+            assert all(figure["median"] >= 0 for figure in subject["metrics"].values())
+
+
+def test_the_tables_tell_of_the_machine_but_not_its_names(results: Path) -> None:
+    """README.md has every case and the versions, and neither host name nor paths."""
+    text = (results / "README.md").read_text()
+    for case in CASES:
+        assert f"## {case.name}\n" in text
+    assert "torch: " in text
+    assert os.uname().nodename not in text
+    assert str(results) not in text
+
+
+@pytest.mark.parametrize("make", [gpt_like, small_tensors, huge_tensors])
+def test_a_proof_tells_a_state_from_a_blank_one(make: Any) -> None:
+    """What was not loaded is noticed."""
+    state = make(0.003)
+    proof = Proof.of(state)
+    proof.check(state)
+    blank({"last": list(state.values())[-1]})
+    with pytest.raises(AssertionError, match="other bytes"):
+        proof.check(state)
+
+
+def test_states_scale_with_their_bytes() -> None:
+    """A state has about as many bytes as its scale says."""
+    for make, nbytes in ((gpt_like, 3.42e9), (small_tensors, 0.67e9), (huge_tensors, 3.0e9)):
+        assert state_nbytes(make(0.02)) == pytest.approx(nbytes * 0.02, rel=0.3)
+
+
+def make_bench(tmp_path: Path, *, rounds: int) -> tuple[Bench, list[str]]:
+    said: list[str] = []
+    bench = Bench(case="c", scale=0.01, rounds=rounds, directory=str(tmp_path), say=said.append)
+    return bench, said
+
+
+def counting(name: str, calls: list[str], **options: Any) -> Subject:
+    async def run() -> dict[str, float]:
+        calls.append(name)
+        return {"elapsed_s": float(len(calls))}
+
+    return Subject(name=name, run=run, **options)
+
+
+async def test_rounds_are_interleaved_in_rotated_order(tmp_path: Path) -> None:
+    """Each subject warms up, and then is measured once a round, each time later."""
+    calls: list[str] = []
+    bench, said = make_bench(tmp_path, rounds=3)
+    await bench.compare("t", [counting(name, calls) for name in "abc"])
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert len(said) == len(calls)
+    assert [len(row.values["elapsed_s"]) for row in bench.groups[0].rows] == [3, 3, 3]
+
+
+async def test_slow_subjects_have_fewer_rounds_and_no_warmup(tmp_path: Path) -> None:
+    """A slow peer does not hold up the others."""
+    calls: list[str] = []
+    bench, _ = make_bench(tmp_path, rounds=5)
+    await bench.compare("t", [counting("a", calls), counting("s", calls, is_slow=True)])
+    assert (calls.count("a"), calls.count("s")) == (6, 2)
+
+
+async def test_a_peer_that_fails_has_the_reason_in_its_row(tmp_path: Path) -> None:
+    """The figures of the others stand; a failure of ckptio ends the case."""
+
+    async def wrong() -> None:
+        raise AssertionError("other bytes")
+
+    calls: list[str] = []
+    bench, _ = make_bench(tmp_path, rounds=1)
+    subjects = [counting("a", calls), counting("b", calls, check=wrong)]
+    await bench.compare("t", subjects)
+    rows = bench.groups[0].rows
+    assert rows[0].values
+    assert rows[1].missing == "failed: AssertionError: other bytes"
+    with pytest.raises(AssertionError, match="other bytes"):
+        await bench.compare("t", [counting("a", calls, check=wrong, kind="ckptio")])
+
+
+def test_ratios_above_one_say_that_ckptio_is_faster() -> None:
+    """A peer that takes three times as long has the ratio 3."""
+    rows = [
+        Row(name="ckptio", kind="ckptio", values={"elapsed_s": [1.0, 2.0, 9.0]}),
+        Row(name="peer", kind="peer", values={"elapsed_s": [6.0]}),
+        Row(name="gone", kind="peer", missing="not installed"),
+    ]
+    metric = Metric(key="elapsed_s", label="s", digits=1, has_rate=True)
+    group = Group(title="t", metrics=[metric], nbytes=4 * 10**9, note="", rows=rows)
+    head, body = make_table(group)
+    assert head == ["", "s", "GB/s", "/ ckptio"]
+    assert body == [
+        ["ckptio", "2.0 (1.0 to 9.0)", "2.00", "1.00"],
+        ["peer", "6.0", "0.67", "3.00"],
+        ["gone", "not installed", "", ""],
+    ]
