@@ -7,11 +7,12 @@ and puts the state together afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ckptio.errors import FormatError, MismatchError
+from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel, row_major_strides, shared_runs
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination
@@ -97,6 +98,13 @@ class Restoration:
         return [make() for make in self.makers]
 
 
+class _Kind(NamedTuple):
+    """How to make a new tensor."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+
+
 def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     """Decide where everything goes. Changes no target; makes no tensor yet of a target's size.
 
@@ -121,15 +129,19 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
         tree = prune(tree, request.keep)
     restoration = Restoration()
     tensors: dict[int, torch.Tensor] = {}
-    plain: dict[int, bool] = {}
+    kinds: dict[int, _Kind] = {}
     for _, node in walk("", tree):
         index = tensor_index(node)
-        if index is not None:
-            # bytes and arrays are host memory of their own type; views share their base's
-            host = type(node.get("t")) is int
-            plain[index] = plain.get(index, True) and not host
-    _make(manifest, plain, tensors, restoration, request)
-    rebuilder = Rebuilder(tensors, request.types, restoration.notes)
+        if index is None:
+            continue
+        kind = kinds.get(index, _Kind(request.device, request.dtype))
+        if node[TAG] in ("np", "bytes", "bytearray"):
+            kind = _Kind(None, None)  # host memory of its own type
+        elif node[TAG] == "view":
+            kind = _Kind(kind.device, None)  # views need its bytes; the rebuilder converts
+        kinds[index] = kind
+    _make(manifest, kinds, tensors, restoration)
+    rebuilder = Rebuilder(tensors, request.types, restoration.notes, request.dtype)
     restoration.finish = lambda: rebuilder.rebuild("", tree)
     return restoration
 
@@ -146,7 +158,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     for fill in match.fills:
         _fill(manifest, fill, restoration, late)
     tensors: dict[int, torch.Tensor] = {}
-    _make(manifest, dict.fromkeys(sorted(match.fresh), False), tensors, restoration, request)
+    _make(manifest, dict.fromkeys(sorted(match.fresh), _Kind(None, None)), tensors, restoration)
     rebuilder = Rebuilder(tensors, request.types, restoration.notes)
 
     def finish() -> Any:
@@ -160,21 +172,19 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
 
 def _make(
     manifest: Manifest,
-    plain: dict[int, bool],
+    kinds: dict[int, _Kind],
     tensors: dict[int, torch.Tensor],
     restoration: Restoration,
-    request: LoadRequest,
 ) -> None:
     """Make new tensors and want all of their bytes.
 
     Args:
         manifest: What they are made from.
-        plain: Index of each, and whether `device` and `dtype` apply to it.
+        kinds: How to make each, by index.
         tensors: Takes them, by index.
         restoration: Takes destinations and ranges.
-        request: For device and element type.
     """
-    for index, movable in plain.items():
+    for index, kind in kinds.items():
         entry = _entry(manifest, index)
         stored = torch_dtype(entry.dtype)
 
@@ -182,14 +192,9 @@ def _make(
             index: int = index,
             entry: TensorEntry = entry,
             stored: torch.dtype = stored,
-            *,
-            movable: bool = movable,
+            kind: _Kind = kind,
         ) -> Destination:
-            tensors[index] = allocate(
-                entry,
-                device=request.device if movable else None,
-                dtype=request.dtype if movable else None,
-            )
+            tensors[index] = allocate(entry, device=kind.device, dtype=kind.dtype)
             return Destination(tensors[index], stored)
 
         restoration.makers.append(make)

@@ -90,17 +90,23 @@ def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
     offset, extent, shape = [], [], []
     for part, size in zip(parts, entry.shape, strict=True):
         if isinstance(part, slice):
-            start, stop, step = part.indices(size)
-            if step != 1:
-                raise ConfigError(f"load_slice takes steps of 1, not {part!r}")
+            _check_slice(part)
+            start, stop, _ = part.indices(size)
             count = max(0, stop - start)
             shape.append(count)
-        elif isinstance(part, int) and -size <= part < size:
+        elif type(part) is int and -size <= part < size:
             start, count = part % size, 1
-        elif isinstance(part, int):
+        elif type(part) is int:
             raise TargetError(f"index {part} is outside of {entry.name!r} of shape {entry.shape}")
         else:
             raise ConfigError(f"load_slice takes ints and slices, not {part!r}")
         offset.append(start)
         extent.append(count)
     return Box(tuple(offset), tuple(extent)), tuple(shape)
+
+
+def _check_slice(part: slice) -> None:
+    """Refuse steps, and bounds that are no ints."""
+    bounds = (part.start, part.stop)
+    if part.step not in (None, 1) or any(b is not None and type(b) is not int for b in bounds):
+        raise ConfigError(f"load_slice takes slices of ints with steps of 1, not {part!r}")

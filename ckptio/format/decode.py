@@ -13,9 +13,9 @@ import datetime as dt
 import re
 import struct
 import zoneinfo
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.errors import FormatError
 from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     Json = Any
     DecodeLeaf = Callable[[str, Any], Any]
 
+Moment = TypeVar("Moment", dt.datetime, dt.time)
 _CONTAINER_TAGS = frozenset(
-    ("dict", "odict", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
+    ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
 _ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
 
@@ -48,6 +49,7 @@ class ObjectDecoder:
     decode_leaf: DecodeLeaf
     types: Mapping[str, type] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _num_open_keys: int = 0
 
     def decode(self, fqn: str, node: Json) -> Any:
         """Decode a node of the tree, which is at `fqn`.
@@ -61,16 +63,28 @@ class ObjectDecoder:
             raise
         except (
             KeyError, ValueError, TypeError, OverflowError, AttributeError,
-            RecursionError, zoneinfo.ZoneInfoNotFoundError, OSError,
+            RecursionError, zoneinfo.ZoneInfoNotFoundError, OSError, struct.error,
         ) as error:  # fmt: skip  # whatever a value's own constructor says of a bad document
             raise FormatError(f"bad value in the manifest: {error!r}") from None
+
+    def decode_key(self, fqn: str, node: Json) -> Any:
+        """Decode a key of the mapping at `fqn`; it is hashable.
+
+        Raises:
+            FormatError: It is not what `ObjectEncoder` writes.
+        """
+        self._num_open_keys += 1
+        try:
+            return self.decode(fqn, node)
+        finally:
+            self._num_open_keys -= 1
 
     def _decode(self, fqn: str, node: Json, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:
             raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
         if type(node) is dict:
             tag = node.get(TAG)
-            if tag is None:
+            if tag is None and TAG not in node:
                 return {
                     key: self._decode(join_fqn(fqn, key), item, depth + 1)
                     for key, item in node.items()
@@ -94,21 +108,31 @@ class ObjectDecoder:
                 yield key, self._decode(join_fqn(fqn, key), item, depth)
             return
         for encoded_key, item in value:
-            key = self._decode(fqn, encoded_key, depth)
+            key = self._key(fqn, encoded_key, depth)
             yield key, self._decode(join_fqn(fqn, key), item, depth)
+
+    def _key(self, fqn: str, node: Json, depth: int) -> Any:
+        """Decode what has to be hashable."""
+        self._num_open_keys += 1
+        try:
+            return self._decode(fqn, node, depth)
+        finally:
+            self._num_open_keys -= 1
 
     def _container(self, tag: str, fqn: str, node: Json, depth: int) -> Any:
         match tag:
             case "dict":
-                return dict(self._items(fqn, node, depth))
+                return self._whole(fqn, node, dict(self._items(fqn, node, depth)))
             case "odict":
-                return OrderedDict(self._items(fqn, node, depth))
+                return self._whole(fqn, node, OrderedDict(self._items(fqn, node, depth)))
+            case "counter":
+                return self._whole(fqn, node, Counter(dict(self._items(fqn, node, depth))))
             case "tuple":
                 return tuple(self._sequence(fqn, node, depth))
-            case "set":
-                return set(self._sequence(fqn, node, depth))
-            case "frozenset":
-                return frozenset(self._sequence(fqn, node, depth))
+            case "set" | "frozenset":
+                make = set if tag == "set" else frozenset
+                keys = (self._key(fqn, item, depth) for item in _list_of(node))
+                return self._whole(fqn, node, make(keys))
             case "namedtuple":
                 return self._namedtuple(fqn, node, depth)
             case "dataclass":
@@ -116,11 +140,18 @@ class ObjectDecoder:
             case _:
                 return self._enum(fqn, node, depth)
 
+    def _whole(self, fqn: str, node: Json, value: Any) -> Any:
+        """Refuse to lose what has equal keys now, which it had not when it was saved."""
+        if len(value) != len(node["v"]):
+            raise FormatError(
+                f"keys of the {node[TAG]} at {fqn!r} are equal as plain values; pass their"
+                " classes in types="
+            )
+        return value
+
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
-        value = node["v"]
-        if type(value) is not list:
-            raise FormatError(f"bad {node[TAG]} in the manifest")
-        return [self._decode(join_fqn(fqn, i), item, depth) for i, item in enumerate(value)]
+        items = enumerate(_list_of(node))
+        return [self._decode(join_fqn(fqn, i), item, depth) for i, item in items]
 
     def _namedtuple(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))
@@ -131,15 +162,17 @@ class ObjectDecoder:
 
     def _dataclass(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))
-        cls = self._class_of(fqn, node, "a dict")
+        cls = self._class_of(fqn, node, "a tuple" if self._num_open_keys else "a dict")
         if cls is None:
-            return fields
+            return _hashable(list(fields.values())) if self._num_open_keys else fields
         return self._build(fqn, cls, lambda: _restore_dataclass(cls, fields))
 
     def _enum(self, fqn: str, node: Json, depth: int) -> Any:
         value = self._decode(fqn, node["v"], depth)
         cls = self._class_of(fqn, node, "its value")
-        return value if cls is None else self._build(fqn, cls, lambda: cls(value))
+        if cls is None:
+            return _hashable(value) if self._num_open_keys else value
+        return self._build(fqn, cls, lambda: cls(value))
 
     def _build(self, fqn: str, cls: type, build: Callable[[], Any]) -> Any:
         """Let the caller's own class build a value, and name it when it will not."""
@@ -164,12 +197,36 @@ class ObjectDecoder:
 
 
 def _restore_dataclass(cls: type, fields: Mapping[str, Any]) -> Any:
-    """Build a dataclass by its constructor, then set fields that are not its arguments."""
-    init = {f.name for f in dataclasses.fields(cls) if f.init}
-    value = cls(**{name: item for name, item in fields.items() if name in init})
+    """Build a dataclass by its constructor, then set every field as it was.
+
+    Raises:
+        TypeError: It does not have these fields.
+    """
+    known = {f.name: f.init for f in dataclasses.fields(cls)}
+    strangers = [name for name in fields if name not in known]
+    if strangers:
+        raise TypeError(f"there is no field {strangers[0]!r}")
+    value = cls(**{name: item for name, item in fields.items() if known[name]})
     for name, item in fields.items():
-        if name not in init:
-            object.__setattr__(value, name, item)
+        object.__setattr__(value, name, item)  # whatever __post_init__ or a default made of it
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    """Turn containers that cannot be keys into ones that can."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, set):
+        return frozenset(value)
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _list_of(node: Json) -> list[Json]:
+    value = node["v"]
+    if type(value) is not list:
+        raise FormatError(f"bad {node[TAG]} in the manifest")
     return value
 
 
@@ -192,13 +249,30 @@ def _zone(node: Json) -> zoneinfo.ZoneInfo:
 
 
 def _datetime(node: Json) -> dt.datetime:
-    value = dt.datetime.fromisoformat(node["v"]).replace(fold=node["f"])
-    return value.replace(tzinfo=_zone(node)) if "z" in node else value
+    return _in_zone(dt.datetime.fromisoformat(node["v"]), node)
 
 
 def _time(node: Json) -> dt.time:
-    value = dt.time.fromisoformat(node["v"]).replace(fold=node["f"])
-    return value.replace(tzinfo=_zone(node)) if "z" in node else value
+    return _in_zone(dt.time.fromisoformat(node["v"]), node)
+
+
+def _in_zone(value: Moment, node: Json) -> Moment:
+    """Give a moment its fold, and its zone where ISO 8601 does not say all of it."""
+    value = value.replace(fold=node["f"])
+    if "z" in node:
+        return value.replace(tzinfo=_zone(node))
+    if "n" in node:
+        offset = value.utcoffset()
+        return value.replace(tzinfo=dt.timezone(offset, _text(node["n"])))  # type: ignore[arg-type]  # without an offset it raises
+    return value
+
+
+def _text(node: Json) -> str:
+    """Give a string, which is an object where JSON cannot carry it."""
+    if type(node) is str:
+        return node
+    text: str = _SCALARS["str"](node)
+    return text
 
 
 def _timedelta(node: Json) -> dt.timedelta:
@@ -207,8 +281,7 @@ def _timedelta(node: Json) -> dt.timedelta:
 
 
 def _path(node: Json) -> pathlib.PurePath:
-    text = node["v"]
-    return PATHS[node["k"]](text if type(text) is str else _SCALARS["str"](text))
+    return PATHS[node["k"]](_text(node["v"]))
 
 
 _SCALARS: dict[str, Callable[[Json], Any]] = {

@@ -20,7 +20,7 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 TAG = "~"
 #: Containers inside containers. Deeper states are refused; so are documents.
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 _MAX_PLAIN_INT = 1 << 53
+_MAX_KEY_TEXT_DEPTH = 8
+_DICT_TAGS: dict[type, str] = {OrderedDict: "odict", Counter: "counter"}
 PATHS: dict[str, type[pathlib.PurePath]] = {
     "Path": pathlib.Path,
     "PurePosixPath": pathlib.PurePosixPath,
@@ -47,11 +49,33 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
 def join_fqn(parent: str, key: object) -> str:
     """Name the value under `key` of the container at `parent`.
 
-    Strings and ints are joined as they are, as torch.distributed.checkpoint does; other
-    keys by their `repr`.
+    Strings and ints are joined as they are, as torch.distributed.checkpoint does; enums
+    as their values; other keys by a text that is the same in every process, and for a
+    key that comes back as a plain value.
     """
-    part = key if type(key) is str else repr(key)
+    while isinstance(key, enum.Enum):
+        key = key.value
+    part = key if type(key) is str else _key_text(key)
     return f"{parent}.{part}" if parent else part
+
+
+def _key_text(key: Any, depth: int = 0) -> str:
+    """Write a key as its `repr`; enums and records as their values, sets sorted."""
+    if type(key) is int:
+        return str(key) if abs(key) <= _MAX_PLAIN_INT else hex(key)  # linear for any length
+    if isinstance(key, enum.Enum):
+        return _key_text(key.value, depth)
+    is_set = isinstance(key, (set, frozenset))
+    if dataclasses.is_dataclass(key):
+        key = tuple(item for _, item in _fields_of(key))
+    if not is_set and not isinstance(key, (tuple, list)):
+        return repr(key)
+    if depth >= _MAX_KEY_TEXT_DEPTH:
+        return "..."
+    parts = [_key_text(item, depth + 1) for item in key]
+    if is_set:
+        return f"{{{', '.join(sorted(parts))}}}"
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def class_name(cls: type) -> str:
@@ -74,6 +98,7 @@ class ObjectEncoder:
     ) -> None:
         self._encode_leaf = encode_leaf
         self._open: set[int] = set()
+        self._keys: ObjectEncoder | None = None
         self._by_type: dict[type, Callable[[str, Any], Json]] = {
             type(None): _as_is,
             bool: _as_is,
@@ -83,6 +108,7 @@ class ObjectEncoder:
             complex: lambda _, v: {TAG: "complex", "v": _pack(v.real) + _pack(v.imag)},
             dict: self._encode_dict,
             OrderedDict: self._encode_dict,
+            Counter: self._encode_dict,
             list: self._encode_list,
             tuple: self._encode_tuple,
             set: self._encode_set,
@@ -132,20 +158,19 @@ class ObjectEncoder:
                 ]
         finally:
             self._open.discard(id(value))
-        if type(value) is OrderedDict:
-            return {TAG: "odict", "v": encoded}
+        tag = _DICT_TAGS.get(type(value))
+        if tag is not None:
+            return {TAG: tag, "v": encoded}
         return encoded if plain else {TAG: "dict", "v": encoded}
 
     def _encode_key(self, fqn: str, key: Any) -> Json:
-        def no_tensor(where: str, value: Any) -> Json:
-            raise UnsupportedLeafError(
-                where,
-                f"a dict key of type {type(value).__name__} has no portable form",
-                "use strings, numbers, bytes, tuples, enums, paths or dates as keys",
-            )
-
-        keys = ObjectEncoder(lambda where, v: _encode_small_bytes(v) or no_tensor(where, v))
-        return keys.encode(join_fqn(fqn, key), key)
+        """Encode what has to be hashable: a key of a dict, or an element of a set."""
+        if self._keys is None:
+            keys = ObjectEncoder(_encode_key_leaf)
+            keys._keys = keys
+            keys._open = self._open  # depth counts through keys
+            self._keys = keys
+        return self._keys.encode(join_fqn(fqn, key), key)
 
     def _encode_list(self, fqn: str, value: list[Any]) -> Json:
         self._enter(fqn, value)
@@ -165,7 +190,11 @@ class ObjectEncoder:
         return {TAG: "tuple", "v": items}
 
     def _encode_set(self, fqn: str, value: set[Any] | frozenset[Any]) -> Json:
-        items = [self._encode_key(fqn, item) for item in value]
+        self._enter(fqn, value)
+        try:
+            items = [self._encode_key(fqn, item) for item in value]
+        finally:
+            self._open.discard(id(value))
         items.sort(key=msgspec.json.encode)  # sets have no order; files of equal states are equal
         return {TAG: type(value).__name__, "v": items}
 
@@ -192,13 +221,28 @@ class ObjectEncoder:
         self._open.add(id(value))
 
 
+def encode_key(fqn: str, key: Any) -> Json:
+    """Encode a key of the mapping at `fqn`, as `ObjectEncoder` does.
+
+    Raises:
+        UnsupportedLeafError: It has no portable form.
+    """
+    return ObjectEncoder(_encode_key_leaf).encode(join_fqn(fqn, key), key)
+
+
 def encode_bytes(value: bytes | bytearray) -> Json:
     """Encode bytes inside the document itself."""
     return {TAG: type(value).__name__, "v": base64.b64encode(value).decode("ascii")}
 
 
-def _encode_small_bytes(value: Any) -> Json | None:
-    return encode_bytes(value) if type(value) is bytes else None
+def _encode_key_leaf(fqn: str, value: Any) -> Json:
+    if type(value) is bytes:
+        return encode_bytes(value)
+    raise UnsupportedLeafError(
+        fqn,
+        f"a key of type {type(value).__name__} has no portable form",
+        "use strings, numbers, bytes, tuples, enums, paths or dates as keys",
+    )
 
 
 def _as_is(_: str, value: Json) -> Json:
@@ -246,6 +290,8 @@ def _encode_datetime(fqn: str, value: dt.datetime | dt.time) -> Json:
         raise UnsupportedLeafError(
             fqn, f"a time zone of type {type(zone).__name__}", "use datetime.timezone or zoneinfo"
         )
+    elif zone is not None and zone.tzname(None) != dt.timezone(zone.utcoffset(None)).tzname(None):
+        document["n"] = _encode_str(fqn, zone.tzname(None))  # ISO 8601 has the offset alone
     document["v"] = value.isoformat()
     return document
 

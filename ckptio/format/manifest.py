@@ -12,6 +12,7 @@ parser needs to doubt it, and no allocation is larger than files whose sizes are
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ MAX_MANIFEST_NBYTES = 1 << 30
 #: Dimensions, elements and offsets stay below this, so that sums never overflow 64 bits.
 MAX_EXTENT = 1 << 56
 _MAX_DIMS = 64
-_MAX_COMPARISONS = 20_000_000
+_MAX_COMPARISONS = 64
+_Region = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TAIL_NBYTES = len(b',"crc32c":"00000000"}\n')
@@ -250,7 +252,8 @@ def _check_tensors(manifest: Manifest) -> None:
         names.add(name)
         covered = 0
         for chunk in tensor.chunks:
-            part = count if chunk.global_offset is None else _part_numel(shape, chunk)
+            is_whole = chunk.global_offset is None and chunk.local_shape is None
+            part = count if is_whole else _part_numel(shape, chunk)
             start = chunk.start
             if part < 0 or not 0 <= chunk.file < num_files or start < 0:
                 raise FormatError(f"tensor {name!r} has an impossible chunk in the manifest")
@@ -304,9 +307,9 @@ def _part_numel(shape: tuple[int, ...], chunk: Chunk) -> int:
 def _overlap(tensor: TensorEntry) -> bool:
     """Whether two chunks of `tensor` share an element.
 
-    A sweep along the dimension with the most distinct offsets: a grid of n x n chunks
-    takes n^2 * n comparisons. A tiling that takes more than `_MAX_COMPARISONS` is no
-    sharding anybody makes, and counts as overlapping.
+    Nearly all shardings are grids, seen in one pass. Others take a sweep along the
+    dimension with the most distinct offsets. A tiling that takes more comparisons than
+    `_MAX_COMPARISONS` for each chunk is none anybody makes, and counts as overlapping.
     """
     boxes = [
         (c.global_offset or (0,) * len(tensor.shape), c.local_shape or tensor.shape)
@@ -315,14 +318,16 @@ def _overlap(tensor: TensorEntry) -> bool:
     ]
     if not tensor.shape:
         return len(boxes) > 1
+    if _is_grid(boxes):
+        return False
     num_offsets = [len({offset[dim] for offset, _ in boxes}) for dim in range(len(tensor.shape))]
     dim = num_offsets.index(max(num_offsets))
     boxes.sort(key=lambda box: box[0][dim])
-    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    active: list[_Region] = []
     num_comparisons = 0
     for offset, shape in boxes:
         num_comparisons += len(active)
-        if num_comparisons > _MAX_COMPARISONS:
+        if num_comparisons > _MAX_COMPARISONS * len(boxes):
             return True
         active = [(o, s) for o, s in active if o[dim] + s[dim] > offset[dim]]
         for other_offset, other_shape in active:
@@ -333,3 +338,17 @@ def _overlap(tensor: TensorEntry) -> bool:
                 return True
         active.append((offset, shape))
     return False
+
+
+def _is_grid(boxes: Sequence[_Region]) -> bool:
+    """Whether boxes are all cells of a grid, each there once, and so apart from each other."""
+    num_cells = 1
+    for dim in range(len(boxes[0][0]) if boxes else 0):
+        extents = {offset[dim]: shape[dim] for offset, shape in boxes}
+        if any(extents[offset[dim]] != shape[dim] for offset, shape in boxes):
+            return False
+        edges = sorted(extents.items())
+        if any(a + extent > b for (a, extent), (b, _) in itertools.pairwise(edges)):
+            return False
+        num_cells *= len(edges)
+    return num_cells == len(boxes) == len({offset for offset, _ in boxes})

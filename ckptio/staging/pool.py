@@ -68,9 +68,14 @@ class Slab:
         ctypes.memset(self.address, 0, len(self.view))
 
     def close(self) -> None:
-        """Give the memory back. Nothing may use the slab any more."""
-        self.view.release()
-        self._map.close()
+        """Give the memory back. Nothing may use the slab any more.
+
+        An error that somebody keeps may still refer to a part of it, through the frames of
+        its traceback: then the memory goes when the error does.
+        """
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +148,10 @@ class SlabPool:
         target = self._max_slabs
         if nbytes is not None:
             target = min(target, -(-nbytes // self.slab_nbytes))
-        fresh = [self._allocate() for _ in range(target - self._num_slabs)]
-        for slab in fresh:
+        while self._num_slabs < target:
+            slab = self._allocate()
+            self._free.append(slab)
             slab.touch()
-        self._free += fresh
 
     def use_pinning(self, pinning: SupportsPinning) -> None:
         """Pin slabs from now on, and those that are free at once."""
@@ -180,7 +185,9 @@ class SlabPool:
     async def _acquire(self) -> Slab:
         if not self._waiters:
             if self._free:
-                return self._lend(self._free.pop())
+                slab = self._lend(self._free[-1])
+                self._free.pop()
+                return slab
             if self._num_slabs < self._max_slabs:
                 return self._lend(self._allocate())
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
@@ -188,7 +195,7 @@ class SlabPool:
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release(waiter.result())  # it was handed over in the very same turn
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -205,9 +212,14 @@ class SlabPool:
         self._num_leased -= 1
         while self._waiters:
             waiter = self._waiters.popleft()
-            if not waiter.done():
+            if waiter.done():
+                continue
+            try:
                 waiter.set_result(self._lend(slab))
-                return
+            except Exception as error:  # it could not be pinned: the waiter raises it
+                waiter.set_exception(error)
+                continue
+            return
         self._free.append(slab)
 
     def _allocate(self) -> Slab:

@@ -7,6 +7,7 @@ tensors, arrays, and torch's own words (Size, dtype, device).
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
     Json = Any
 
-_NUMPY_KINDS = "biufcSUmM"
+_NUMPY_NAME = re.compile(
+    r"\|[b]1|[<>|][iufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|[munpfa]s)\])?"
+)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -71,11 +74,15 @@ class Rebuilder:
         tensors: Stored tensors by index, as far as they were loaded.
         types: Classes the caller passed, for values saved by field.
         notes: What could not come back as its class.
+        dtype: Element type for floating-point tensors that were loaded in their own
+            because views refer to them; arrays and bytes keep theirs.
     """
 
     tensors: Mapping[int, torch.Tensor]
     types: Sequence[type] = ()
     notes: list[str] = field(default_factory=list)
+    dtype: torch.dtype | None = None
+    _converted: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def rebuild(self, fqn: str, node: Json) -> Any:
         """Make the value of a node.
@@ -86,10 +93,19 @@ class Rebuilder:
         decoder = ObjectDecoder(self._leaf, named_types(self.types), self.notes)
         return decoder.decode(fqn, node)
 
+    def rebuild_key(self, fqn: str, node: Json) -> Any:
+        """Make a key of the mapping at `fqn`; it is hashable.
+
+        Raises:
+            FormatError: The node is not what `flatten` makes.
+        """
+        decoder = ObjectDecoder(self._leaf, named_types(self.types), self.notes)
+        return decoder.decode_key(fqn, node)
+
     def _leaf(self, fqn: str, node: Json) -> Any:
         tag = node[TAG]
         if type(tag) is int:
-            return self._stored(tag)
+            return self._in_dtype(tag)
         if tag == "view":
             return self._view(node)
         if tag == "np":
@@ -98,12 +114,9 @@ class Rebuilder:
             data = self._stored(node["t"]).numpy().tobytes()
             return bytearray(data) if tag == "bytearray" else data
         if tag == "npscalar":
-            dtype = _numpy_dtype(node["d"])
-            return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=dtype, count=1)[
-                0
-            ]
+            return _numpy_scalar(_numpy_dtype(node["d"]), node["v"])
         if tag == "torch.Size":
-            return torch.Size(node["v"])
+            return torch.Size(_list(node["v"]))
         if tag == "torch.dtype":
             return torch_dtype_word(node["v"])
         if tag == "torch.device":
@@ -116,8 +129,24 @@ class Rebuilder:
         except KeyError:
             raise FormatError(f"the tree refers to tensor {index}, which is not there") from None
 
+    def _in_dtype(self, index: int) -> torch.Tensor:
+        """Give a stored tensor in the element type that was asked for, converted once."""
+        tensor = self._stored(index)
+        if self.dtype is None or not tensor.is_floating_point() or tensor.dtype == self.dtype:
+            return tensor
+        if index not in self._converted:
+            self._converted[index] = tensor.to(self.dtype)
+        return self._converted[index]
+
     def _view(self, node: Json) -> torch.Tensor:
-        return view_of(self._stored(node["t"]), node)
+        stored = self._stored(node["t"])
+        view = view_of(stored, node)
+        if self.dtype is None or not view.is_floating_point() or view.dtype == self.dtype:
+            return view
+        if view.dtype != stored.dtype or view.is_neg():
+            return view.to(self.dtype)  # of memory with several types: no longer tied
+        base = self._in_dtype(node["t"])
+        return base.as_strided(node["s"], node["r"], node["o"] // stored.itemsize)
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
         dtype = _numpy_dtype(node["d"])
@@ -125,7 +154,7 @@ class Rebuilder:
         flat = raw.reshape(-1).view(torch.uint8).numpy()
         if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
             raise FormatError(f"an array {dtype} {node['s']} does not have {flat.nbytes} bytes")
-        if not flat.nbytes:
+        if not numel(tuple(node["s"])):
             return np.empty(node["s"], dtype)
         return flat.view(dtype).reshape(node["s"])
 
@@ -168,9 +197,16 @@ def check_view(node: Json, base_nbytes: int) -> int:
 
 def torch_dtype_word(name: object) -> torch.dtype:
     """Give a `torch.dtype` that was saved as a value. Any of torch's, by name."""
-    value = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
+    # not getattr: torch imports some of its modules when they are asked for by name
+    value = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(value, torch.dtype):
         raise FormatError(f"torch {torch.__version__} has no dtype {name!r}")
+    return value
+
+
+def _list(value: Json) -> list[Json]:
+    if type(value) is not list:
+        raise FormatError(f"{value!r} instead of a list in the manifest")
     return value
 
 
@@ -182,10 +218,23 @@ def _device_word(name: object) -> torch.device:
 
 
 def _numpy_dtype(name: object) -> np.dtype[Any]:
-    """Give a numpy dtype of plain kinds only; never objects or records."""
-    if not isinstance(name, str) or "," in name or len(name) > 32:  # noqa: PLR2004  # "<M8[25s]" and the like
+    """Give a numpy dtype of plain kinds only, by its exact name; never objects or records."""
+    if not isinstance(name, str) or not _NUMPY_NAME.fullmatch(name):
         raise FormatError(f"bad numpy dtype {name!r} in the manifest")
-    dtype = np.dtype(name)
-    if dtype.kind not in _NUMPY_KINDS:
-        raise FormatError(f"numpy dtype {name!r} in the manifest is not a plain one")
-    return dtype
+    return np.dtype(name)
+
+
+def _numpy_scalar(dtype: np.dtype[Any], encoded: str) -> np.generic:
+    """Make a numpy scalar of its bytes."""
+    raw = base64.b64decode(encoded, validate=True)
+    if len(raw) < dtype.itemsize:
+        raise FormatError(f"a scalar {dtype} of {len(raw)} bytes in the manifest")
+    raw = raw[: dtype.itemsize]  # numpy gives an empty string the bytes of one character
+    if dtype.kind == "S":  # indexing an array would drop trailing zeros
+        return np.bytes_(raw)
+    if dtype.kind == "U":
+        return np.str_(
+            raw.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass")
+        )
+    value: np.generic = np.frombuffer(raw, dtype)[0]
+    return value

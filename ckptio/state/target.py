@@ -6,27 +6,29 @@ function that puts the result together once every byte has landed.
 Rules: tensors and arrays of the target are filled in place, and must have the shape and
 element type of the checkpoint. Dicts and lists are matched by key and index and updated
 in place. A stateful object gives its state as a template, its tensors are filled in
-place, and what else the checkpoint has under it is made new; then it takes the whole.
+place, and what else the checkpoint has under it is made new (but a module takes no names
+that it does not have); then it takes the whole, unless nothing of it was selected.
 Any other value of the target is a placeholder for the checkpoint's.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.errors import TargetError, UnsupportedLeafError
+from ckptio.format.encode import TAG, encode_key, join_fqn
 from ckptio.state.flatten import DTYPE_NAMES, is_stateful
 from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
-from ckptio.state.tree import children, tensor_index, walk
+from ckptio.state.tree import children, prune_at, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.tree import Predicate
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     Json = Any
     Assemble = Callable[[Rebuilder], Any]
 
-_DICT_TAGS = (None, "dict", "odict")
+_DICT_TAGS = (None, "dict", "odict", "counter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,11 @@ class Matcher:
 
     def _value(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Take whatever the checkpoint has."""
-        if not self._selects(fqn, node):
-            return lambda _: target
+        if self._keep is not None:
+            kept = prune_at(fqn, node, self._keep)
+            if not kept:
+                return lambda _: target
+            node = kept[0]
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
         return lambda rebuilder: rebuilder.rebuild(fqn, node)
 
@@ -172,8 +177,8 @@ class Matcher:
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
         if not self._selects(fqn, node):
             return lambda _: target
-        template = target.state_dict()
-        assemble = self._dict(fqn, template, node, closed=False)
+        is_module = isinstance(target, torch.nn.Module)
+        assemble = self._dict(fqn, target.state_dict(), node, closed=is_module, flat=is_module)
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             target.load_state_dict(assemble(rebuilder))
@@ -181,7 +186,9 @@ class Matcher:
 
         return hand_over
 
-    def _dict(self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool) -> Assemble:
+    def _dict(
+        self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool, flat: bool = False
+    ) -> Assemble:
         """Match a dict.
 
         Args:
@@ -190,41 +197,47 @@ class Matcher:
             node: The node of the tree.
             closed: Names of the checkpoint that the target lacks are unexpected. Without
                 it they are made new (an optimizer that has not stepped has no moments).
+            flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
-        ordered = node.get(TAG) == "odict"
-        keys = Rebuilder({})
         stored = {
-            key: (name, item)
-            for key, (name, item) in zip(_keys(keys, fqn, node), children(fqn, node), strict=True)
+            _identity(key): (key, name, item)
+            for key, (name, item) in zip(_keys(node), children(fqn, node), strict=True)
         }
-        merged: dict[Any, Assemble] = {}
+        kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
+        merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
-            if key in stored:
-                merged[key] = self._nested(stored[key][0], value, stored[key][1], closed=closed)
-            else:
-                self._note_missing(join_fqn(fqn, key), value)
-        for key, (name, item) in stored.items():
-            if key in target:
+            found = stored.pop(_target_identity(fqn, key), None)
+            if found is not None:
+                _, name, item = found
+                merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
                 continue
+            self._note_missing(join_fqn(fqn, key), value)
+            merged.append((key, lambda _, value=value: value))  # type: ignore[misc]  # as it was
+        made: list[tuple[Json, Assemble]] = []
+        for encoded_key, name, item in stored.values():
             if closed:
                 self._note_unexpected(name, item)
             elif self._selects(name, item):
-                merged[key] = self._value(name, None, item)
+                made.append((encoded_key, self._value(name, None, item)))
 
         def update(rebuilder: Rebuilder) -> Any:
-            values = {key: assemble(rebuilder) for key, assemble in merged.items()}
+            values = {key: assemble(rebuilder) for key, assemble in merged}
             if closed:
                 target.update(values)
                 return target
-            return OrderedDict(values) if ordered else values
+            for encoded_key, assemble in made:
+                values[rebuilder.rebuild_key(fqn, encoded_key)] = assemble(rebuilder)
+            return kind(values)
 
         return update
 
-    def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool) -> Assemble:
+    def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
-        if not closed and type(value) in (dict, OrderedDict) and type(node) is dict:
+        if flat and not isinstance(value, torch.Tensor):
+            return self._value(fqn, value, node)
+        if not closed and type(value) in (dict, OrderedDict, Counter) and type(node) is dict:
             return self._dict(fqn, value, node, closed=False)
         if not closed and not isinstance(value, (torch.Tensor, np.ndarray)):
             return self._value(fqn, value, node)
@@ -298,12 +311,25 @@ def _index(node: Json) -> int:
     return index
 
 
-def _keys(keys: Rebuilder, fqn: str, node: Json) -> list[Any]:
-    """Give the keys of a mapping node."""
+def _keys(node: Json) -> list[Json]:
+    """Give the encoded keys of a mapping node."""
     value = node if node.get(TAG) is None else node["v"]
-    if type(value) is dict:
-        return list(value)
-    return [keys.rebuild(fqn, pair[0]) for pair in value]
+    return list(value) if type(value) is dict else [pair[0] for pair in value]
+
+
+def _identity(encoded_key: Json) -> Hashable:
+    """Give what tells a key from others; plain keys stand for themselves."""
+    return encoded_key if type(encoded_key) is str else msgspec.json.encode(encoded_key)
+
+
+def _target_identity(fqn: str, key: object) -> Hashable:
+    """Give the same for a key of the target, enums and records among them."""
+    if type(key) is str and key.isascii():
+        return key
+    try:
+        return _identity(encode_key(fqn, key))
+    except UnsupportedLeafError:
+        return None  # no checkpoint has such a key
 
 
 def _leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:

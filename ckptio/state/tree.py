@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ckptio.errors import ConfigError, FormatError
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
+from ckptio.format.manifest import MAX_EXTENT
+from ckptio.layout import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,18 +24,91 @@ if TYPE_CHECKING:
 Predicate = Callable[[str], bool]
 Select = str | Predicate | Sequence[str]
 _MISSING = object()
+_DICT_TAGS = ("dict", "odict", "counter")
+_MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
+_SCALAR_TAGS = frozenset(
+    (
+        "enum", "int", "float", "complex", "str", "bytes", "bytearray", "date", "datetime",
+        "time", "timedelta", "path", "npscalar", "torch.Size", "torch.dtype", "torch.device",
+    )
+)  # fmt: skip
+#: JSON values inside each other, at most: a mapping of pairs takes three for one container.
+_MAX_LEVELS = 4 * MAX_DEPTH
 
 
 def read_tree(manifest: Manifest) -> Json:
-    """Parse the tree of a manifest.
+    """Parse the tree of a manifest, and check that it is made of what `flatten` makes.
+
+    Values of scalars are checked when they are built; what containers and references
+    have is checked here, so that nobody behind this needs to doubt it.
 
     Raises:
-        FormatError: It is no JSON.
+        FormatError: It is no JSON, has an unknown tag, lacks a member, refers to a tensor
+            that is not there, or is nested too deep.
     """
     try:
-        return msgspec.json.decode(manifest.tree)
+        tree = msgspec.json.decode(manifest.tree)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
+    _check(tree, len(manifest.tensors))
+    return tree
+
+
+def _check(tree: Json, num_tensors: int) -> None:
+    """Check every node of a tree."""
+    level = [tree]
+    for _ in range(_MAX_LEVELS):
+        below: list[Json] = []
+        for node in level:
+            if type(node) is list:
+                below += node
+            elif type(node) is dict:
+                tag = node.get(TAG, _MISSING)
+                if tag is _MISSING:
+                    below += node.values()
+                elif (type(tag) is int and 0 <= tag < num_tensors and len(node) == 1) or (
+                    type(tag) is str and _fits(tag, node, num_tensors, below)
+                ):
+                    continue
+                else:
+                    raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")
+        if not below:
+            return
+        level = below
+    raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+
+
+def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) -> bool:
+    """Whether a node has the members of its tag; what it contains goes to `below`."""
+    value, index = node.get("v"), node.get("t")
+    if "t" in node:
+        if type(index) is not int or not 0 <= index < num_tensors:
+            return False
+        numbers = {"np": ("s",), "view": ("s", "r")}.get(tag)
+        if numbers is None:
+            return tag in ("bytes", "bytearray")
+        whole = all(_is_naturals(node.get(name)) for name in numbers)
+        if tag == "np":
+            return whole and type(node.get("d")) is str
+        return whole and _is_naturals([node.get("o")]) and str(node.get("d")) in DTYPES
+    if tag in _MAPPING_TAGS:
+        if type(value) is dict and tag in _DICT_TAGS:
+            below += value.values()
+            return True
+        if type(value) is not list or not all(type(p) is list and len(p) == 2 for p in value):  # noqa: PLR2004  # pairs
+            return False
+        below += [item for pair in value for item in pair]
+        return tag in _DICT_TAGS or all(type(pair[0]) is str for pair in value)
+    if tag in ("tuple", "set", "frozenset"):
+        below.append(value)
+        return type(value) is list
+    if tag == "enum":
+        below.append(value)
+    return tag in _SCALAR_TAGS and "v" in node
+
+
+def _is_naturals(value: Json) -> bool:
+    return type(value) is list and all(type(n) is int and 0 <= n < MAX_EXTENT for n in value)
 
 
 def tensor_index(node: Json) -> int | None:
@@ -63,7 +138,7 @@ def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
     tag = node.get(TAG)
     value = node.get("v") if tag is not None else node
     prefix = f"{fqn}." if fqn else ""
-    if tag in (None, "dict", "odict", "namedtuple", "dataclass"):
+    if tag is None or tag in _MAPPING_TAGS:
         if type(value) is dict:
             for key, item in value.items():
                 yield prefix + key, item
@@ -79,10 +154,8 @@ def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
 def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
     """Name the values of a mapping that was written as a list of pairs."""
     keys = ObjectDecoder(_no_leaf)
-    for pair in pairs:
-        if type(pair) is not list or len(pair) != 2:  # noqa: PLR2004  # a pair
-            raise FormatError(f"bad mapping at {fqn!r} in the manifest")
-        yield join_fqn(fqn, keys.decode(fqn, pair[0])), pair[1]
+    for key, item in pairs:
+        yield join_fqn(fqn, keys.decode_key(fqn, key)), item
 
 
 def _no_leaf(fqn: str, _: Json) -> Any:
@@ -102,8 +175,12 @@ def make_predicate(select: Select) -> Predicate:
     """
     if callable(select):
         return select
-    patterns = [select] if isinstance(select, str) else list(select)
-    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+    patterns = [select] if isinstance(select, str) else select
+    if (
+        not isinstance(patterns, Collection)
+        or not patterns
+        or not all(isinstance(p, str) and p for p in patterns)
+    ):
         raise ConfigError(
             f"select takes a prefix, a glob, several of these or a predicate, not {select!r}"
         )
@@ -126,8 +203,18 @@ def prune(tree: Json, keep: Predicate) -> Json:
     Returns:
         A new tree; `{}` if nothing was selected.
     """
-    kept = _prune("", tree, keep)
-    return {} if kept is _MISSING else kept
+    found = prune_at("", tree, keep)
+    return found[0] if found else {}
+
+
+def prune_at(fqn: str, node: Json, keep: Predicate) -> tuple[Json, ...]:
+    """Prune the node at `fqn` like a tree.
+
+    Returns:
+        The new node; nothing if nothing in it was selected.
+    """
+    kept = _prune(fqn, node, keep)
+    return () if kept is _MISSING else (kept,)
 
 
 def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
@@ -142,7 +229,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
         found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
         left = {key: item for key, item in found.items() if item is not _MISSING}
         return left if left or (not node and keep(fqn)) else _MISSING
-    if tag not in ("dict", "odict", "tuple", "namedtuple", "dataclass"):
+    if tag not in (*_MAPPING_TAGS, "tuple"):
         return node if keep(fqn) else _MISSING
     return _prune_tagged(fqn, node, keep)
 

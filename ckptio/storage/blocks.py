@@ -155,10 +155,9 @@ class BlockWriter:
         try:
             self._write(offset, data[:whole])
             if whole < len(data):
-                with mmap.mmap(-1, PAGE_NBYTES) as page:
-                    page[: len(data) - whole] = data[whole:]
-                    with memoryview(page) as view:
-                        self._write(offset + whole, view)
+                page = mmap.mmap(-1, PAGE_NBYTES)  # not closed: an error's frames may refer to it
+                page[: len(data) - whole] = data[whole:]
+                self._write(offset + whole, memoryview(page))
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -176,9 +175,9 @@ class BlockWriter:
             written = self._files.pwrite(self._fd, data[done:], offset + done)
             if written <= 0:
                 raise OSError(errno.EIO, f"the system wrote {written} of {len(data) - done} bytes")
+            if self._direct and done + written < len(data):
+                written = _whole_pages(written)  # again from the last whole page
             done += written
-            if self._direct and done < len(data) and done % PAGE_NBYTES:
-                done -= done % PAGE_NBYTES  # a short direct write: again from the last whole page
 
     def _push_out(self, offset: int, nbytes: int) -> None:
         """Start write-back of a range, and finish that of the oldest one in the window."""
@@ -240,10 +239,11 @@ class BlockReader:
 
     def close(self) -> None:
         """Release the file."""
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                self._files.close(fd)
+        fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
         self._fd = self._direct_fd = -1
+        for fd in fds:
+            with contextlib.suppress(OSError):  # everything was read and verified
+                self._files.close(fd)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether most of a range is in the page cache."""
@@ -262,6 +262,17 @@ class BlockReader:
                     start=offset + done,
                     stop=offset + nbytes,
                 )
+            if fd == self._direct_fd and done + count < nbytes:
+                count = _whole_pages(count)
             done += count
-            if fd == self._direct_fd and done < nbytes and done % PAGE_NBYTES:
-                done -= done % PAGE_NBYTES
+
+
+def _whole_pages(nbytes: int) -> int:
+    """Round a short direct transfer down to pages, where the next one may start.
+
+    Raises:
+        OSError: It was less than a page, so that direct I/O gets nowhere: as if refused.
+    """
+    if nbytes < PAGE_NBYTES:
+        raise OSError(errno.EINVAL, f"a direct transfer ended after {nbytes} bytes")
+    return nbytes // PAGE_NBYTES * PAGE_NBYTES

@@ -18,6 +18,7 @@ lock is free; the next save to the path removes them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -138,14 +139,20 @@ class LocalStorage:
 
     async def open(self, name: str, nbytes: int) -> BlockReader:
         """Open a data file; see `interface.Storage`."""
-        return await run_blocking(self._executor, self._open, name, nbytes)
-
-    def _open(self, name: str, nbytes: int) -> BlockReader:
-        path = self._join(name)
+        opened: list[BlockReader] = []
         try:
-            return BlockReader(
-                self._files, path, name=name, nbytes=nbytes, direct=self._config.direct_io == "auto"
-            )
+            await run_blocking(self._executor, self._open, name, nbytes, opened)
+        except BaseException:
+            for reader in opened:  # cancelled while the thread opened it: nobody else has it
+                reader.close()
+            raise
+        return opened[0]
+
+    def _open(self, name: str, nbytes: int, opened: list[BlockReader]) -> None:
+        path = self._join(name)
+        direct = self._config.direct_io == "auto"
+        try:
+            opened.append(BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct))
         except FileNotFoundError:
             raise CheckpointChangedError(self._path) from None
         except OSError as error:
@@ -195,8 +202,8 @@ class LocalAttempt:
         try:
             self._make_dirs(self._directory)
             marker = self._path(ATTEMPT_PREFIX + self._save_id)
-            self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
             self._made_files.append(marker)
+            self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
             try:
                 locks = self._files.lock(self._lock_fd)
             except OSError:  # no locks here: nobody can tell a dead save from a living one
@@ -236,7 +243,15 @@ class LocalAttempt:
 
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`; see `interface.Attempt`."""
-        await run_blocking(self._executor, self._commit, manifest)
+        try:
+            await run_blocking(self._executor, self._commit, manifest)
+        except asyncio.CancelledError:
+            if not self._published:
+                raise
+            # the commit came first: a save that ends as cancelled must have changed nothing
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
 
     def _commit(self, manifest: bytes) -> None:
         new = self._path(_NEW_MANIFEST_PREFIX + self._save_id)
@@ -251,28 +266,23 @@ class LocalAttempt:
         except OSError as error:
             raise storage_error(error, target, "cannot commit") from error
         self._published = True
-        self._clean_up(new, replaced=replaced)
+        self._clean_up(new, replaced)
 
     def _check_present(self) -> None:
         """Look once more for every data file: a manifest must not name what somebody removed."""
         for path in self._made_files:
             os.stat(path, follow_symlinks=False)
 
-    def _publish(self, new: str, target: str) -> bool:
+    def _publish(self, new: str, target: str) -> str:
         """Make the manifest visible and its name durable; undo it if that fails.
 
         Returns:
-            Whether a manifest was replaced, which has the name `new` now.
+            Where the manifest that was replaced is now; nothing if none was.
         """
-        replaced = False
+        replaced = ""
         if self._overwrite:
-            try:
-                replaced = self._files.exchange(new, target)
-            except FileNotFoundError:
-                pass
-            else:
-                if not replaced:  # no exchange here: keep a copy of what is replaced
-                    return self._replace_by_copy(new, target)
+            with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
+                replaced = self._replace(new, target)
         if not replaced:
             try:
                 self._files.publish(new, target)
@@ -282,52 +292,48 @@ class LocalAttempt:
             self._sync_dir(self._directory)
         except OSError:
             self._published = True  # until it is undone: its data files must stay
-            if replaced:
+            if not replaced:
+                self._files.unlink(target)
+            elif replaced == new:
                 self._files.exchange(new, target)
             else:
-                self._files.unlink(target)
+                self._files.replace(replaced, target)
             self._published = False
             raise
         return replaced
 
-    def _replace_by_copy(self, new: str, target: str) -> bool:
-        """Replace a manifest where names cannot be exchanged.
+    def _replace(self, new: str, target: str) -> str:
+        """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
 
         Between copy and rename another save may commit; its files would then stay until
         the next save to the path. Nothing that is committed is ever lost.
+
+        Returns:
+            Where the manifest that was replaced is now.
+
+        Raises:
+            FileNotFoundError: There is none.
         """
+        if self._files.exchange(new, target):
+            return new
         old = new + "-old"
-        self._made_files.append(old)
-        try:
-            with open(target, "rb") as file:
-                self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
-        except FileNotFoundError:
-            try:
-                self._files.publish(new, target)
-            except FileExistsError:
-                raise CommitConflictError(self._directory) from None
-            self._sync_dir(self._directory)
-            return False
+        with open(target, "rb") as file:
+            self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
         self._files.replace(new, target)
-        try:
-            self._sync_dir(self._directory)
-        except OSError:
-            self._published = True  # until it is undone: its data files must stay
-            self._files.replace(old, target)
-            self._published = False
-            raise
-        self._files.replace(old, new)
-        return True
+        return old
 
     def _write_file(self, path: str, data: bytes) -> None:
         """Write a small file and sync it."""
-        fd = self._files.create(path, self._config.file_mode, direct=False)
         self._made_files.append(path)
+        fd = self._files.create(path, self._config.file_mode, direct=False)
         try:
             view = memoryview(data)
             done = 0
             while done < len(view):
-                done += self._files.pwrite(fd, view[done:], done)
+                written = self._files.pwrite(fd, view[done:], done)
+                if written <= 0:
+                    raise OSError(errno.EIO, f"the system wrote {written} bytes", path)
+                done += written
             if self._config.durability != "none":
                 self._files.fsync(fd)
         finally:
@@ -343,17 +349,17 @@ class LocalAttempt:
         if self._config.durability == "full":
             self._files.fsync_dir(path)
 
-    def _clean_up(self, new: str, *, replaced: bool) -> None:
+    def _clean_up(self, new: str, replaced: str) -> None:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
         doomed = []
         if replaced:
             with contextlib.suppress(OSError, FormatError):
                 # not a manifest of ours: its files are told from names, by the next save
-                with open(new, "rb") as file:
+                with open(replaced, "rb") as file:
                     old = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
                 doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
         self._remove(doomed)
-        self._try_remove(new)
+        self._try_remove(replaced or new)
         self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
         self._drop_lock()
 

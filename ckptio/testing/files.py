@@ -14,6 +14,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Literal
 
+from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.linux import DirectAlignment
 from ckptio.testing.faults import Operation
@@ -34,6 +35,7 @@ class RecordingFiles(PosixFiles):
             can give; at the first `"write"`; or at the first `"read"`.
         max_transfer_nbytes: Bytes that one write or read moves at most.
         has_exchange: Whether two names can be exchanged.
+        has_links: Whether a file can have two names.
         has_locks: Whether files can be locked.
 
     Attributes:
@@ -47,6 +49,7 @@ class RecordingFiles(PosixFiles):
         refuse_direct: RefuseDirect = "",
         max_transfer_nbytes: int | None = None,
         has_exchange: bool = True,
+        has_links: bool = True,
         has_locks: bool = True,
     ) -> None:
         self.operations: list[Operation] = []
@@ -54,6 +57,7 @@ class RecordingFiles(PosixFiles):
         self._refuse_direct = refuse_direct
         self._max_transfer_nbytes = max_transfer_nbytes
         self._has_exchange = has_exchange
+        self._has_links = has_links
         self._has_locks = has_locks
         self._lock = threading.Lock()
         self._paths: dict[int, str] = {}
@@ -194,7 +198,10 @@ class RecordingFiles(PosixFiles):
     def publish(self, source: str, target: str) -> None:
         """Give a file a free name; see `PosixFiles`."""
         self._step("publish", target)
-        super().publish(source, target)
+        if self._has_links:
+            super().publish(source, target)
+        else:
+            linux.rename_noreplace(source, target)
 
     def exchange(self, source: str, target: str) -> bool:
         """Exchange two names; see `PosixFiles`."""

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from ckptio.config import CheckpointConfig
+
+_JOIN_S = 10.0
+
+# `--hypothesis-profile=many` is for the stress session
+settings.register_profile("few", max_examples=30, deadline=None, database=None)
+settings.register_profile("many", max_examples=1000, deadline=None, database=None)
+settings.load_profile("few")
+
+
+@pytest.fixture
+def config() -> CheckpointConfig:
+    """Small slabs, blocks and buckets: a few hundred KB go through every path."""
+    return SMALL
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread or an open file behind."""
+    threads = set(threading.enumerate())
+    files = open_files()
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(_JOIN_S)  # one that has said its last word may still be on its way out
+    assert set(threading.enumerate()) - threads == set()
+    assert open_files() - files == set()
+
+
+@pytest.fixture
+async def no_tasks() -> AsyncIterator[None]:
+    """Fail a coroutine test that leaves a task behind on its loop."""
+    before = asyncio.all_tasks()
+    yield
+    assert {t for t in asyncio.all_tasks() - before if t is not asyncio.current_task()} == set()
+
+
+def open_files() -> set[tuple[int, str]]:
+    """Name every file descriptor and what it is open on."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:  # the directory listing's own
+            continue
+    return found

@@ -1,0 +1,331 @@
+"""What tests build engines and states from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ckptio import Engine
+from ckptio.cache import MetadataCache
+from ckptio.config import CheckpointConfig, KiB
+from ckptio.engine.context import EngineContext
+from ckptio.engine.core import EngineCore, Running
+from ckptio.format.checksum import block_checksums
+from ckptio.format.manifest import decode_manifest, encode_manifest, encode_tensors
+from ckptio.staging.pool import Slab, SlabPool
+from ckptio.storage.leftovers import data_file_name
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.resolve import local_path
+
+if TYPE_CHECKING:
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
+
+    from ckptio.events import Observer
+    from ckptio.storage.files import PosixFiles
+    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.resolve import PathLike
+
+T = TypeVar("T")
+
+SMALL = CheckpointConfig(
+    pool_nbytes=512 * KiB,
+    slab_nbytes=64 * KiB,
+    block_nbytes=4 * KiB,
+    bucket_nbytes=256 * KiB,
+)
+
+
+def config_with(**options: Any) -> CheckpointConfig:
+    """Give the small config with other options."""
+    return dataclasses.replace(SMALL, **options)
+
+
+def random_state(sizes: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Make byte tensors of the given sizes; seeds give different bytes in every place."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"tensor{i}": torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        for i, nbytes in enumerate(sizes)
+    }
+
+
+def filled_state(sizes: Sequence[int], value: int) -> dict[str, torch.Tensor]:
+    """Make byte tensors that hold `value` everywhere: a mix of two states is seen at once."""
+    return {
+        f"tensor{i}": torch.full((nbytes,), value, dtype=torch.uint8)
+        for i, nbytes in enumerate(sizes)
+    }
+
+
+def clone(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy a state."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def assert_same(found: Any, expected: Mapping[str, torch.Tensor]) -> None:
+    """Check that two flat states are equal, bit by bit."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert other.dtype == tensor.dtype, name
+        assert other.shape == tensor.shape, name
+        assert torch.equal(
+            other.contiguous().view(-1).view(torch.uint8),
+            tensor.contiguous().view(-1).view(torch.uint8),
+        ), name
+
+
+def is_same(found: Any, expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two flat states are equal."""
+    try:
+        assert_same(found, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def values_in(state: Mapping[str, torch.Tensor]) -> set[int]:
+    """Give the lowest and the highest byte of each tensor: one, if nothing is mixed."""
+    return {int(value) for tensor in state.values() for value in (tensor.min(), tensor.max())}
+
+
+def names_in(directory: str | os.PathLike[str]) -> list[str]:
+    """Name everything in a directory."""
+    return sorted(os.listdir(directory))
+
+
+def assert_tidy(directory: str | os.PathLike[str]) -> None:
+    """Check that a checkpoint's directory holds it and nothing else."""
+    with open(os.path.join(directory, "manifest.json"), "rb") as file:
+        manifest = decode_manifest(file.read())
+    assert names_in(directory) == sorted(["manifest.json", *(f.name for f in manifest.files)])
+
+
+class FilesCore(EngineCore):
+    """A real engine whose storage uses the given file operations."""
+
+    def __init__(
+        self, config: CheckpointConfig | None, observer: Observer | None, files: PosixFiles
+    ) -> None:
+        super().__init__(config, observer)
+        self._files = files
+
+    def storage(self, path: PathLike) -> Storage:
+        context = self.context
+        return LocalStorage(
+            local_path(path), self.config, context.executor, context.emit, self._files
+        )
+
+
+class StorageCore(EngineCore):
+    """A real engine that finds its storages by name."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig | None,
+        observer: Observer | None,
+        storages: Mapping[str, Storage],
+    ) -> None:
+        super().__init__(config, observer)
+        self._storages = storages
+
+    def storage(self, path: PathLike) -> Storage:
+        assert self.is_open
+        return self._storages[os.fspath(path)]
+
+
+class InlineCore(EngineCore):
+    """An engine without a thread: its loop is the caller's, a virtual one as a rule."""
+
+    def __init__(self, context: EngineContext, storages: Mapping[str, Storage]) -> None:
+        super().__init__(context.config, context.observer)
+        self._context = context
+        self._storages = storages
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def context(self) -> EngineContext:
+        assert self._context is not None
+        return self._context
+
+    def storage(self, path: PathLike) -> Storage:
+        return self._storages[os.fspath(path)]
+
+    def submit(
+        self,
+        step: Callable[[EngineContext], Awaitable[T]],
+        name: str,
+        running: Running[T] | None = None,
+    ) -> Running[T]:
+        running = running or Running()
+        task = asyncio.get_running_loop().create_task(
+            self._run(step, self.context, running), name=name
+        )
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return running
+
+    async def call(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
+        del name
+        return await step(self.context)
+
+
+def engine_on(core: EngineCore) -> Engine:
+    """Give the face of an engine."""
+    engine = Engine(core.config)
+    engine._core = core
+    return engine
+
+
+@contextlib.asynccontextmanager
+async def inline_engine(
+    storages: Mapping[str, Storage],
+    config: CheckpointConfig = SMALL,
+    observer: Observer | None = None,
+) -> AsyncIterator[Engine]:
+    """Give an engine on the running loop, and check at the end that it leaves nothing behind.
+
+    What is in flight when the block ends is waited for, failed or not.
+    """
+    before = asyncio.all_tasks()
+    context = EngineContext(
+        config=config,
+        executor=ThreadPoolExecutor(
+            config.max_writes + config.max_reads + config.max_copies + 2,
+            thread_name_prefix="ckptio",
+        ),
+        pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+        cache=MetadataCache(config.cache_entries, config.cache_nbytes),
+        observer=observer,
+    )
+    core = InlineCore(context, storages)
+    cache = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
+    while not context.cache._open:
+        await asyncio.sleep(0)
+    try:
+        yield engine_on(core)
+    finally:
+        if core.tasks:
+            await asyncio.wait(core.tasks)
+        context.cache.close()
+        await cache
+        statistics = context.pool.statistics()
+        assert statistics.leased_nbytes == 0
+        assert statistics.num_waiting == 0
+        context.pool.close()
+        context.executor.shutdown()
+        assert context.num_saves == 0
+        assert asyncio.all_tasks() == before
+
+
+SAVE_IDS = [f"{number:032x}" for number in range(0xA0, 0xB0)]
+
+
+def manifest_of(save_id: str, contents: Mapping[str, bytes], block_nbytes: int = 4 * KiB) -> bytes:
+    """Write a manifest for data files without tensors."""
+    return encode_manifest(
+        writer="test",
+        save_id=save_id,
+        created="2026-01-01T00:00:00.000+00:00",
+        block_nbytes=block_nbytes,
+        files=[
+            (name, len(data), block_checksums(memoryview(data), block_nbytes))
+            for name, data in contents.items()
+        ],
+        tensors=encode_tensors([]),
+        tree=b"null",
+    )
+
+
+def contents_of(save_id: str, *sizes: int) -> dict[str, bytes]:
+    """Make data files for a save; saves differ in every byte."""
+    fill = int(save_id, 16) % 251
+    return {
+        data_file_name(save_id, 0, index): bytes(
+            (fill + i * 7 + index) % 256 for i in range(nbytes)
+        )
+        for index, nbytes in enumerate(sizes)
+    }
+
+
+async def write_files(
+    storage: Storage, save_id: str, contents: Mapping[str, bytes], *, overwrite: bool = False
+) -> None:
+    """Save data files as an engine would, and commit."""
+    attempt = await storage.begin(save_id, overwrite=overwrite)
+    try:
+        await fill_attempt(attempt, contents)
+        await attempt.commit(manifest_of(save_id, contents))
+    except BaseException:
+        await attempt.abort()
+        raise
+
+
+async def fill_attempt(attempt: Attempt, contents: Mapping[str, bytes]) -> None:
+    """Write data files, back to front, in pieces of two pages."""
+    for name, data in contents.items():
+        sink = await attempt.create(name, len(data))
+        with page_aligned(data) as view:
+            for start in reversed(range(0, len(data), 8 * KiB)):
+                sink.pwrite(start, view[start : min(start + 8 * KiB, len(data))])
+        sink.close()
+
+
+async def read_files(storage: Storage) -> dict[str, bytes]:
+    """Read every data file of a checkpoint, as the manifest has them."""
+    _, encoded = await storage.read_manifest()
+    found = {}
+    for entry in decode_manifest(encoded).files:
+        source = await storage.open(entry.name, entry.nbytes)
+        try:
+            padded = -(-entry.nbytes // 4096) * 4096
+            with page_aligned(bytes(padded)) as room:
+                source.pread_into(0, room, entry.nbytes)
+                found[entry.name] = bytes(room[: entry.nbytes])
+        finally:
+            source.close()
+    return found
+
+
+@contextlib.contextmanager
+def page_aligned(data: bytes) -> Iterator[memoryview]:
+    """Lend memory that starts on a page and holds `data`."""
+    slab = Slab(max(4096, -(-len(data) // 4096) * 4096))
+    slab.view[: len(data)] = data
+    yield slab.view[: len(data)]
+    slab.close()
+
+
+def committed(directory: str | os.PathLike[str]) -> dict[str, bytes] | None:
+    """Read with plain means what is committed in a directory; nothing if nothing is.
+
+    Raises:
+        AssertionError: What is committed is not whole.
+    """
+    root = Path(directory)
+    try:
+        manifest = decode_manifest((root / "manifest.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    found = {}
+    for entry in manifest.files:
+        data = (root / entry.name).read_bytes()
+        assert len(data) == entry.nbytes
+        sums = block_checksums(memoryview(data), manifest.block_nbytes)
+        assert tuple(sums) == entry.checksums()
+        found[entry.name] = data
+    return found

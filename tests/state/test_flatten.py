@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.errors import UnsupportedLeafError
+from ckptio.state.flatten import MAX_INLINE_NBYTES, flatten, is_stateful
+from tests.strategies import TORCH_DTYPES, keys, states
+
+
+@given(state=states)
+def test_leaves_have_distinct_names_and_their_sizes(state: Any) -> None:
+    """Whatever the keys are; none is safetensors' own name, and all are UTF-8."""
+    flat = flatten(state)
+    names = [spec.name for spec in flat.specs]
+    assert len(set(names)) == len(names)
+    assert "__metadata__" not in names
+    for spec, source in zip(flat.specs, flat.sources, strict=True):
+        assert spec.name.encode()
+        assert spec.nbytes == source.nbytes
+        assert spec.shape == tuple(source.shape)
+    assert flat.nbytes == sum(source.nbytes for source in flat.sources)
+
+
+@given(names=st.lists(keys, max_size=4))
+def test_names_that_collide_are_told_apart(names: list[Any]) -> None:
+    """`{"a.b": x, "a": {"b": y}}` has two tensors, and so has `{1: x, "1": y}`."""
+    state = [(key, torch.zeros(1)) for key in names]
+    assert len({spec.name for spec in flatten(state).specs}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        (torch.zeros(1), ["state"]),
+        ({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, ["a.b", "a.b~2"]),
+        ({1: torch.zeros(1), "1": torch.zeros(1)}, ["1", "1~2"]),
+        ({"__metadata__": torch.zeros(1)}, ["__metadata__~2"]),
+        ({"a~2": torch.zeros(1), "a": torch.zeros(1)}, ["a~2", "a"]),
+        ({"": torch.zeros(1), "state": torch.zeros(1)}, ["state", "state~2"]),
+        ({"\ud800": torch.zeros(1), "é": torch.zeros(1)}, ["\\ud800", "é"]),
+        ([[torch.zeros(1)], (torch.zeros(1),)], ["0.0", "1.0"]),
+        ({(1, "x"): torch.zeros(1)}, ["(1, 'x')"]),
+    ],
+    ids=str,
+)
+def test_names_are_paths_with_dots(state: Any, names: list[str]) -> None:
+    """The first comer has the plain name."""
+    found = [spec.name for spec in flatten(state).specs]
+    assert found[: len(names)] == names
+
+
+def test_nothing_is_copied() -> None:
+    """The flat state refers to the caller's memory."""
+    tensor, array = torch.zeros(5), np.zeros(5)
+    flat = flatten([tensor, array])
+    assert flat.sources[0].data_ptr() == tensor.data_ptr()
+    assert flat.sources[1].data_ptr() == array.ctypes.data
+
+
+def test_a_read_only_array_is_read_without_a_warning() -> None:
+    """Its memory is only read, which torch cannot know."""
+    array = np.arange(5)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flat = flatten({"a": array, "b": bytes(2000)})
+    assert flat.sources[0].data_ptr() == array.ctypes.data
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_short_bytes_are_in_the_tree_and_long_ones_in_a_bucket(kind: type) -> None:
+    """A key or a digest needs no place in a file; a megabyte does."""
+    assert flatten([kind(MAX_INLINE_NBYTES)]).specs == ()
+    (spec,) = flatten([kind(MAX_INLINE_NBYTES + 1)]).specs
+    assert (spec.dtype, spec.nbytes) == ("uint8", MAX_INLINE_NBYTES + 1)
+
+
+def test_an_array_is_stored_as_the_tensor_it_could_be() -> None:
+    """Other readers see its type; kinds that torch does not have are bytes."""
+    state = {
+        "i": np.zeros(3, "<i4"),
+        "b": np.zeros(3, ">i4"),
+        "c": np.zeros((2, 2), np.complex64),
+        "s": np.zeros(3, "S5"),
+        "t": np.zeros(2, "<M8[s]"),
+    }
+    found = {spec.name: (spec.dtype, spec.shape) for spec in flatten(state).specs}
+    assert found == {
+        "i": ("int32", (3,)),
+        "b": ("uint8", (12,)),
+        "c": ("complex64", (2, 2)),
+        "s": ("uint8", (15,)),
+        "t": ("uint8", (16,)),
+    }
+
+
+class Loader:
+    """Stands for its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 7, "order": torch.arange(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_stateful_object_stands_for_its_state() -> None:
+    """Objects with both halves do; their classes, and tensors, do not."""
+    flat = flatten({"loader": Loader()})
+    assert flat.tree["loader"]["position"] == 7
+    assert [spec.name for spec in flat.specs] == ["loader.order"]
+    assert is_stateful(torch.nn.Linear(1, 1))
+    assert not is_stateful(Loader)
+    assert not is_stateful(torch.zeros(1))
+
+
+class OwnMemory(torch.Tensor):
+    """A subclass that may keep its data elsewhere."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+class Tagged(torch.Tensor):
+    """A subclass that is a tensor with a label."""
+
+
+def refused() -> dict[str, tuple[Any, str]]:
+    return {
+        "sparse": (torch.eye(3).to_sparse(), r"indices and values.*tensor.to_dense\(\)"),
+        "meta": (torch.zeros(3, device="meta"), r"to_empty\(\)"),
+        "subclass": (torch.zeros(3).as_subclass(OwnMemory), "plain tensors it is made of"),
+        "objects": (np.array([object()]), "convert it to numbers"),
+        "records": (np.zeros(2, [("a", "i4")]), "save its fields"),
+        "record": (np.zeros(2, [("a", "i4")])[0], "Python value"),
+        "masked": (np.ma.masked_array([1]), "MaskedArray"),
+        "function": (lambda: 0, "state_dict"),
+        "generator": ((i for i in "a"), "generator"),
+        "class": (Loader, "type"),
+        "module": (copy, "module"),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(refused()))
+def test_what_has_no_portable_form_is_refused_with_a_way_out(kind: str) -> None:
+    """The name is in the error; nothing is half done."""
+    value, way_out = refused()[kind]
+    with pytest.raises(UnsupportedLeafError, match=way_out) as caught:
+        flatten({"good": torch.zeros(3), "deep": [{"bad": value}]})
+    assert caught.value.fqn == "deep.0.bad"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_quantised_tensor_is_refused_with_a_way_out() -> None:
+    """Its integers, scales and zero points can be saved."""
+    quantised = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
+    with pytest.raises(UnsupportedLeafError, match="int_repr"):
+        flatten([quantised])
+
+
+def test_a_subclass_that_is_only_labelled_is_saved() -> None:
+    """Its memory is its own."""
+    flat = flatten([torch.ones(3).as_subclass(Tagged), torch.nn.Parameter(torch.ones(2))])
+    assert [spec.shape for spec in flat.specs] == [(3,), (2,)]
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
+def test_every_element_type_has_its_name(name: str) -> None:
+    """The plan knows torch's own names."""
+    (spec,) = flatten([torch.empty(2, dtype=TORCH_DTYPES[name])]).specs
+    assert spec.dtype == name

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from ckptio.errors import FormatError
+from ckptio.format.manifest import TensorEntry
+from ckptio.state.flatten import flatten
+from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
+from tests.strategies import CLASSES, assert_same, states
+
+
+@given(state=states)
+def test_a_state_is_put_together_as_it_was(state: Any) -> None:
+    """Bit for bit, from its tree and copies of its tensors."""
+    flat = flatten(state)
+    tensors = {
+        i: source.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for i, source in enumerate(flat.sources)
+    }
+    rebuilder = Rebuilder(tensors, CLASSES)
+    assert_same(rebuilder.rebuild("", flat.tree), state)
+    assert rebuilder.notes == []
+
+
+def rebuild(node: Any, *tensors: torch.Tensor) -> Any:
+    return Rebuilder(dict(enumerate(tensors))).rebuild("here", node)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "onnx", "compile", "_dynamo", "nn", "float31", "", "nn.functional", "os", "__name__",
+        "set_default_dtype", "Tensor", 5, None, ["float32"],
+    ],
+)  # fmt: skip
+def test_a_word_that_is_no_dtype_is_refused(name: Any) -> None:
+    """Only torch's own element types are looked up by name."""
+    with pytest.raises(FormatError):
+        rebuild({"~": "torch.dtype", "v": name})
+
+
+def test_looking_up_a_dtype_imports_nothing() -> None:
+    """Though torch imports some of its modules when they are asked for by name."""
+    program = """if True:
+        import sys, torch
+        from ckptio.errors import FormatError
+        from ckptio.state.rebuild import Rebuilder
+        before = set(sys.modules)
+        for name in ("_dynamo", "_inductor", "_export", "onnx", "_refs", "_logging"):
+            try:
+                Rebuilder({}).rebuild("", {"~": "torch.dtype", "v": name})
+            except FormatError:
+                continue
+        print(sorted(set(sys.modules) - before))
+    """
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert found.stdout == b"[]\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "O", "|O", "V8", "<f3", "f4,f4", "8f4", "(2,2)f4", "float32", "int", "object", "", "os",
+        "<M8[25x]", "<M8[D]x", "a5", ">U", "<f4 ", "{'names':['a']}", "T", "<S99999999999", None,
+        4, ["f4"], "c", "|b2", "<M4[D]",
+    ],
+)  # fmt: skip
+def test_a_numpy_dtype_has_one_plain_name(name: Any) -> None:
+    """No objects, records, subarrays or aliases."""
+    with pytest.raises(FormatError):
+        rebuild({"~": "npscalar", "d": name, "v": base64.b64encode(bytes(16)).decode()})
+    with pytest.raises(FormatError):
+        rebuild({"~": "np", "t": 0, "d": name, "s": [2]}, torch.zeros(16, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("<f4", [3]), ("<f4", [2**40]), ("<U0", [2**40]), ("|S0", [2**55]), ("<f4", [2**60, 0])],
+)
+def test_an_array_has_the_bytes_it_needs(dtype: str, shape: list[int]) -> None:
+    """No shape makes memory that was not there."""
+    for raw in (torch.zeros(16, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
+        try:
+            found = rebuild({"~": "np", "t": 0, "d": dtype, "s": shape}, raw)
+        except FormatError:
+            continue
+        assert found.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.str_(""), np.str_("a\0"), np.str_("é\ud800"), np.bytes_(b""), np.bytes_(b"a\0"),
+        np.float64("nan"), np.float32(-0.0), np.longdouble(1) / 3, np.clongdouble(1j),
+        np.datetime64("NaT"), np.datetime64("2024-01-01"), np.array([5], "M8[25s]")[0],
+        np.timedelta64("NaT"), np.timedelta64(3), np.True_, np.int8(-1), np.uint64(2**64 - 1),
+        np.float16(65504), np.complex64(1 - 0j),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_numpy_scalar_comes_back(value: np.generic) -> None:
+    """With its type, unit and every bit; empty strings and trailing zeros, too."""
+    found = Rebuilder({}).rebuild("", flatten([value]).tree)[0]
+    assert_same(found, value)
+    assert found.dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"~": "npscalar", "d": "<f8", "v": "AAAA"}, {"~": "npscalar", "d": "<f8", "v": "%"},
+        {"~": "npscalar", "d": "<f8", "v": 5}, {"~": "npscalar", "d": "<U1", "v": "//////8="},
+        {"~": "torch.Size", "v": 5}, {"~": "torch.Size", "v": ["a"]}, {"~": "torch.Size", "v": {}},
+        {"~": "torch.device", "v": "tpu:0:0"}, {"~": "torch.device", "v": None},
+        {"~": "torch.device", "v": "cuda:-5"}, {"~": "torch.device", "v": ""},
+        {"~": 7}, {"~": "bytes", "t": 7}, {"~": "np", "t": 7, "d": "<f4", "s": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_word_is_refused(node: Any) -> None:
+    """Whatever torch or numpy would say of it, it is a `FormatError`."""
+    with pytest.raises(FormatError):
+        rebuild(node)
+
+
+def view_node(**changes: Any) -> dict[str, Any]:
+    return {"~": "view", "t": 0, "d": "int16", "o": 0, "s": [2, 2], "r": [2, 1], **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"o": 2}, {"o": 1}, {"s": [3, 2]}, {"s": [2, 3]}, {"r": [3, 1]}, {"r": [2, 2]}, {"r": [2]},
+        {"s": [], "r": [1]}, {"s": [1 << 55, 1 << 55], "r": [0, 0]}, {"r": [2**55, 1]},
+        {"o": 10, "s": [0, 2]}, {"d": "complex128", "s": [1], "r": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_view_stays_inside_its_base(changes: Any) -> None:
+    """Whatever its offset, shape and strides say."""
+    base = torch.zeros(4, dtype=torch.int16)
+    with pytest.raises(FormatError):
+        view_of(base, view_node(**changes))
+
+
+def test_a_view_may_have_any_strides_inside_its_base() -> None:
+    """Transposed, expanded, empty or scalar."""
+    base = torch.arange(4, dtype=torch.int16)
+    assert view_of(base, view_node(r=[1, 2])).tolist() == [[0, 2], [1, 3]]
+    assert view_of(base, view_node(r=[0, 1])).tolist() == [[0, 1], [0, 1]]
+    assert view_of(base, view_node(o=8, s=[0, 2])).shape == (0, 2)
+    assert view_of(base, view_node(o=6, s=[], r=[])).item() == 3
+    assert check_view(view_node(), 8) == 8
+
+
+def test_a_tensor_that_torch_cannot_make_is_a_format_error() -> None:
+    """More elements than it counts, or a type that this version does not have."""
+    with pytest.raises(FormatError, match="cannot make 'w'"):
+        allocate(TensorEntry("w", "float64", (1 << 55, 1 << 55), ()))
+    with pytest.raises(FormatError, match="upgrade torch"):
+        torch_dtype("float31")
+
+
+def test_only_floating_point_tensors_take_another_dtype() -> None:
+    """Counters stay what they are."""
+    assert allocate(TensorEntry("w", "float32", (2,), ()), dtype=torch.bfloat16).dtype == (
+        torch.bfloat16
+    )
+    assert allocate(TensorEntry("n", "int64", (2,), ()), dtype=torch.bfloat16).dtype == torch.int64

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from ckptio.errors import TargetError
+from ckptio.format.manifest import TensorEntry
+from ckptio.state.flatten import flatten
+from ckptio.state.rebuild import Rebuilder
+from ckptio.state.target import Match, Matcher
+from ckptio.state.tree import make_predicate
+from tests.strategies import CLASSES, Color, Key, Point, assert_same, plain_states
+
+
+def match_of(saved: Any, target: Any, select: Any = None, **options: Any) -> Match:
+    return matched(saved, target, select, **options)[0]
+
+
+def matched(saved: Any, target: Any, select: Any = None, **options: Any) -> tuple[Match, Any]:
+    """Match a target with a state that was saved, and put the result together."""
+    flat = flatten(saved)
+    entries = tuple(TensorEntry(s.name, s.dtype, s.shape, ()) for s in flat.specs)
+    keep = None if select is None else make_predicate(select)
+    matcher = Matcher(entries, keep=keep, **options)
+    assemble = matcher.merge("", target, msgspec.json.decode(msgspec.json.encode(flat.tree)))
+    tensors = {i: flat.sources[i].clone() for i in matcher.match.fresh}
+    return matcher.match, assemble(Rebuilder(tensors, CLASSES))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_tensors_are_filled_and_other_values_replaced() -> None:
+    """The containers of the target are kept, and updated in place."""
+    more: list[Any] = [zeros(1), 0]
+    target: dict[str, Any] = {"w": zeros(2), "more": more, "step": -1, "name": None}
+    saved = {"w": zeros(2), "more": [zeros(1), 5], "step": 7, "name": "x"}
+    match, result = matched(saved, target)
+    assert match.agrees
+    assert match.fills[0].tensor is target["w"]
+    assert match.fills[1].tensor is more[0]
+    assert result is target
+    assert result["more"] is more
+    assert (result["step"], result["name"], more[1]) == (7, "x", 5)
+
+
+@given(state=plain_states)
+def test_a_state_without_tensors_fits_itself(state: Any) -> None:
+    """Whatever its keys are; and a placeholder of anything takes it."""
+    for target in (state, None, object()):
+        match, result = matched(state, target)
+        assert match.agrees
+        assert_same(result, state)
+
+
+def test_what_disagrees_is_listed_by_name() -> None:
+    """Every disagreement at once, not the first."""
+    saved = {"a": zeros(2), "b": zeros(2), "c": zeros(3), "d": 1, "only": {"x": 1, "y": zeros(1)}}
+    target = {
+        "a": zeros(3), "b": zeros(2, dtype=torch.float16), "c": zeros(3), "d": zeros(1),
+        "new": [zeros(1), {"z": 1}],
+    }  # fmt: skip
+    match = match_of(saved, target)
+    assert match.missing == ["new.0", "new.1.z"]
+    assert match.unexpected == ["only.x", "only.y"]
+    assert match.mismatched == [
+        "a: shape (3,) in the target, (2,) in the checkpoint",
+        "b: torch.float16 in the target, torch.float32 in the checkpoint",
+        "d: a tensor in the target, not in the checkpoint",
+    ]
+    assert [fill.tensor for fill in match.fills] == [target["c"]]
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ({"x": 1}, {"x": zeros(1)}),
+        ({"x": np.zeros(2, np.float32)}, {"x": zeros(2)}),
+        ({"x": bytes(2000)}, {"x": zeros(2000, dtype=torch.uint8)}),
+        ({"x": zeros(2)}, {"x": np.zeros(2, np.float32)}),
+        ({"x": np.zeros(2)}, {"x": np.zeros(3)}),
+        ({"x": np.zeros(2, ">f8")}, {"x": np.zeros(2, "<f8")}),
+        ({"x": [1]}, {"x": (1,)}),
+        ({"x": (1,)}, {"x": [1]}),
+        ({"x": {"a": 1}}, {"x": [1]}),
+        ({"x": [1]}, {"x": {"a": 1}}),
+        ({"x": zeros(1)}, {"x": {"a": 1}}),
+        ({"x": zeros(1)}, {"x": [1]}),
+    ],
+    ids=str,
+)
+def test_another_kind_of_value_is_a_mismatch(saved: Any, target: Any) -> None:
+    """A tensor is no array, a list no tuple, a dict neither."""
+    match, result = matched(saved, target)
+    assert [line.split(":")[0] for line in match.mismatched] == ["x"]
+    assert result is target
+
+
+def test_keys_of_any_kind_match_themselves() -> None:
+    """Enums and records as keys match without their classes being passed."""
+    keys = [Color.RED, Key(1, 2), Point(1, 2), (1, 2.5), None, b"k", 1, "1", frozenset([Color.RED])]
+    match = match_of({key: zeros(1) for key in keys}, {key: zeros(1) for key in keys})
+    assert match.agrees
+    assert len(match.fills) == len(keys)
+
+
+def test_a_key_that_no_checkpoint_can_have_is_missing() -> None:
+    """It is no reason to fail."""
+    assert len(match_of({"a": 1}, {"a": 1, int: 2}).missing) == 1
+
+
+def test_tuples_and_named_tuples_come_back_with_their_tensors() -> None:
+    """They cannot be updated in place, but what they hold is filled in place."""
+    target = {"t": (zeros(1), 0), "p": Point(zeros(2), 0)}
+    match, result = matched({"t": (zeros(1), 5), "p": Point(zeros(2), 6)}, target)
+    assert match.agrees
+    assert len(match.fills) == 2
+    assert result["t"][0] is match.fills[0].tensor
+    assert result["t"][1] == 5
+    assert type(result["p"]) is Point
+    assert result["p"].y == 6
+
+
+def test_a_longer_and_a_shorter_list_are_listed() -> None:
+    """Places that only one of them has; the others are filled."""
+    assert match_of([1, 2, 3], [0]).unexpected == ["1", "2"]
+    match, result = matched([1], [0, zeros(1), {"a": 1}])
+    assert match.missing == ["1", "2.a"]
+    assert result[0] == 1
+    assert len(result) == 3
+
+
+def test_an_array_is_filled_in_place() -> None:
+    """The target's memory takes the values, whatever its strides."""
+    target = np.zeros((3, 4))[:, ::2]
+    expected = np.arange(6.0).reshape(3, 2)
+    match, result = matched([expected], [target])
+    assert match.agrees
+    assert result[0] is target
+    assert (target == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        (torch.zeros(4, device="meta"), "meta device"),
+        (torch.zeros(1).expand(4), "its elements share memory"),
+        (torch.zeros(4).to_sparse(), "not dense memory"),
+        (torch.inference_mode()(torch.zeros)(4), "inference tensor"),
+    ],
+)
+def test_memory_that_cannot_take_every_element_is_refused(
+    target: torch.Tensor, problem: str
+) -> None:
+    """Before anything is filled."""
+    with pytest.raises(TargetError, match=f"cannot fill 'x'.*{problem}"):
+        match_of({"x": zeros(4)}, {"x": target})
+
+
+def test_a_read_only_array_is_refused() -> None:
+    """It would have to be replaced, which is not in place."""
+    target = np.zeros(3)
+    target.flags.writeable = False
+    with pytest.raises(TargetError, match="read-only"):
+        match_of([np.zeros(3)], [target])
+
+
+def test_another_dtype_is_taken_only_where_it_is_asked_for() -> None:
+    """Floating point only, and only the one that was named."""
+    saved = {"w": zeros(2), "n": zeros(2, dtype=torch.int64)}
+    target = {"w": zeros(2, dtype=torch.bfloat16), "n": zeros(2, dtype=torch.int64)}
+    assert not match_of(saved, target).agrees
+    assert match_of(saved, target, dtype=torch.bfloat16).agrees
+    assert not match_of(saved, target, dtype=torch.float16).agrees
+    target["n"] = zeros(2, dtype=torch.bfloat16)
+    assert not match_of(saved, target, dtype=torch.bfloat16).agrees
+
+
+def test_what_is_not_selected_stays_and_is_not_listed() -> None:
+    """Neither values, nor what is missing, unexpected or mismatched outside of it."""
+    saved = {"a": {"w": zeros(1), "s": 1}, "b": {"w": zeros(2)}, "c": 3}
+    target = {"a": {"w": zeros(1), "s": 0}, "b": {"w": zeros(5)}, "d": 4, "c": 0}
+    match, result = matched(saved, target, "a")
+    assert match.agrees
+    assert len(match.fills) == 1
+    assert (result["a"]["s"], result["c"], result["d"]) == (1, 0, 4)
+    assert match_of(saved, target, ["a", "d"]).missing == ["d"]
+
+
+def test_a_placeholder_takes_what_is_selected_of_a_container() -> None:
+    """And no tensor beside it is made."""
+    saved = {"a": {"x": zeros(1), "y": zeros(2)}}
+    match, result = matched(saved, {"a": None}, "a.y")
+    assert match.fresh == {1}
+    assert list(result["a"]) == ["y"]
+
+
+class Holder:
+    """A stateful object that remembers what it was given."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.given: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict
+
+
+def test_a_stateful_object_is_given_its_state() -> None:
+    """Its tensors filled in place, new ones made, and its own dict left alone."""
+    holder = Holder({"w": zeros(2), "n": 0, "sub": {"a": 1}})
+    saved = {"w": zeros(2), "n": 5, "sub": {"a": 2, "b": [zeros(1)]}, "moment": zeros(3)}
+    match, result = matched(Holder(saved), holder)
+    assert match.agrees
+    assert result is holder
+    assert holder.given["w"] is holder.state["w"]
+    assert (holder.given["n"], holder.given["sub"]["a"]) == (5, 2)
+    assert holder.given["moment"].shape == (3,)
+    assert holder.state == {"w": holder.state["w"], "n": 0, "sub": {"a": 1}}
+
+
+def test_kinds_of_dict_are_given_as_they_were_saved() -> None:
+    """An ordered dict is one, a counter is one."""
+    holder = Holder({"o": {}, "c": {}, "k": {}})
+    saved = {"o": OrderedDict(b=1), "c": Counter("aab"), "k": {Color.RED: 1}}
+    matched(Holder(saved), holder)
+    assert_same(holder.given, saved)
+
+
+def test_what_a_stateful_object_lacks_is_as_it_was() -> None:
+    """Missing names are listed; under `strict="ignore"` it gets its own values back."""
+    holder = Holder({"w": zeros(2), "extra": 4})
+    match, _ = matched(Holder({"w": zeros(2)}), holder)
+    assert match.missing == ["extra"]
+    assert holder.given["extra"] == 4
+
+
+def test_a_stateful_object_of_which_nothing_is_selected_is_left_alone() -> None:
+    """It is given nothing at all."""
+    holder, other = Holder({}), Holder({"n": 0})
+    saved = {"a": Holder({"n": 1}), "b": Holder({"n": 2})}
+    matched(saved, {"a": holder, "b": other}, "b")
+    assert holder.given is None
+    assert other.given == {"n": 2}
+
+
+def test_a_module_takes_no_names_that_it_does_not_have() -> None:
+    """Its `load_state_dict` would fail after the bytes have landed."""
+    saved = {"m": {"weight": zeros(2, 2), "bias": zeros(2), "extra": zeros(1)}}
+    module = torch.nn.Linear(2, 2)
+    match, _ = matched(saved, {"m": module})
+    assert match.unexpected == ["m.extra"]
+    del saved["m"]["extra"], saved["m"]["bias"]
+    assert match_of(saved, {"m": module}).missing == ["m.bias"]
+
+
+class WithExtra(torch.nn.Linear):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": getattr(self, "scale", 0)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+        self.found = state
+
+
+def test_the_extra_state_of_a_module_is_its_own_affair() -> None:
+    """Whatever names are in it."""
+    saved, module = WithExtra(2, 2), WithExtra(2, 2)
+    saved.scale = 7
+    state = saved.state_dict()
+    state["_extra_state"]["more"] = zeros(2)
+    match, _ = matched(state, module)
+    assert match.agrees
+    assert module.scale == 7
+    assert sorted(module.found) == ["more", "scale"]

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.state.flatten import FlatState, flatten
+from ckptio.state.rebuild import Rebuilder
+from tests.strategies import assert_same, random_tensor
+
+
+def stored_nbytes(state: Any) -> int:
+    return flatten(state).nbytes
+
+
+def rebuilt(flat: FlatState) -> Any:
+    """Put a flat state together from copies of what is stored."""
+    tensors = {
+        i: source.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for i, source in enumerate(flat.sources)
+    }
+    return Rebuilder(tensors).rebuild("", flat.tree)
+
+
+def is_tied(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_the_same_tensor_twice_is_stored_once_and_tied() -> None:
+    """A write through one name is seen through the other."""
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    flat = flatten({"embed": weight, "head": weight, "alias": weight.view(8, 4)})
+    assert len(flat.specs) == 1
+    state = rebuilt(flat)
+    state["head"][3] = 7
+    assert (state["embed"][3] == 7).all()
+    assert is_tied(state["alias"], state["embed"])
+    assert flat.untied == ()
+
+
+def test_a_transposed_view_is_a_view_of_its_base() -> None:
+    """Tied weights of a linear layer and an embedding, whichever comes first."""
+    base = torch.randn(6, 4)
+    for state in ([base, base.t()], [base.t(), base]):
+        assert stored_nbytes(state) == base.nbytes
+        found = rebuilt(flatten(state))
+        assert_same(found, state)
+        assert is_tied(*found)
+        assert found[0].stride() == state[0].stride()
+
+
+def test_views_inside_a_tensor_are_stored_with_it() -> None:
+    """Slices, rows and columns of a tensor that is there cost nothing."""
+    base = torch.randn(10, 10)
+    state = {"row": base[3], "whole": base, "column": base[:, 2], "part": base[2:4, 1:9:2]}
+    assert stored_nbytes(state) == base.nbytes
+    found = rebuilt(flatten(state))
+    assert_same(found, state)
+    found["whole"].zero_()
+    assert all((t == 0).all() for t in found.values())
+
+
+def test_overlapping_views_without_their_base_share_what_they_cover() -> None:
+    """`x[0:6]` and `x[4:10]`: their common memory is stored once."""
+    base = torch.arange(100.0)
+    state = [base[0:6], base[4:10]]
+    assert stored_nbytes(state) == 10 * 4
+    found = rebuilt(flatten(state))
+    assert_same(found, state)
+    found[0][5] = -1
+    assert found[1][1] == -1
+
+
+def test_a_small_view_of_a_large_storage_is_all_that_is_stored() -> None:
+    """64 bytes of a 64 MiB storage are 64 bytes."""
+    big = torch.zeros(16 << 20)
+    assert stored_nbytes([big[1000:1016]]) == 64
+    assert stored_nbytes([big[::1_048_576]]) == 64
+    assert stored_nbytes([big[0:8], big[-8:]]) == 64
+
+
+def test_sparse_views_that_overlap_are_stored_apart_and_named() -> None:
+    """Storing their common span would write more than storing both."""
+    big = torch.zeros(1 << 20)
+    state = {"a": big[:: 1 << 16], "b": big[:: 1 << 17]}
+    flat = flatten(state)
+    assert flat.nbytes == 16 * 4 + 8 * 4
+    assert flat.untied == ("a", "b")
+    assert_same(rebuilt(flat), state)
+
+
+def test_a_storage_that_mixes_element_types_is_stored_once() -> None:
+    """Views of other types see the same bytes, afterwards, too."""
+    base = random_tensor((64,), torch.uint8)
+    state = [
+        base,
+        base.view(torch.float32),
+        base[8:24].view(torch.int64),
+        base.view(torch.bfloat16),
+    ]
+    assert stored_nbytes(state) == 64
+    found = rebuilt(flatten(state))
+    assert_same(found, state)
+    assert all(is_tied(found[0], t) for t in found)
+
+
+def test_mixed_views_without_a_base_are_stored_once() -> None:
+    """The base may be nobody's: its bytes are stored under a name of their own."""
+    base = random_tensor((64,), torch.uint8)
+    state = {"f": base[:40].view(torch.float32), "i": base[24:].view(torch.int64)}
+    flat = flatten(state)
+    assert flat.nbytes == 64
+    assert [spec.name for spec in flat.specs] == ["f~storage"]
+    assert_same(rebuilt(flat), state)
+
+
+def test_an_expanded_tensor_stores_its_memory() -> None:
+    """A million equal rows are one row, and come back expanded."""
+    row = torch.randn(5)
+    state = [row.expand(1_000_000, 5)]
+    assert stored_nbytes(state) == 20
+    (found,) = rebuilt(flatten(state))
+    assert found.shape == (1_000_000, 5)
+    assert found.stride() == (0, 1)
+    assert torch.equal(found[999_999], row)
+
+
+def test_a_conjugate_beside_its_base_is_a_view_of_it() -> None:
+    """Conjugation and negation are bits of the view."""
+    base = torch.randn(4, dtype=torch.complex64)
+    state = [base, base.conj(), base.conj().imag, base.real]
+    assert stored_nbytes(state) == base.nbytes
+    found = rebuilt(flatten(state))
+    assert_same(found, state)
+    assert found[1].is_conj()
+    assert found[2].is_neg()
+
+
+def test_neighbours_are_not_tied() -> None:
+    """Tensors beside each other in one storage have nothing in common."""
+    flat = flatten(dict(zip("abc", torch.randn(30).split(10), strict=True)))
+    assert len(flat.specs) == 3
+    assert flat.untied == ()
+
+
+def test_tensors_without_bytes_are_not_tied() -> None:
+    """Empty tensors share an address, and nothing else."""
+    base = torch.empty(4, 0)
+    flat = flatten([base, base, torch.empty(0, dtype=torch.int8)])
+    assert_same(rebuilt(flat), [base, base, torch.empty(0, dtype=torch.int8)])
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Draw views of one storage: any offset, shape, strides and element type."""
+    base = random_tensor((96,), torch.uint8, draw(st.integers(0, 99)))
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]))
+        flat = base.view(dtype)
+        shape = draw(st.lists(st.integers(0, 4), max_size=2))
+        strides = [draw(st.integers(0, 4)) for _ in shape]
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+        if reach >= flat.numel():
+            continue
+        offset = draw(st.integers(0, flat.numel() - reach - 1))
+        view = flat.as_strided(shape, strides, offset)
+        if dtype.is_complex and draw(st.booleans()):
+            view = view.conj()
+        found.append(view)
+    return found
+
+
+@given(state=views())
+def test_any_views_of_one_storage_come_back(state: list[torch.Tensor]) -> None:
+    """Bit for bit, storing no more than all of them, or than the storage."""
+    flat = flatten(state)
+    assert_same(rebuilt(flat), state)
+    assert flat.nbytes <= max(96, sum(t.nbytes for t in state))
+    assert flat.nbytes <= sum(t.nbytes for t in state)
+
+
+@pytest.mark.parametrize("num", [2, 50])
+def test_many_overlapping_views_are_one_cluster(num: int) -> None:
+    """A sliding window over a buffer stores the buffer."""
+    buffer = torch.randn(num + 9)
+    state = [buffer[i : i + 10] for i in range(num)]
+    assert stored_nbytes(state) == buffer.nbytes
+    assert_same(rebuilt(flatten(state)), state)

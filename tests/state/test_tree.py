@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.errors import ConfigError, FormatError
+from ckptio.format.encode import MAX_DEPTH
+from ckptio.format.manifest import Manifest, TensorEntry
+from ckptio.state.flatten import flatten
+from ckptio.state.rebuild import Rebuilder
+from ckptio.state.tree import make_predicate, prune, read_tree, tensor_index, walk
+from tests.strategies import Point, Settings, states
+
+
+def manifest_with(tree: bytes, num_tensors: int = 1) -> Manifest:
+    tensors = tuple(TensorEntry(f"t{i}", "uint8", (4,), ()) for i in range(num_tensors))
+    return Manifest(1, "1", "0" * 32, "", 4096, (), tensors, msgspec.Raw(tree))
+
+
+@given(state=states)
+def test_every_tree_of_a_state_is_read(state: Any) -> None:
+    """What `flatten` makes is what `read_tree` takes."""
+    flat = flatten(state)
+    tree = msgspec.json.encode(flat.tree)
+    found = read_tree(manifest_with(tree, len(flat.specs)))
+    assert msgspec.json.encode(found) == tree
+
+
+@given(state=states)
+def test_walking_a_tree_finds_every_tensor(state: Any) -> None:
+    """In order, under the names they were saved by."""
+    flat = flatten(state)
+    found = list(walk("", read_tree(manifest_with(msgspec.json.encode(flat.tree), 99))))
+    assert {tensor_index(node) for _, node in found} == set(range(len(flat.specs)))
+    names = {spec.name for spec in flat.specs}
+    plain = {name for name, _ in found if name.isascii() and name}
+    assert len(plain - names) == len(plain) - len(plain & names)
+
+
+BAD = [
+    {"~": 1}, {"~": -1}, {"~": 0, "x": 1}, {"~": None}, {"~": "os.system", "v": 1}, {"~": True},
+    {"~": "dict"}, {"~": "dict", "v": 4}, {"~": "dict", "v": [1]}, {"~": "dict", "v": [[1]]},
+    {"~": "odict", "v": [[1, 2, 3]]}, {"~": "namedtuple", "c": "a:b", "v": {"a": 1}},
+    {"~": "dataclass", "c": "a:b", "v": [[1, 2]]}, {"~": "tuple", "v": {}}, {"~": "set", "v": 1},
+    {"~": "int"}, {"~": "enum", "c": "a:b"}, {"~": "np", "t": 1, "d": "<f4", "s": [1]},
+    {"~": "np", "t": 0, "d": "<f4"}, {"~": "np", "t": 0, "d": "<f4", "s": [-1]},
+    {"~": "np", "t": 0, "d": 4, "s": [1]}, {"~": "np", "t": 0, "d": "<f4", "s": [2**60]},
+    {"~": "np", "t": True, "d": "<f4", "s": [1]}, {"~": "bytes", "t": 5}, {"~": "x", "t": 0},
+    {"~": "view", "t": 0, "d": [], "o": 0, "s": [], "r": []},
+    {"~": "view", "t": 0, "d": "os", "o": 0, "s": [], "r": []},
+    {"~": "view", "t": 0, "d": "uint8", "o": -1, "s": [], "r": []},
+    {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1.5], "r": [1]},
+    {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1]},
+    {"~": "view", "t": 9, "d": "uint8", "o": 0, "s": [1], "r": [1]},
+    {"~": "view", "t": [], "d": "uint8", "o": 0, "s": [1], "r": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", BAD, ids=str)
+@pytest.mark.parametrize(
+    "around",
+    ["%s", "[1, %s]", '{"a": %s}', '{"~": "tuple", "v": [%s]}', '{"~": "dict", "v": [[1, %s]]}'],
+)
+def test_a_node_that_lacks_something_is_refused(node: Any, around: str) -> None:
+    """Wherever it is: unknown tags, missing members, tensors that are not there."""
+    with pytest.raises(FormatError):
+        read_tree(manifest_with((around % json.dumps(node)).encode()))
+
+
+@pytest.mark.parametrize("tree", [b"", b"{", b"nul", b'"\\ud800', b"[1] 2", b"1e999"])
+def test_a_tree_that_is_no_json_is_refused(tree: bytes) -> None:
+    """The manifest's parser looks at its outside only."""
+    with pytest.raises(FormatError, match="not JSON"):
+        read_tree(manifest_with(tree))
+
+
+@pytest.mark.parametrize("depth", [4 * MAX_DEPTH + 1, 5_000, 200_000])
+def test_a_tree_that_is_too_deep_is_refused(depth: int) -> None:
+    """By a count, or by the parser; never by the stack."""
+    with pytest.raises(FormatError):
+        read_tree(manifest_with(b"[" * depth + b"]" * depth))
+
+
+@pytest.mark.parametrize(
+    ("select", "names"),
+    [
+        ("model", ["model.a.weight", "model.b", "model"]),
+        ("model.", ["model.a.weight", "model.b", "model"]),
+        ("model.a", ["model.a.weight"]),
+        ("*.weight", ["model.a.weight", "models.weight"]),
+        ("model?.*", ["models.weight"]),
+        ("model.[ab]", ["model.b"]),
+        (["opt", "model.b"], ["model.b", "opt"]),
+        (("opt", "*b"), ["model.b", "opt"]),
+        (str.isalpha, ["model", "opt"]),
+        ("nothing", []),
+    ],
+)
+def test_names_are_selected_by_prefix_glob_list_or_predicate(select: Any, names: list[str]) -> None:
+    """A prefix ends at a dot; a star does not."""
+    keep = make_predicate(select)
+    every = ["model.a.weight", "model.b", "models.weight", "model", "opt"]
+    assert [name for name in every if keep(name)] == names
+
+
+@pytest.mark.parametrize("select", ["", [], [""], [1], 5, ["a", None]])
+def test_a_selection_that_selects_nothing_is_refused(select: Any) -> None:
+    """An empty list is a mistake, not a load of nothing."""
+    with pytest.raises(ConfigError, match="select takes"):
+        make_predicate(select)
+
+
+@pytest.mark.parametrize(
+    ("state", "select", "expected"),
+    [
+        ({"a": 1, "b": {"c": 2, "d": 3}}, "b.c", {"b": {"c": 2}}),
+        ({"a": [1, 2, 3]}, "a.1", {"a": [None, 2, None]}),
+        ({"a": (1, (2, 3))}, "a.1.0", {"a": (None, (2, None))}),
+        ({"a": [], "b": {}, "c": ()}, ["a", "c"], {"a": [], "c": ()}),
+        ({"a": [], "b": {"x": {}}}, "b", {"b": {"x": {}}}),
+        ({1: "x", (2, 3): "y"}, "(2, 3)", {(2, 3): "y"}),
+        ({"p": Point(1, 2), "q": Point(3, 4)}, "p.y", {"p": Point(None, 2)}),
+        ({"s": Settings(1, 2)}, "s.rate", {"s": Settings(1, None)}),
+        ({"s": {1, 2}, "t": {3}}, "s", {"s": {1, 2}}),
+        ({"a": 1}, "b", {}),
+        ([1, 2], "7", {}),
+        (5, "x", {}),
+    ],
+    ids=str,
+)
+def test_pruning_keeps_what_is_selected_and_its_place(
+    state: Any, select: Any, expected: Any
+) -> None:
+    """Dicts lose other keys; lists, tuples and fields hold their places with `None`."""
+    tree = prune(flatten(state).tree, make_predicate(select))
+    assert Rebuilder({}, [Point, Settings]).rebuild("", tree) == expected
+
+
+@given(state=states)
+def test_pruning_nothing_changes_nothing(state: Any) -> None:
+    """A predicate that accepts all names gives the tree itself."""
+    tree = flatten(state).tree
+    assert prune(tree, lambda _: True) == tree
+
+
+@given(state=states, data=st.data())
+def test_pruning_keeps_just_the_tensors_that_are_selected(state: Any, data: st.DataObject) -> None:
+    """By name, wherever they are."""
+    tree = flatten(state).tree
+    names = [name for name, _ in walk("", tree)]
+    chosen = set(data.draw(st.lists(st.sampled_from(names)))) if names else set()
+    pruned = prune(tree, chosen.__contains__)
+    assert [n for n, _ in walk("", pruned)] == [n for n in names if n in chosen]
+
+
+def test_a_tensor_index_is_found_in_every_reference() -> None:
+    """Plain references, views, arrays and long bytes have one; scalars have none."""
+    base = torch.zeros(4, 2)
+    flat = flatten([base, base.t(), bytes(2000), 1, {"a": 1}, b"short"])
+    found = [tensor_index(node) for node in flat.tree]
+    assert found == [0, 0, 1, None, None, None]

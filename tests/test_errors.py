@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import builtins
+import errno
+import re
+
+import pytest
+
+from ckptio import errors
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptionError,
+    MismatchError,
+    StorageError,
+    UnsupportedLeafError,
+)
+
+CLASSES = [
+    item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_is_one_of_ours_and_in_the_tree(cls: type[Exception]) -> None:
+    """One `except CheckpointError` catches all, and the drawing at the head names it."""
+    assert issubclass(cls, CheckpointError)
+    line = re.search(rf"^.*\b{cls.__name__}\b.*$", str(errors.__doc__), re.MULTILINE)
+    assert line is not None
+    builtin = re.search(r"\((\w+)\)", line[0])
+    if builtin is not None:
+        assert issubclass(cls, getattr(builtins, builtin[1]))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "builtin"),
+    [
+        (CheckpointNotFoundError("/a"), errno.ENOENT, FileNotFoundError),
+        (CheckpointExistsError("/a"), errno.EEXIST, FileExistsError),
+        (CheckpointChangedError("/a"), errno.ESTALE, OSError),
+        (CommitConflictError("/a"), errno.EEXIST, OSError),
+        (StorageError("no", path="/a"), errno.EIO, OSError),
+        (StorageError("full", path="/a", code=errno.ENOSPC), errno.ENOSPC, OSError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_storage_errors_are_os_errors(
+    error: StorageError, code: int, builtin: type[OSError]
+) -> None:
+    """`errno`, `filename` and the builtin class say what an `OSError` says."""
+    assert isinstance(error, builtin)
+    assert (error.errno, error.filename) == (code, "/a")
+    assert error.message in str(error)
+    assert "/a" in str(error)
+
+
+def test_a_corruption_says_where_it_is() -> None:
+    """File, range and names are in the text and in attributes."""
+    error = CorruptionError(
+        "checksum 1 instead of 2", file="f", start=4, stop=8, fqns=[f"t{i}" for i in range(7)]
+    )
+    assert str(error) == (
+        "checksum 1 instead of 2 in bytes [4, 8) of 'f', which holds"
+        " 't0', 't1', 't2', 't3', 't4' and 2 more"
+    )
+    assert (error.file, error.start, error.stop, len(error.fqns)) == ("f", 4, 8, 7)
+
+
+def test_a_mismatch_lists_what_disagrees() -> None:
+    """Kinds of disagreement that do not occur are not in the text."""
+    error = MismatchError("/c", ["a"], [], ["b: shape"])
+    assert "1 missing from the checkpoint ('a')" in str(error)
+    assert "1 mismatched ('b: shape')" in str(error)
+    assert "not in the target" not in str(error)
+    assert (error.missing, error.unexpected, error.mismatched) == (("a",), (), ("b: shape",))
+
+
+def test_an_unsupported_leaf_says_what_to_do() -> None:
+    """The name, the problem and the way out; the name in an attribute, too."""
+    error = UnsupportedLeafError("model.fn", "a function", "save its name")
+    assert str(error) == "cannot save 'model.fn': a function; save its name"
+    assert error.fqn == "model.fn"

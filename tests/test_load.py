@@ -1,0 +1,577 @@
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import sync
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    MismatchError,
+    TargetError,
+)
+from ckptio.events import ReadProgressed
+from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio.events import Event
+
+BLOCK = SMALL.block_nbytes
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(events: list[Event]) -> Iterator[sync.Engine]:
+    with sync.Engine(SMALL, observer=events.append) as engine:
+        yield engine
+
+
+def sample() -> dict[str, Any]:
+    """Give a state of several files, each of them with several segments."""
+    return {
+        "model": {"w": random_tensor((300, 200), seed=1), "b": random_tensor((77,), seed=2)},
+        "half": random_tensor((401, 33), torch.bfloat16, seed=3),
+        "steps": torch.arange(9),
+        "list": [random_tensor((70_000,), torch.uint8, 4), (random_tensor((5,), seed=5), 7)],
+        "n": 5,
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(engine: sync.Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Give the path of a checkpoint that tests do not change."""
+    path = tmp_path_factory.mktemp("load") / "ckpt"
+    engine.save(sample(), path)
+    return str(path)
+
+
+def blank(value: Any) -> Any:
+    """Give the same structure with nothing in it."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(blank(item) for item in value)
+    return None
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Give memory of the same shape with strides of every kind."""
+    extents = [2 * n + 1 for n in reversed(tensor.shape)]
+    room = torch.zeros(*extents[:-1], extents[-1] * tensor.itemsize, dtype=torch.uint8)
+    room = room.view(tensor.dtype)
+    return room[tuple(slice(1, None, 2) for _ in tensor.shape)].permute(
+        *range(tensor.ndim - 1, -1, -1)
+    )
+
+
+def test_targets_are_filled_in_place(engine: sync.Engine, saved: str) -> None:
+    """The same tensors, the same containers, other values."""
+    target = blank(sample())
+    weight, inner = target["model"]["w"], target["model"]
+    address = weight.data_ptr()
+    assert engine.load(saved, target) is target
+    assert target["model"] is inner
+    assert inner["w"] is weight
+    assert weight.data_ptr() == address
+    assert_same(target, sample())
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
+def test_strided_targets_are_filled_and_nothing_beside_them(
+    engine: sync.Engine, tmp_path: Path, name: str
+) -> None:
+    """Of every element type; what lies between their elements stays."""
+    tensor = random_tensor((37, 130, 11), TORCH_DTYPES[name])
+    engine.save([tensor], tmp_path / "c")
+    target = strided(tensor)
+    assert not target.is_contiguous()
+    engine.load(tmp_path / "c", [target])
+    assert_same([target], [tensor])
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    whole = target if not target.is_complex() else torch.view_as_real(target)
+    storage = torch.empty(0, dtype=integer[whole.itemsize]).set_(whole.untyped_storage())
+    inside = whole.view(integer[whole.itemsize]).count_nonzero()
+    assert storage.count_nonzero() == inside
+
+
+def test_parameters_and_their_gradients_are_left_in_place(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """A parameter is filled though it requires a gradient; its gradient stays."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.sum().backward()
+    engine.save({"p": torch.arange(3.0)}, tmp_path / "c")
+    engine.load(tmp_path / "c", {"p": parameter})
+    assert parameter.tolist() == [0, 1, 2]
+    assert parameter.requires_grad
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 40_000), (0,)])
+def test_autograd_sees_that_a_target_has_changed(
+    engine: sync.Engine, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """A graph that had saved the old values does not compute with the new ones."""
+    engine.save({"w": torch.ones(shape)}, tmp_path / "c")
+    weight = torch.full(shape, 2.0, requires_grad=True)
+    loss = (weight * weight).sum()
+    before = weight._version
+    engine.load(tmp_path / "c", {"w": weight})
+    assert weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_target_that_aliases_itself_is_filled(engine: sync.Engine, tmp_path: Path) -> None:
+    """Tied weights of a target take the same bytes twice."""
+    weight = torch.randn(50, 40)
+    engine.save({"a": weight, "b": weight.t()}, tmp_path / "c")
+    tied = torch.zeros(50, 40)
+    engine.load(tmp_path / "c", {"a": tied, "b": tied.t()})
+    assert torch.equal(tied, weight)
+    apart = {"a": torch.zeros(50, 40), "b": torch.zeros(40, 50)}
+    engine.load(tmp_path / "c", apart)
+    assert_same(apart, {"a": weight, "b": weight.t()})
+
+
+@pytest.mark.parametrize("select", [None, "part", "odd"])
+def test_parts_of_a_stored_tensor_fill_targets_of_their_own(
+    engine: sync.Engine, tmp_path: Path, select: str | None
+) -> None:
+    """Contiguous and strided views of a base that the target may not have."""
+    base = torch.randn(400, 30)
+    state = {"base": base, "part": base[50:60], "odd": base[3::7, ::2], "row": base[9]}
+    engine.save(state, tmp_path / "c")
+    target = {key: torch.zeros(t.shape) for key, t in state.items()}
+    engine.load(tmp_path / "c", target, select=select)
+    for key, tensor in state.items():
+        assert torch.equal(target[key], tensor) is (select in (None, key))
+
+
+# -- device, dtype --------------------------------------------------------------------
+
+
+def test_new_tensors_go_to_the_device_that_is_asked_for(engine: sync.Engine, saved: str) -> None:
+    """A device that cannot hold data is none."""
+    assert_same(engine.load(saved, device="cpu"), sample())
+    assert_same(engine.load(saved, device=torch.device("cpu", 0)), sample())
+    with pytest.raises(ConfigError, match="is no device"):
+        engine.load(saved, device="abacus")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floating_point_is_converted_if_it_is_asked_for(
+    engine: sync.Engine, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As `tensor.to(dtype)` does it; counters, arrays and bytes stay what they are."""
+    state = {
+        "w": torch.randn(300, 200), "b": torch.randn(9).bfloat16(), "n": torch.arange(5),
+        "c": torch.randn(4, dtype=torch.complex64), "a": np.arange(3.0), "x": b"x" * 2000,
+    }  # fmt: skip
+    engine.save(state, tmp_path / "c")
+    expected = {
+        key: value.to(dtype) if key in ("w", "b") else value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    assert_same(engine.load(tmp_path / "c", dtype=dtype), state | expected)
+    target: dict[str, Any] = {key: torch.zeros_like(value) for key, value in expected.items()}
+    engine.load(tmp_path / "c", target, dtype=dtype, select=list(expected))
+    assert_same(target, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tied_tensors_are_converted_too(
+    engine: sync.Engine, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Views of one weight are converted as their weight is."""
+    weight = torch.randn(6, 4)
+    state = {"a": weight, "t": weight.t(), "part": weight[2:4]}
+    engine.save(state, tmp_path / "c")
+    found = engine.load(tmp_path / "c", dtype=dtype)
+    assert_same(found, {key: tensor.to(dtype) for key, tensor in state.items()})
+    found["a"].zero_()
+    assert not found["t"].any()
+    assert not found["part"].any()
+
+
+def test_nothing_is_converted_silently(engine: sync.Engine, saved: str) -> None:
+    """A target of another type is a mismatch, even of a wider one; nothing changes."""
+    target = blank(sample())
+    target["half"] = torch.zeros(401, 33)
+    target["steps"] = torch.zeros(9, dtype=torch.int32)
+    with pytest.raises(MismatchError) as caught:
+        engine.load(saved, target)
+    assert [line.split(":")[0] for line in caught.value.mismatched] == ["half", "steps"]
+    assert not target["model"]["w"].any()
+    with pytest.raises(MismatchError) as caught:  # a counter is never converted
+        engine.load(saved, target, dtype=torch.float32)
+    assert [line.split(":")[0] for line in caught.value.mismatched] == ["steps"]
+
+
+# -- select, strict -------------------------------------------------------------------
+
+SELECTIONS: list[tuple[Any, list[str]]] = [
+    ("model", ["model.w", "model.b"]),
+    ("model.", ["model.w", "model.b"]),
+    ("*b", ["model.b"]),
+    (["half", "st*"], ["half", "steps"]),
+    (lambda name: name.endswith("w"), ["model.w"]),
+    ("list.1", ["list.1.0"]),
+    ("nothing", []),
+]
+
+
+@pytest.mark.parametrize(("select", "names"), SELECTIONS, ids=range(len(SELECTIONS)))
+def test_only_what_is_selected_is_loaded(
+    engine: sync.Engine, saved: str, select: Any, names: list[str]
+) -> None:
+    """With a target and without; no more is read than it needs."""
+    every = dict(tensors_of("", sample()))
+    result = engine.load_with_report(saved, select=select)
+    assert_same(dict(tensors_of("", result.state)), {name: every[name] for name in names})
+    assert result.report.num_tensors == len(names)
+    limit = sum(every[name].nbytes + 2 * BLOCK for name in names)
+    assert result.report.nbytes <= limit
+
+    target = blank(sample())
+    result = engine.load_with_report(saved, target, select=select, strict="raise")
+    for name, tensor in tensors_of("", target):
+        assert_same(tensor, every[name] if name in names else torch.zeros_like(tensor))
+    assert result.report.num_tensors == len(names)
+
+
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_of(f"{name}.{key}" if name else key, item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_of(f"{name}.{i}", item)
+
+
+def disagreeing() -> dict[str, Any]:
+    target = blank(sample())
+    del target["steps"]
+    target["model"]["w"] = torch.zeros(2)
+    target["new"] = {"x": torch.zeros(1)}
+    assert isinstance(target, dict)
+    return target
+
+
+def test_disagreement_raises_before_anything_changes(engine: sync.Engine, saved: str) -> None:
+    """All of it, in one error."""
+    target = disagreeing()
+    with pytest.raises(MismatchError) as caught:
+        engine.load(saved, target)
+    assert caught.value.missing == ("new.x",)
+    assert caught.value.unexpected == ("steps",)
+    assert len(caught.value.mismatched) == 1
+    assert not any(tensor.any() for _, tensor in tensors_of("", target))
+    assert target["n"] is None
+
+
+@pytest.mark.parametrize("strict", ["report", "ignore"])
+def test_what_fits_is_loaded_and_the_rest_reported_or_not(
+    engine: sync.Engine, saved: str, strict: Any
+) -> None:
+    """What is missing or different stays as it was."""
+    target = disagreeing()
+    result = engine.load_with_report(saved, target, strict=strict)
+    assert result.state is target
+    assert_same(target["half"], sample()["half"])
+    assert not target["model"]["w"].any()
+    assert not target["new"]["x"].any()
+    assert "steps" not in target
+    report = result.report
+    found = (report.missing, report.unexpected, [m.split(":")[0] for m in report.mismatched])
+    assert found == ((("new.x",), ("steps",), ["model.w"]) if strict == "report" else ((), (), []))
+
+
+def test_a_module_that_does_not_fit_is_not_touched(engine: sync.Engine, tmp_path: Path) -> None:
+    """Names that the module lacks are found before its bytes change, and typed."""
+    source = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    engine.save(source, tmp_path / "c")
+    target = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    before = {name: t.clone() for name, t in target.state_dict().items()}
+    with pytest.raises(MismatchError) as caught:
+        engine.load(tmp_path / "c", target)
+    assert caught.value.unexpected == ("1.weight", "1.bias")
+    assert_same(dict(target.state_dict()), before)
+    engine.load(tmp_path / "c", target, strict="ignore")
+    assert_same(dict(target[0].state_dict()), dict(source[0].state_dict()))
+    wider = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    result = engine.load_with_report(tmp_path / "c", wider)
+    assert result.report.missing == ("2.weight", "2.bias")
+    assert_same(dict(wider[1].state_dict()), dict(source[1].state_dict()))
+
+
+def test_selecting_the_model_leaves_the_optimizer_alone(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """It is not given an empty or a half-filled state."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    engine.save({"model": model, "opt": optimizer}, tmp_path / "c")
+    other = torch.nn.Linear(4, 4)
+    fresh = torch.optim.AdamW(other.parameters())
+    engine.load(tmp_path / "c", {"model": other, "opt": fresh}, select="model")
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert fresh.state_dict()["state"] == {}
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"into": {}, "device": "cpu"}, "device= has no effect with into="),
+    ({"strict": "ignore"}, "strict='ignore' has no effect without into="),
+    ({"into": {}, "strict": "report"}, "use load_with_report"),
+    ({"strict": "lenient"}, "strict is 'raise', 'report' or 'ignore'"),
+    ({"dtype": torch.int8}, "dtype= is a floating-point torch.dtype"),
+    ({"dtype": "float32"}, "dtype= is a floating-point torch.dtype"),
+    ({"dtype": torch.complex64}, "dtype= is a floating-point torch.dtype"),
+    ({"types": ["Point"]}, "types= takes classes"),
+    ({"types": [Point(1, 2)]}, "types= takes classes"),
+    ({"select": []}, "select takes"),
+    ({"select": ""}, "select takes"),
+    ({"select": 5}, "select takes"),
+]
+
+
+@pytest.mark.parametrize(("options", "problem"), OPTIONS, ids=range(len(OPTIONS)))
+def test_an_option_without_effect_is_an_error(
+    engine: sync.Engine, saved: str, options: dict[str, Any], problem: str
+) -> None:
+    """Before anything is read."""
+    with pytest.raises(ConfigError, match=problem):
+        engine.load(saved, **options)
+
+
+def test_there_is_nothing_to_load(engine: sync.Engine, tmp_path: Path) -> None:
+    """A path without a checkpoint is a `FileNotFoundError`, too."""
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            engine.load(path)
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_target_that_cannot_be_filled_is_refused(engine: sync.Engine, saved: str) -> None:
+    """Before any other changes."""
+    target = blank(sample())
+    target["steps"] = torch.zeros(1, dtype=torch.int64).expand(9)
+    with pytest.raises(TargetError, match="its elements share memory"):
+        engine.load(saved, target)
+    assert not target["half"].any()
+
+
+# -- slices ---------------------------------------------------------------------------
+
+SHAPE = (37, 50, 21)
+
+
+def indices(size: int) -> st.SearchStrategy[int | slice]:
+    bounds = st.none() | st.integers(-size - 3, size + 3)
+    return st.integers(-size, size - 1) | st.builds(slice, bounds, bounds)
+
+
+@pytest.fixture(scope="module")
+def volumes(
+    engine: sync.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, torch.Tensor]]:
+    path = tmp_path_factory.mktemp("slices") / "ckpt"
+    state = {name: random_tensor(SHAPE, dtype) for name, dtype in TORCH_DTYPES.items()}
+    engine.save(state, path)
+    return str(path), state
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(TORCH_DTYPES)),
+    ndim=st.integers(0, 3),
+)
+def test_a_slice_is_the_slice_of_the_tensor(
+    engine: sync.Engine,
+    volumes: tuple[str, dict[str, torch.Tensor]],
+    data: st.DataObject,
+    name: str,
+    ndim: int,
+) -> None:
+    """Whatever ints and slices, as `tensor[index]` takes them."""
+    path, state = volumes
+    index = tuple(data.draw(indices(size)) for size in SHAPE[:ndim])
+    found = engine.load_slice(path, name, index[0] if ndim == 1 else index)
+    assert_same(found, state[name][index])
+    assert found.is_contiguous()
+
+
+@given(start=st.integers(0, 36), count=st.integers(0, 37))
+def test_a_slice_reads_its_bytes_and_two_blocks(
+    engine: sync.Engine,
+    events: list[Event],
+    volumes: tuple[str, dict[str, torch.Tensor]],
+    start: int,
+    count: int,
+) -> None:
+    """Rows of a large tensor are read without the rest of it."""
+    path, state = volumes
+    events.clear()
+    found = engine.load_slice(path, "float32", slice(start, start + count))
+    assert_same(found, state["float32"][start : start + count])
+    read = sum(b for b in _steps([e.read_nbytes for e in events if isinstance(e, ReadProgressed)]))
+    assert read <= found.nbytes + 2 * BLOCK
+    if not found.nbytes:
+        assert read == 0
+
+
+def _steps(totals: list[int]) -> list[int]:
+    return [b - a for a, b in zip([0, *totals], totals, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "error"),
+    [
+        ("nothing", 0, TargetError), ("float32", 37, TargetError), ("float32", -38, TargetError),
+        ("float32", (0, 0, 0, 0), TargetError), ("float32", slice(0, 9, 2), ConfigError),
+        ("float32", slice(None, None, -1), ConfigError), ("float32", None, ConfigError),
+        ("float32", "0", ConfigError), ("float32", (0, ...), ConfigError),
+        ("float32", [1, 2], ConfigError), ("float32", 1.0, ConfigError),
+        ("float32", slice("a"), CheckpointError), ("float32", True, ConfigError),
+        ("float32", slice(0, 9, 0), ConfigError),
+    ],
+)  # fmt: skip
+def test_an_index_that_does_not_fit_is_refused(
+    engine: sync.Engine,
+    volumes: tuple[str, dict[str, torch.Tensor]],
+    name: str,
+    index: Any,
+    error: type[Exception],
+) -> None:
+    """With a typed error that says what is taken."""
+    with pytest.raises(error):
+        engine.load_slice(volumes[0], name, index)
+
+
+def test_a_tied_tensor_is_sliced_by_any_of_its_names(engine: sync.Engine, tmp_path: Path) -> None:
+    """A view of another tensor has no bytes of its own, and says so."""
+    weight = torch.randn(20, 10)
+    engine.save({"a": weight, "b": weight, "t": weight.t(), "s": torch.tensor(3.0)}, tmp_path / "c")
+    assert torch.equal(engine.load_slice(tmp_path / "c", "b", slice(2, 5)), weight[2:5])
+    assert engine.load_slice(tmp_path / "c", "s", ()).item() == 3
+    with pytest.raises(TargetError, match="'t' is stored as a part of 'a'"):
+        engine.load_slice(tmp_path / "c", "t", 0)
+
+
+# -- sizes and checksums --------------------------------------------------------------
+
+
+def truncate(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def extend(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) + 1)
+
+
+def empty(path: str) -> None:
+    os.truncate(path, 0)
+
+
+def link(path: str) -> None:
+    os.rename(path, path + ".real")
+    os.symlink(path + ".real", path)
+
+
+def fifo(path: str) -> None:
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+def directory(path: str) -> None:
+    os.unlink(path)
+    os.mkdir(path)
+
+
+@pytest.mark.parametrize("harm", [truncate, extend, empty, os.unlink, link, fifo, directory])
+@pytest.mark.parametrize("which", [0, -1])
+def test_sizes_are_checked_before_the_first_byte_changes(
+    engine: sync.Engine, tmp_path: Path, harm: Any, which: int
+) -> None:
+    """Whatever happened to a file: a typed error, and a target as it was."""
+    state = sample()
+    engine.save(state, tmp_path / "c")
+    name = sorted(n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors"))[which]
+    harm(str(tmp_path / "c" / name))
+    target = blank(state)
+    with pytest.raises(CorruptionError) as caught:
+        engine.load(tmp_path / "c", target)
+    assert caught.value.file == name
+    assert caught.value.fqns or harm is extend
+    assert not any(tensor.any() for _, tensor in tensors_of("", target))
+    assert target["n"] is None
+    with pytest.raises(CorruptionError):
+        engine.load(tmp_path / "c")
+    report = engine.verify(tmp_path / "c")
+    assert [error.file for error in report.damage] == [name]
+
+
+def test_a_block_lands_only_after_its_checksum(engine: sync.Engine, tmp_path: Path) -> None:
+    """Damaged bytes never reach a target; the error says which tensor they are of."""
+    state = {"w": torch.full((100 * 1024,), 7, dtype=torch.uint8), "x": torch.ones(3)}
+    engine.save(state, tmp_path / "c")
+    (name,) = (n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors"))
+    for start in (4096, 4096 + 50_000, 4096 + 100 * 1024 - 1):
+        with open(tmp_path / "c" / name, "r+b") as file:
+            file.seek(start)
+            file.write(b"\x63")
+        target = {"w": torch.zeros(100 * 1024, dtype=torch.uint8), "x": torch.zeros(3)}
+        with pytest.raises(CorruptionError) as caught:
+            engine.load(tmp_path / "c", target)
+        assert not (target["w"] == 0x63).any()
+        block = target["w"][(start - 4096) // BLOCK * BLOCK :][:BLOCK]
+        assert not block.any()
+        assert caught.value.start <= start < caught.value.stop
+        assert "w" in caught.value.fqns
+        assert [e.start for e in engine.verify(tmp_path / "c").damage] == [start // BLOCK * BLOCK]
+        with open(tmp_path / "c" / name, "r+b") as file:
+            file.seek(start)
+            file.write(b"\x07")
+    assert_same(engine.load(tmp_path / "c"), state)
+
+
+def test_what_is_not_selected_may_be_damaged(engine: sync.Engine, tmp_path: Path) -> None:
+    """A damaged tensor does not keep the others from being loaded."""
+    state = {
+        "a": random_tensor((300_000,), torch.uint8),
+        "b": random_tensor((300_000,), torch.uint8),
+    }
+    engine.save(state, tmp_path / "c")
+    names = [n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors")]
+    assert len(names) == 2
+    os.unlink(tmp_path / "c" / min(names))
+    good = []
+    for name, tensor in state.items():
+        with contextlib.suppress(CorruptionError):
+            assert_same(engine.load(tmp_path / "c", select=name), {name: tensor})
+            good.append(name)
+    assert len(good) == 1
