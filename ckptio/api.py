@@ -55,7 +55,18 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         """Start the engine's thread."""
-        await in_own_thread(self._core.start)
+        started: list[bool] = []
+
+        def start() -> None:
+            self._core.start()
+            started.append(True)
+
+        try:
+            await in_own_thread(start)
+        except BaseException:
+            if started:  # cancelled meanwhile: a block that is not entered is not left either
+                await in_own_thread(self._core.close)
+            raise
         return self
 
     async def __aexit__(

@@ -1,0 +1,290 @@
+"""How a save becomes visible in a local directory, or leaves no trace.
+
+    <path>/manifest.json                               the commit; written last, in one step
+    <path>/data-<save id>-<rank>-<index>.safetensors   never renamed, never written over
+    <path>/.attempt-<save id>                          locked while its save is alive
+    <path>/.manifest-<save id>                         the manifest on its way
+
+Order, with `durability="full"`: data files are written and synced; the manifest is
+written under its own name and synced; the directory is synced, and every directory above
+it that is new, so that all names it speaks of are on the disk; the manifest gets its
+name, exclusively or by exchange with the one it replaces; the directory is synced again.
+A power cut before the name leaves what was there before; after the last sync, the new one.
+
+Exchange tells exactly which manifest was replaced, so that just the files of that one go
+and no concurrent save loses any. A save that was killed leaves files and an attempt whose
+lock is free; the next save to the path removes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_blocking
+from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError
+from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
+from ckptio.storage.blocks import BlockWriter, storage_error
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, find_leftovers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event
+    from ckptio.storage.files import PosixFiles
+
+_NEW_MANIFEST_PREFIX = ".manifest-"
+
+
+class LocalAttempt:
+    """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
+
+    def __init__(
+        self,
+        directory: str,
+        save_id: str,
+        *,
+        overwrite: bool,
+        files: PosixFiles,
+        config: CheckpointConfig,
+        executor: Executor,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._directory = directory
+        self._save_id = save_id
+        self._overwrite = overwrite
+        self._files = files
+        self._config = config
+        self._executor = executor
+        self._emit = emit
+        self._made_dirs: list[str] = []
+        self._made_files: list[str] = []
+        self._writers: list[BlockWriter] = []
+        self._lock_fd = -1
+        self._published = False
+        self._refused = False
+
+    def prepare(self) -> None:
+        """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
+        if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
+            raise CheckpointExistsError(self._directory)
+        try:
+            self._make_dirs(self._directory)
+            marker = self._path(ATTEMPT_PREFIX + self._save_id)
+            self._made_files.append(marker)
+            self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
+            try:
+                locks = self._files.lock(self._lock_fd)
+            except OSError:  # no locks here: nobody can tell a dead save from a living one
+                locks = False
+            if locks:
+                self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
+            if locks and self._directory not in self._made_dirs:
+                self._remove(find_leftovers(self._files, self._directory, self._save_id))
+        except OSError as error:
+            raise storage_error(error, self._directory, "cannot begin a save") from error
+
+    def _make_dirs(self, path: str) -> None:
+        """Make a directory and those above it, remembering which are new."""
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self._files.mkdir(directory, self._config.dir_mode)
+                self._made_dirs.append(directory)
+        if missing and not os.path.isdir(missing[0]):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])
+
+    async def create(self, name: str, nbytes: int) -> BlockWriter:
+        """Begin a data file; see `interface.Attempt`."""
+        path = self._path(name)
+        self._made_files.append(path)
+        writer = BlockWriter(self._files, path, nbytes, self._config, self._direct_refused)
+        self._writers.append(writer)
+        return writer
+
+    def _direct_refused(self, reason: str) -> None:
+        if not self._refused:  # once a save, not once a file
+            self._refused = True
+            self._emit(DirectIORefused(path=self._directory, reason=reason))
+
+    async def commit(self, manifest: bytes) -> None:
+        """Publish `manifest`; see `interface.Attempt`."""
+        try:
+            await run_blocking(self._executor, self._commit, manifest)
+        except asyncio.CancelledError:
+            if not self._published:
+                raise
+            # the commit came first: a save that ends as cancelled must have changed nothing
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+
+    def _commit(self, manifest: bytes) -> None:
+        new = self._path(_NEW_MANIFEST_PREFIX + self._save_id)
+        target = self._path(MANIFEST_NAME)
+        try:
+            self._write_file(new, manifest)
+            self._sync_dirs()
+            self._check_present()
+            replaced = self._publish(new, target)
+        except CommitConflictError:
+            raise
+        except OSError as error:
+            raise storage_error(error, target, "cannot commit") from error
+        self._published = True
+        self._clean_up(new, replaced)
+
+    def _check_present(self) -> None:
+        """Look once more for every data file: a manifest must not name what somebody removed."""
+        for path in self._made_files:
+            os.stat(path, follow_symlinks=False)
+
+    def _publish(self, new: str, target: str) -> str:
+        """Make the manifest visible and its name durable; undo it if that fails.
+
+        Returns:
+            Where the manifest that was replaced is now; nothing if none was.
+        """
+        replaced = ""
+        if self._overwrite:
+            with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
+                replaced = self._replace(new, target)
+        if not replaced:
+            try:
+                self._files.publish(new, target)
+            except FileExistsError:
+                raise CommitConflictError(self._directory) from None
+        try:
+            self._sync_dir(self._directory)
+        except OSError:
+            self._published = True  # until it is undone: its data files must stay
+            if not replaced:
+                self._files.unlink(target)
+            elif replaced == new:
+                self._files.exchange(new, target)
+            else:
+                self._files.replace(replaced, target)
+            self._published = False
+            raise
+        return replaced
+
+    def _replace(self, new: str, target: str) -> str:
+        """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
+
+        Between copy and rename another save may commit; its files would then stay until
+        the next save to the path. Nothing that is committed is ever lost.
+
+        Returns:
+            Where the manifest that was replaced is now.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        if self._files.exchange(new, target):
+            return new
+        old = new + "-old"
+        with open(target, "rb") as file:
+            self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
+        self._files.replace(new, target)
+        return old
+
+    def _write_file(self, path: str, data: bytes) -> None:
+        """Write a small file and sync it."""
+        self._made_files.append(path)
+        fd = self._files.create(path, self._config.file_mode, direct=False)
+        try:
+            view = memoryview(data)
+            done = 0
+            while done < len(view):
+                written = self._files.pwrite(fd, view[done:], done)
+                if written <= 0:
+                    raise OSError(errno.EIO, f"the system wrote {written} bytes", path)
+                done += written
+            if self._config.durability != "none":
+                self._files.fsync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _sync_dirs(self) -> None:
+        """Sync the directory, its parent, and the parent of each directory that is new.
+
+        The parent always: who made the directory may have been killed before it synced.
+        """
+        parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
+        for directory in dict.fromkeys(
+            (self._directory, os.path.dirname(self._directory), *parents)
+        ):
+            self._sync_dir(directory)
+
+    def _sync_dir(self, path: str) -> None:
+        if self._config.durability == "full":
+            self._files.fsync_dir(path)
+
+    def _clean_up(self, new: str, replaced: str) -> None:
+        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
+        doomed = []
+        if replaced:
+            with contextlib.suppress(OSError, FormatError):
+                # not a manifest of ours: its files are told from names, by the next save
+                with open(replaced, "rb") as file:
+                    old = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
+                doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
+        self._remove(doomed)
+        self._try_remove(replaced or new)
+        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+        self._drop_lock()
+
+    async def abort(self) -> None:
+        """Remove everything this attempt made; see `interface.Attempt`."""
+        await run_blocking(self._executor, self._abort)
+
+    def _abort(self) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(OSError):  # the file goes next
+                writer.discard()
+        if self._published:
+            self._drop_lock()
+            return
+        for path in reversed(self._made_files):
+            self._try_remove(path)
+        self._drop_lock()
+        for directory in reversed(self._made_dirs):
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                self._files.rmdir(directory)
+
+    def _drop_lock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # closing is all that was left to do
+                self._files.close(fd)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """Remove files by name, and say so."""
+        removed = [name for name in names if self._try_remove(self._path(name))]
+        if removed:
+            self._emit(LeftoversRemoved(path=self._directory, files=tuple(removed)))
+
+    def _try_remove(self, path: str) -> bool:
+        """Remove a file; an event, not an error, if it stays."""
+        try:
+            self._files.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._emit(
+                CleanupFailed(path=self._directory, file=os.path.basename(path), error=error)
+            )
+            return False
+        return True
+
+    def _path(self, name: str) -> str:
+        return f"{self._directory}/{name}"

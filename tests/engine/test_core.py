@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ckptio
+import ckptio.sync
+from ckptio.engine.core import EngineCore
+from ckptio.errors import EngineClosedError, SaveAbortedError, StorageError
+from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
+from tests.rig import (
+    SMALL,
+    FilesCore,
+    StorageCore,
+    assert_same,
+    assert_tidy,
+    config_with,
+    engine_on,
+    filled_state,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.events import Event
+    from ckptio.testing import Operation
+
+BIG_BLOCKS = config_with(block_nbytes=64 * 1024)
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    core = EngineCore(SMALL, None)
+    core.start()
+    yield core
+    core.close()
+
+
+class Left(Exception):  # noqa: N818  # no error: a way out
+    """An engine's block is left by an exception."""
+
+
+class Gate:
+    """Holds a storage at the first write of data until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def open_when_reached(self) -> None:
+        self.reached.wait()
+        self.opened.set()
+
+    def __call__(self, operation: Operation) -> None:
+        if operation.kind == "pwrite" and "data-" in operation.path:
+            self.reached.set()
+            self.opened.wait()
+
+
+async def test_a_step_runs_on_the_engines_own_thread(core: EngineCore) -> None:
+    """Its result comes to whichever loop or thread asked."""
+
+    async def where(_: EngineContext) -> int:
+        return threading.get_ident()
+
+    here = threading.get_ident()
+    assert await core.call(where, "where") != here
+    assert core.call_blocking(where, "where") != here
+
+
+async def test_a_steps_error_reaches_the_caller(core: EngineCore) -> None:
+    """As itself."""
+
+    async def fail(_: EngineContext) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await core.call(fail, "fail")
+    with pytest.raises(ZeroDivisionError):
+        core.call_blocking(fail, "fail")
+
+
+async def test_a_cancelled_caller_waits_for_the_step_to_end(core: EngineCore) -> None:
+    """The step is cancelled over there, cleans up, and only then the caller leaves."""
+    begun = threading.Event()
+    ended = []
+
+    async def step(_: EngineContext) -> None:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for _turn in range(10):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    task = asyncio.create_task(core.call(step, "step"))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_a_step_aborted_before_its_start_ends_at_its_first_await(core: EngineCore) -> None:
+    """However early it is told."""
+    for _ in range(50):
+
+        async def step(_: EngineContext) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        running = core.submit(step, "step")
+        running.abort()
+        running.abort()
+        await asyncio.to_thread(running.wait_ended)
+        assert isinstance(running.future.exception(), asyncio.CancelledError)
+
+
+def test_an_engine_is_entered_once() -> None:
+    """Before, after, and twice: a typed error."""
+    core = EngineCore(SMALL, None)
+    with pytest.raises(EngineClosedError):
+        _ = core.context
+    core.start()
+    with pytest.raises(EngineClosedError):
+        core.start()
+    core.close()
+    core.close()
+    with pytest.raises(EngineClosedError):
+        core.storage("x")
+    with pytest.raises(EngineClosedError):
+        core.start()
+
+
+async def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
+    """Leaving the engine's block ends when the last save is committed."""
+    state = random_state([100_000])
+    async with ckptio.Engine(SMALL) as engine:
+        handles = [engine.save(state, tmp_path / str(i)) for i in range(4)]
+    assert all(handle.done() for handle in handles)
+    assert_same(await ckptio.load(tmp_path / "3"), state)
+
+
+async def test_leaving_by_an_error_aborts_what_is_in_flight(tmp_path: Path) -> None:
+    """The error comes out; nothing of the saves is left, and the checkpoint before is whole."""
+    old = filled_state([1000], 1)
+    path = tmp_path / "c"
+    await ckptio.save(old, path)
+    gate = Gate()
+    files = RecordingFiles(gate)
+    threading.Thread(target=gate.open_when_reached).start()
+    with pytest.raises(ZeroDivisionError):
+        async with engine_on(FilesCore(SMALL, None, files)) as engine:
+            handle = engine.save(filled_state([5_000_000], 2), path, overwrite=True)
+            gate.reached.wait()
+            _ = 1 // 0
+    assert isinstance(handle.committed.error(), SaveAbortedError)
+    assert files.num_open == 0
+    assert_tidy(path)
+    assert_same(await ckptio.load(path), old)
+
+
+async def test_a_failed_save_that_nobody_awaited_surfaces(tmp_path: Path) -> None:
+    """Leaving the block raises its error; if somebody saw it, it does not."""
+    files = RecordingFiles(fail_kind("fsync"))
+    with pytest.raises(StorageError):
+        async with engine_on(FilesCore(SMALL, None, files)) as engine:
+            engine.save(random_state([10]), tmp_path / "a")
+    async with engine_on(FilesCore(SMALL, None, files)) as engine:
+        with pytest.raises(StorageError):
+            await engine.save(random_state([10]), tmp_path / "a")
+    with pytest.raises(ZeroDivisionError):  # the error of the block goes first
+        async with engine_on(FilesCore(SMALL, None, files)) as engine:
+            engine.save(random_state([10]), tmp_path / "a").committed.wait_done()
+            _ = 1 // 0
+    assert not (tmp_path / "a").exists()
+
+
+async def test_an_aborted_save_does_not_surface(tmp_path: Path) -> None:
+    """Who aborted knows."""
+    gate = Gate()
+    async with engine_on(FilesCore(SMALL, None, RecordingFiles(gate))) as engine:
+        handle = engine.save(random_state([10]), tmp_path / "a")
+        await asyncio.to_thread(gate.reached.wait)
+        handle.abort()
+        gate.opened.set()
+    assert handle.done()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_observer_that_raises_is_harmless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every event fails, and the save and the load do not."""
+    told: list[Event] = []
+
+    def broken(event: Event) -> None:
+        told.append(event)
+        raise ValueError("broken bar")
+
+    state = random_state([100_000, 5])
+    async with ckptio.Engine(SMALL, observer=broken) as engine:
+        await engine.save(state, tmp_path / "c")
+        assert_same(await engine.load(tmp_path / "c"), state)
+    assert len(told) > 5
+    assert caplog.text.count("the observer raised") == len(told)
+
+
+async def test_two_real_saves_keep_their_own_contents(tmp_path: Path) -> None:
+    """The source changes after each is staged, while the disk still writes."""
+    sizes = [100_000, 30_000, 7]
+    log = EventLog()
+    gate = Gate()
+    state = filled_state(sizes, 0)
+    async with engine_on(FilesCore(SMALL, log, RecordingFiles(gate))) as engine:
+        handles = []
+        for value in range(3):
+            for tensor in state.values():
+                tensor.fill_(value)
+            handles.append(engine.save(state, tmp_path / str(value)))
+            if value == 2:  # a third waits for a place
+                assert not handles[2].staged.done()
+                gate.opened.set()
+            await handles[-1].staged
+            for tensor in state.values():
+                tensor.fill_(99)
+        for handle in handles:
+            await handle
+        for value in range(3):
+            assert_same(await engine.load(tmp_path / str(value)), filled_state(sizes, value))
+    assert log.kinds().count("SaveQueued") == 1
+
+
+async def test_real_memory_is_reused(tmp_path: Path) -> None:
+    """Ten times the pool flows through it, and the second save allocates nothing."""
+    state = random_state([SMALL.pool_nbytes * 6, SMALL.pool_nbytes * 4])
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.prewarm()
+        assert engine.statistics().num_allocations == SMALL.num_slabs
+        for _ in range(2):
+            await engine.save(state, tmp_path / "c", overwrite=True)
+        statistics = engine.statistics()
+        assert statistics.num_allocations == SMALL.num_slabs
+        assert statistics.peak_leased_nbytes <= SMALL.pool_nbytes
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        await engine.load(tmp_path / "c", into=target)
+        assert_same(target, state)
+        assert engine.statistics().leased_nbytes == 0
+
+
+@pytest.mark.parametrize("way", ["cancel", "abort", "leave"])
+async def test_stopping_real_saves_at_any_moment_leaves_nothing(tmp_path: Path, way: str) -> None:
+    """At each operation in turn: no task, thread, file or slab is left; the old one is whole."""
+    await stop_everywhere(tmp_path, way)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("way", ["cancel", "abort", "leave"])
+async def test_stopping_real_saves_at_every_moment_leaves_nothing(
+    tmp_path: Path, way: str, turn: int
+) -> None:
+    """The same with larger states."""
+    await stop_everywhere(tmp_path, way, nbytes=100_000 * (1 + turn))
+
+
+async def stop_everywhere(tmp_path: Path, way: str, *, nbytes: int = 60_000) -> None:
+    """Stop a save while it stands before its operation k, for all k, until it is through."""
+    old, new = filled_state([1000, nbytes], 1), filled_state([nbytes, 10], 2)
+    path = tmp_path / "c"
+    await ckptio.save(old, path, config=BIG_BLOCKS)
+    for number in itertools.count():
+        files = RecordingFiles()
+        handle, finished = await stop_at(number, way, files, new, path)
+        assert files.num_open == 0
+        error = handle.committed.error()
+        assert error is None or isinstance(error, SaveAbortedError)
+        assert_same(await ckptio.load(path, config=BIG_BLOCKS), old if error else new)
+        assert_tidy(path)
+        if finished:
+            assert number > 20
+            return
+        if error is None:
+            await ckptio.save(old, path, overwrite=True, config=BIG_BLOCKS)
+
+
+async def stop_at(
+    number: int,
+    way: str,
+    files: RecordingFiles,
+    state: dict[str, torch.Tensor],
+    path: Path,
+) -> tuple[ckptio.SaveHandle, bool]:
+    """Stop a save before one operation; give its handle, and whether it was through by then."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(operation: Operation) -> None:
+        if operation.number == number:
+            reached.set()
+            opened.wait()
+
+    files.fault = hold
+    with contextlib.suppress(Left):
+        async with engine_on(FilesCore(BIG_BLOCKS, None, files)) as engine:
+            handle = engine.save(state, path, overwrite=True)
+            waiter = asyncio.create_task(wait_for(handle))
+            stopper = asyncio.create_task(asyncio.to_thread(reached.wait))
+            await asyncio.wait((waiter, stopper), return_when=asyncio.FIRST_COMPLETED)
+            finished = not reached.is_set()
+            reached.set()
+            await stopper
+            if way == "abort":
+                handle.abort()
+            elif way == "cancel":
+                waiter.cancel()
+            await asyncio.sleep(0)
+            # the engine cannot be left before the operation ends, so it ends a little later
+            threading.Thread(target=opened.set).start()
+            if way == "leave":
+                raise Left
+            await asyncio.wait((waiter,))
+            assert engine.statistics().leased_nbytes == 0
+    await asyncio.wait((waiter,))
+    if not waiter.cancelled():
+        waiter.exception()
+    return handle, finished
+
+
+async def wait_for(handle: ckptio.SaveHandle) -> None:
+    await handle
+
+
+async def test_many_loops_share_an_engine() -> None:
+    """Threads with loops of their own, and threads without, use one engine at once."""
+    state = random_state([50_000, 3])
+    storages = {f"m{i}": MemoryStorage(f"m{i}") for i in range(6)}
+    core = StorageCore(config_with(max_saves=3), None, storages)
+    failures: list[BaseException] = []
+    async with engine_on(core) as engine:
+        blocking = ckptio.sync.Engine(core.config)
+        blocking._core = core
+
+        async def use(path: str) -> None:
+            await engine.save(state, path)
+            assert_same(await engine.load(path), state)
+
+        def run(number: int) -> None:
+            try:
+                if number % 2:
+                    asyncio.run(use(f"m{number}"))
+                else:
+                    blocking.save(state, f"m{number}")
+                    assert_same(blocking.load(f"m{number}"), state)
+            except BaseException as error:  # looked at below
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+    assert failures == []

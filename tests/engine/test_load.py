@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    StorageError,
+)
+from ckptio.events import LoadFinished, LoadStarted, ReadProgressed
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, run_virtual
+from tests.rig import (
+    SMALL,
+    assert_same,
+    clone,
+    config_with,
+    filled_state,
+    inline_engine,
+    random_state,
+    values_in,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio import Engine
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.lists(st.integers(0, 200 * KiB), min_size=1, max_size=6)
+
+
+async def saved(engine: Engine, sizes: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    state = random_state(sizes, seed)
+    await engine.save(state, "memory")
+    return state
+
+
+def zeros_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+@given(sizes=sizes, seed=seeds, reads=st.integers(1, 8))
+def test_limits_hold(sizes: Sequence[int], seed: int, reads: int) -> None:
+    """Readers and slabs never exceed what the config allows; the bytes are right."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        config = config_with(max_reads=reads)
+        async with inline_engine({"memory": storage}, config) as engine:
+            state = await saved(engine, sizes, seed)
+            target = zeros_like(state)
+            async with asyncio.TaskGroup() as group:
+                loads = [group.create_task(engine.load("memory", into=target))]
+                loads += [group.create_task(engine.load("memory")) for _ in range(2)]
+            for load in loads:
+                assert_same(load.result(), state)
+            loop = cast("VirtualLoop", asyncio.get_running_loop())
+            if any(sizes):
+                assert 0 < loop.peak_calls["_read_and_land"] <= reads
+            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+            assert storage.counts.num_open_sources == 0
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(sizes=sizes, seed=seeds, number=st.integers(0, 60))
+def test_failure_leaves_nothing_behind(sizes: Sequence[int], seed: int, number: int) -> None:
+    """Whatever read fails, the caller sees it; files, slabs and tasks are given back."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, sizes, seed)
+            done = len(storage.operations)
+            storage.fault = fail_at(done + number, errno.EIO)
+            try:
+                found = await engine.load("memory")
+            except StorageError as error:
+                assert error.errno == errno.EIO
+                assert len(storage.operations) > done + number
+            else:
+                assert len(storage.operations) <= done + number
+                assert_same(found, state)
+            assert storage.counts.num_open_sources == 0
+            assert engine.statistics().leased_nbytes == 0
+            storage.fault = None
+            assert_same(await engine.load("memory"), state)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(sizes=sizes, seed=seeds, at_s=st.floats(0, 0.4))
+def test_cancelling_anywhere_leaves_nothing_behind(
+    sizes: Sequence[int], seed: int, at_s: float
+) -> None:
+    """Whenever a load is cancelled, no source is open, no slab is out, and the next one works."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, sizes, seed)
+            target = zeros_like(state)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(at_s):
+                    await engine.load("memory", into=target)
+            assert storage.counts.num_open_sources == 0
+            assert engine.statistics().leased_nbytes == 0
+            await engine.load("memory", into=target)
+            assert_same(target, state)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_state_ten_times_the_pool_is_loaded_in_waves() -> None:
+    """Memory beside the targets is the pool."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        config = config_with(pool_nbytes=128 * KiB, max_writes=2, max_reads=2, max_copies=2)
+        async with inline_engine({"memory": storage}, config) as engine:
+            state = await saved(engine, [600 * KiB, 700 * KiB, 13])
+            target = zeros_like(state)
+            pointers = [tensor.data_ptr() for tensor in target.values()]
+            assert await engine.load("memory", into=target) is target
+            assert_same(target, state)
+            assert [tensor.data_ptr() for tensor in target.values()] == pointers
+            assert engine.statistics().num_allocations == 2
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 90 * KiB), min_size=1, max_size=4),
+    seed=st.integers(0, 10_000),
+    where=st.integers(0, 2**30),
+    bit=st.integers(0, 7),
+)
+def test_no_damaged_block_lands(sizes: Sequence[int], seed: int, where: int, bit: int) -> None:
+    """A flipped bit is found and named; where it is, the target keeps what it had."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed)
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, sizes, seed)
+            name = sorted(storage.files)[where % len(storage.files)]
+            position = where % len(storage.files[name])
+            storage.files[name][position] ^= 1 << bit
+            assert storage.manifest is not None
+            manifest = decode_manifest(storage.manifest)
+            target = {key: 255 - value for key, value in state.items()}
+            before = clone(target)
+            covered = [
+                tensor.name
+                for tensor in manifest.tensors
+                for chunk in tensor.chunks
+                if manifest.files[chunk.file].name == name
+                and chunk.start <= position < chunk.start + tensor.nbytes
+            ]
+            try:
+                await engine.load("memory", into=target)
+            except CorruptionError as error:
+                assert error.file == name
+                assert error.start <= position < error.stop
+                assert set(covered) <= set(error.fqns)
+            else:
+                raise AssertionError("damage was not found")
+            for key in covered:
+                landed = target[key] == state[key]
+                kept = target[key] == before[key]
+                assert bool((landed | kept).all())
+            report = await engine.verify("memory")
+            assert [damage.file for damage in report.damage] == [name]
+            assert report.damage[0].start <= position < report.damage[0].stop
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
+def test_sizes_are_checked_before_anything_changes(change: str) -> None:
+    """One file of a wrong size: an error, and not one byte of the target is touched."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, [300 * KiB, 300 * KiB, 10])
+            name = max(storage.files)
+            if change == "gone":
+                del storage.files[name]
+            elif change == "longer":
+                storage.files[name] += b"x"
+            else:
+                del storage.files[name][-1]
+            target = zeros_like(state)
+            with pytest.raises(CorruptionError) as caught:
+                await engine.load("memory", into=target)
+            assert caught.value.file == name
+            assert_same(target, zeros_like(state))
+            assert not any(op.kind == "pread_into" for op in storage.operations)
+            report = await engine.verify("memory")
+            assert {damage.file for damage in report.damage} == {name}
+            assert not report.is_whole
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, num=st.integers(1, 4), delay_s=st.floats(0, 0.2))
+def test_loads_beside_overwrites_get_one_or_are_told(seed: int, num: int, delay_s: float) -> None:
+    """Old, new, or `CheckpointChangedError`: never a mix, never another error."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        sizes = [70 * KiB, 10, 30 * KiB]
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(filled_state(sizes, 0), "memory")
+
+            async def read() -> None:
+                await asyncio.sleep(delay_s)
+                for _ in range(5):
+                    try:
+                        state = await engine.load("memory")
+                    except CheckpointChangedError:
+                        continue
+                    assert len(values_in(state)) == 1
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(num):
+                    group.create_task(read())
+                for value in range(1, 5):
+                    await engine.save(filled_state(sizes, value), "memory", overwrite=True)
+            assert_same(await engine.load("memory"), filled_state(sizes, 4))
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_another_config_reads_the_same_checkpoint() -> None:
+    """Block, slab and bucket sizes of the writer need not be the reader's."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, [300 * KiB, 50, 4097])
+        for options in (
+            {"block_nbytes": 64 * KiB},
+            {"slab_nbytes": 8 * KiB, "pool_nbytes": 64 * KiB},
+            {"slab_nbytes": 256 * KiB, "pool_nbytes": 1024 * KiB},
+        ):
+            async with inline_engine({"memory": storage}, config_with(**options)) as engine:
+                assert_same(await engine.load("memory"), state)
+                assert (await engine.verify("memory")).is_whole
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_blocks_larger_than_a_slab_are_refused_with_a_way_out() -> None:
+    """The message names the option to raise; nothing is read."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        big = config_with(block_nbytes=64 * KiB)
+        async with inline_engine({"memory": storage}, big) as engine:
+            await saved(engine, [100 * KiB])
+        small = config_with(slab_nbytes=32 * KiB)
+        async with inline_engine({"memory": storage}, small) as engine:
+            for step in (engine.load, engine.verify):
+                with pytest.raises(ConfigError, match="slab_nbytes"):
+                    await step("memory")
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_nothing_there_is_not_found() -> None:
+    """Every way to look at a checkpoint says so."""
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            for step in (engine.load, engine.load_with_report, engine.verify, engine.inspect):
+                with pytest.raises(CheckpointNotFoundError):
+                    await step("memory")
+            with pytest.raises(CheckpointNotFoundError):
+                await engine.load_slice("memory", "x", 0)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_events_tell_the_course_of_a_load() -> None:
+    """Started, progress up to the whole, finished."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage()}, SMALL, log) as engine:
+            await saved(engine, [100 * KiB, 10])
+            await engine.load("memory")
+
+    run_virtual(scenario(), seed=0)
+    (started,) = log.of(LoadStarted)
+    (finished,) = log.of(LoadFinished)
+    assert started.num_tensors == 2
+    assert started.nbytes == finished.nbytes == log.of(ReadProgressed)[-1].read_nbytes
+    assert 100 * KiB < started.nbytes < 110 * KiB
+
+
+def test_a_slice_reads_little_more_than_its_bytes() -> None:
+    """Equal to the slice of the whole, for a few blocks of reading."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        tensor = torch.arange(100_000, dtype=torch.int32).view(1000, 100)
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save({"t": tensor}, "memory")
+            before = storage.counts.read_nbytes
+            part = await engine.load_slice("memory", "t", slice(500, 510))
+            assert torch.equal(part, tensor[500:510])
+            assert storage.counts.read_nbytes - before <= 4000 + 2 * SMALL.block_nbytes
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(300))
+def test_many_schedules_end_whole(seed: int) -> None:
+    """Loads, saves and verifies at once, some failing, some cancelled: right bytes or an error."""
+
+    async def scenario() -> None:
+        loop = cast("VirtualLoop", asyncio.get_running_loop())
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        sizes = [70 * KiB, 10, 90 * KiB]
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(filled_state(sizes, 0), "memory")
+
+            async def act() -> None:
+                await asyncio.sleep(loop.rng.random())
+                with contextlib.suppress(CheckpointError, TimeoutError):
+                    async with asyncio.timeout(loop.rng.random()):
+                        if loop.rng.random() < 0.3:
+                            value = loop.rng.randrange(256)
+                            await engine.save(filled_state(sizes, value), "memory", overwrite=True)
+                        else:
+                            state = await engine.load("memory")
+                            assert len(values_in(state)) == 1
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(12):
+                    group.create_task(act())
+            assert (await engine.verify("memory")).is_whole
+            assert storage.leftovers() == []
+
+    run_virtual(scenario(), seed=seed)

@@ -1,0 +1,581 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.events import (
+    SaveCommitted,
+    SaveFailed,
+    SaveProgressed,
+    SaveQueued,
+    SaveStaged,
+    SaveStarted,
+)
+from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, fail_kind, run_virtual
+from tests.rig import (
+    SMALL,
+    StorageCore,
+    assert_same,
+    clone,
+    config_with,
+    engine_on,
+    filled_state,
+    inline_engine,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.testing import Operation
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.lists(st.integers(0, 200 * KiB), max_size=8)
+moments_s = st.floats(0, 0.6)
+
+
+class GatedStorage(MemoryStorage):
+    """Commits only when its gate is open."""
+
+    def __init__(self, path: str, gate: asyncio.Event) -> None:
+        super().__init__(path)
+        self._gate = gate
+
+    async def commit(self, made: Sequence[str], manifest: bytes, *, overwrite: bool) -> None:
+        await self._gate.wait()
+        await super().commit(made, manifest, overwrite=overwrite)
+
+
+def virtual_loop() -> VirtualLoop:
+    return cast("VirtualLoop", asyncio.get_running_loop())
+
+
+def assert_nothing_left(storage: MemoryStorage) -> None:
+    assert storage.leftovers() == []
+    assert storage.counts.num_open_sinks == 0
+    assert storage.counts.num_open_sources == 0
+    assert storage.counts.num_open_attempts == 0
+
+
+@given(sizes=sizes, seed=seeds)
+def test_a_state_comes_back_bit_for_bit_whatever_the_schedule(
+    sizes: Sequence[int], seed: int
+) -> None:
+    """What was saved is what is loaded, in any order of events."""
+    state = random_state(sizes, seed)
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            info = await engine.save(state, "memory")
+            assert info.num_tensors == len(state)
+            assert info.nbytes == sum(map(len, storage.files.values()))
+            assert_same(await engine.load("memory"), state)
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(
+    sizes=sizes, seed=seeds, writes=st.integers(1, 8), copies=st.integers(1, 8), saves=st.just(2)
+)
+def test_limits_hold(sizes: Sequence[int], seed: int, writes: int, copies: int, saves: int) -> None:
+    """Slabs, writers, copiers and saves in flight never exceed what the config allows."""
+    config = config_with(max_writes=writes, max_copies=copies, max_saves=saves)
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(4)}
+        state = random_state([*sizes, 100 * KiB], seed)
+        async with inline_engine(storages, config, log) as engine:
+            handles = [engine.save(state, path) for path in storages]
+            for handle in handles:
+                await handle
+            peaks = virtual_loop().peak_calls
+            assert 0 < peaks["_seal_and_write"] <= writes
+            assert 0 < peaks["SourceState.gather"] <= copies
+            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+            for path in storages:
+                assert_same(await engine.load(path), state)
+
+    run_virtual(scenario(), seed=seed)
+    assert in_flight_at_most(log) <= saves
+
+
+def in_flight_at_most(log: EventLog) -> int:
+    """Count from events how many saves were under way at a time."""
+    now = most = 0
+    for event in log.events:
+        if isinstance(event, SaveStarted):
+            now += 1
+        elif isinstance(event, SaveCommitted):
+            now -= 1
+        most = max(most, now)
+    return most
+
+
+@given(sizes=sizes, seed=seeds, number=st.integers(0, 200), overwrite=st.booleans())
+def test_failure_leaves_nothing_behind(
+    sizes: Sequence[int], seed: int, number: int, *, overwrite: bool
+) -> None:
+    """Whatever operation fails, the caller sees it, and storage, pool and loop are as before."""
+    old, new = random_state([10, 3 * KiB], seed), random_state(sizes, seed + 1)
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            if overwrite:
+                await engine.save(old, "memory")
+            done = len(storage.operations)
+            storage.fault = fail_at(done + number, errno.ENOSPC)
+            try:
+                await engine.save(new, "memory", overwrite=overwrite)
+            except StorageError as error:
+                assert error.errno == errno.ENOSPC
+                assert error.filename == storage.operations[done + number].path
+                failed = True
+            else:
+                assert len(storage.operations) <= done + number
+                failed = False
+            storage.fault = None
+            assert_nothing_left(storage)
+            if not failed:
+                assert_same(await engine.load("memory"), new)
+            elif overwrite:
+                assert_same(await engine.load("memory"), old)
+            else:
+                assert storage.manifest is None
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(sizes=sizes, seed=seeds, at_s=moments_s, overwrite=st.booleans())
+def test_cancelling_anywhere_leaves_nothing_behind(
+    sizes: Sequence[int], seed: int, at_s: float, *, overwrite: bool
+) -> None:
+    """Whenever `await handle` is cancelled, the old checkpoint or the new one is there, whole."""
+    old, new = random_state([10, 3 * KiB], seed), random_state(sizes, seed + 1)
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            if overwrite:
+                await engine.save(old, "memory")
+            before = storage.manifest
+            handle = engine.save(new, "memory", overwrite=overwrite)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(at_s):
+                    await handle
+            assert handle.done()
+            assert_nothing_left(storage)
+            if storage.manifest is before:
+                with pytest.raises(SaveAbortedError):
+                    handle.result()
+            else:
+                assert handle.result().save_id == handle.save_id
+                assert_same(await engine.load("memory"), new)
+            if before is not None and storage.manifest is before:
+                assert_same(await engine.load("memory"), old)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(sizes=sizes, seed=seeds, at_s=moments_s)
+def test_aborting_anywhere_leaves_nothing_behind(
+    sizes: Sequence[int], seed: int, at_s: float
+) -> None:
+    """Whenever a handle is told to abort, the save ends without a trace or with its commit."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed, max_delay_s=0.05)
+        async with inline_engine({"memory": storage}) as engine:
+            handle = engine.save(random_state(sizes, seed), "memory")
+            await asyncio.sleep(at_s)
+            handle.abort()
+            try:
+                await handle
+            except SaveAbortedError:
+                assert storage.manifest is None
+            else:
+                assert storage.manifest is not None
+            assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_save_aborted_before_it_began_never_begins() -> None:
+    """Aborting at once stops the save before its first operation."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            handle = engine.save(random_state([100]), "memory")
+            handle.abort()
+            with pytest.raises(SaveAbortedError, match="untouched"):
+                await handle
+            with pytest.raises(SaveAbortedError):
+                await handle.staged
+            assert storage.operations == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_writer_is_sequential_and_gives_the_same_bytes(seed: int) -> None:
+    """With `max_writes=1` writes go file by file, front to back; only the save id differs."""
+    state = random_state([100, 70 * KiB, 300 * KiB, 90 * KiB, 1, 65 * KiB], seed)
+    files = {}
+
+    async def scenario(writes: int) -> None:
+        storage = MemoryStorage(seed=seed)
+        async with inline_engine({"memory": storage}, config_with(max_writes=writes)) as engine:
+            await engine.save(state, "memory")
+            if writes == 1:
+                assert virtual_loop().peak_calls["_seal_and_write"] == 1
+        files[writes] = {name.split("-", 2)[2]: bytes(data) for name, data in storage.files.items()}
+
+    for writes in (1, 8):
+        run_virtual(scenario(writes), seed=seed + writes)
+    assert len(files[1]) > 1
+    assert files[1] == files[8]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_saves_in_flight_keep_their_own_contents(seed: int) -> None:
+    """Two saves of one state, changed after each is staged, come back as they were saved."""
+    sizes = [30 * KiB, 70 * KiB, 10]
+
+    async def scenario() -> None:
+        open_gate = asyncio.Event()
+        storages = {f"m{i}": GatedStorage(f"m{i}", open_gate) for i in range(2)}
+        state = filled_state(sizes, 0)
+        async with inline_engine(storages) as engine:
+            handles = []
+            for value, path in enumerate(storages):
+                for tensor in state.values():
+                    tensor.fill_(value)
+                handles.append(engine.save(state, path))
+                await handles[-1].staged
+                for tensor in state.values():
+                    tensor.fill_(99)
+            assert not any(handle.done() for handle in handles)
+            open_gate.set()
+            for handle in handles:
+                await handle
+            for value, path in enumerate(storages):
+                assert_same(await engine.load(path), filled_state(sizes, value))
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_third_save_waits_and_says_so() -> None:
+    """With two saves in flight a third is queued until one has ended."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = {f"m{i}": MemoryStorage(f"m{i}", max_delay_s=0.5) for i in range(3)}
+        async with inline_engine(storages, SMALL, log) as engine:
+            handles = [
+                engine.save(filled_state([1000], i), path) for i, path in enumerate(storages)
+            ]
+            for handle in handles:
+                await handle
+            for i, path in enumerate(storages):
+                assert_same(await engine.load(path), filled_state([1000], i))
+
+    run_virtual(scenario(), seed=1)
+    (queued,) = log.of(SaveQueued)
+    assert queued.num_in_flight == 2
+    kinds = log.kinds()
+    started = [i for i, kind in enumerate(kinds) if kind == "SaveStarted"]
+    assert started[2] > kinds.index("SaveCommitted")
+
+
+def test_a_queued_save_that_is_aborted_leaves_its_place() -> None:
+    """Aborting a save that waits for a place neither takes one nor gives one away."""
+
+    async def scenario() -> None:
+        open_gate = asyncio.Event()
+        storages = {f"m{i}": GatedStorage(f"m{i}", open_gate) for i in range(4)}
+        async with inline_engine(storages, config_with(max_saves=1)) as engine:
+            first = engine.save(filled_state([9], 1), "m0")
+            await first.staged
+            second, third = (engine.save(filled_state([9], 1), f"m{i}") for i in (1, 2))
+            await asyncio.sleep(0)
+            second.abort()
+            with pytest.raises(SaveAbortedError):
+                await second
+            assert not first.done()
+            open_gate.set()
+            await first
+            await third
+            await engine.save(filled_state([9], 1), "m3")
+            assert storages["m1"].operations == []
+
+    run_virtual(scenario(), seed=2)
+
+
+def test_a_state_ten_times_the_pool_flows_through() -> None:
+    """A state larger than the pool is saved in waves, and never holds more than the pool."""
+    state = random_state([SMALL.pool_nbytes * 4, SMALL.pool_nbytes * 6])
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(state, "memory")
+            assert engine.statistics().peak_leased_nbytes == SMALL.pool_nbytes
+            assert engine.statistics().taken_nbytes == SMALL.pool_nbytes
+            target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            await engine.load("memory", into=target)
+            assert_same(target, state)
+            assert engine.statistics().num_allocations == SMALL.num_slabs
+
+    run_virtual(scenario(), seed=3)
+
+
+def test_nothing_is_allocated_from_the_second_save_on() -> None:
+    """Slabs and plan of the first save serve all that follow."""
+    log = EventLog()
+    state = random_state([30 * KiB, 70 * KiB])
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}, SMALL, log) as engine:
+            first = await engine.save(state, "memory")
+            allocations = engine.statistics().num_allocations
+            assert allocations > 0
+            assert not first.plan_reused
+            for _ in range(3):
+                info = await engine.save(state, "memory", overwrite=True)
+                assert info.plan_reused
+                assert engine.statistics().num_allocations == allocations
+
+    run_virtual(scenario(), seed=4)
+    assert [event.plan_reused for event in log.of(SaveStarted)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": torch.zeros(8, dtype=torch.int32), "b": torch.zeros(3)},
+        {"a": torch.zeros(4, 2), "b": torch.zeros(3)},
+        {"a": torch.zeros(8), "c": torch.zeros(3)},
+        {"a": torch.zeros(8)},
+        {"b": torch.zeros(3), "a": torch.zeros(8)},
+    ],
+    ids=["dtype", "shape", "key", "fewer", "order"],
+)
+def test_a_changed_structure_is_planned_anew(changed: dict[str, torch.Tensor]) -> None:
+    """A plan is never used for another structure; the first one is still known afterwards."""
+    state = {"a": torch.arange(8.0), "b": torch.ones(3)}
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(state, "memory")
+            info = await engine.save(changed, "memory", overwrite=True)
+            assert not info.plan_reused
+            assert_same(await engine.load("memory"), changed)
+            info = await engine.save(clone(state), "memory", overwrite=True)
+            assert info.plan_reused
+            assert_same(await engine.load("memory"), state)
+
+    run_virtual(scenario(), seed=5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_failure_is_what_the_caller_sees(seed: int) -> None:
+    """When every write fails, one error comes out, as itself, and no write follows."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storage = MemoryStorage(fault=fail_kind("pwrite", errno.EIO))
+        async with inline_engine({"memory": storage}, SMALL, log) as engine:
+            with pytest.raises(StorageError) as caught:
+                await engine.save(random_state([SMALL.pool_nbytes * 2]), "memory")
+        assert type(caught.value) is StorageError
+        assert caught.value.errno == errno.EIO
+        tried = [op for op in storage.operations if op.kind == "pwrite"]
+        assert len(tried) <= SMALL.max_writes
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=seed)
+    (failed,) = log.of(SaveFailed)
+    assert isinstance(failed.error, StorageError)
+    assert log.of(SaveCommitted) == []
+
+
+def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:
+    """The save goes on, and others still wait for the same moment."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(max_delay_s=0.5)
+        state = random_state([100 * KiB])
+        async with inline_engine({"memory": storage}) as engine:
+            handle = engine.save(state, "memory")
+
+            async def wait() -> None:
+                await handle.staged
+
+            waiter = asyncio.create_task(wait(), name="waiter")
+            await asyncio.sleep(0)
+            waiter.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+            assert not handle.staged.done()
+            await handle.staged
+            await handle
+            assert_same(await engine.load("memory"), state)
+
+    run_virtual(scenario(), seed=6)
+
+
+def test_events_tell_the_course_of_a_save() -> None:
+    """Started, staged, progress up to the whole, committed: each with the save's id."""
+    log = EventLog()
+    state = random_state([100 * KiB, 10])
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}, SMALL, log) as engine:
+            info = await engine.save(state, "memory")
+            (started,) = log.of(SaveStarted)
+            assert (started.nbytes, started.num_tensors, started.num_files) == (
+                info.nbytes,
+                2,
+                info.num_files,
+            )
+            (staged,) = log.of(SaveStaged)
+            (committed,) = log.of(SaveCommitted)
+            progress = log.of(SaveProgressed)
+            assert progress[-1].written_nbytes == progress[-1].nbytes == info.nbytes
+            assert [p.written_nbytes for p in progress] == sorted(
+                p.written_nbytes for p in progress
+            )
+            assert started.save_id == staged.save_id == committed.save_id == info.save_id
+            assert {event.save_id for event in progress} == {info.save_id}
+            assert staged.elapsed_s <= committed.elapsed_s
+
+    run_virtual(scenario(), seed=7)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": 1}, {"a": torch.zeros(0)}], ids=["empty", "int", "0"])
+def test_a_state_without_bytes_is_staged_and_committed(state: dict[str, object]) -> None:
+    """Both moments come even if there is nothing to copy."""
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            handle = engine.save(state, "memory")
+            await handle.staged
+            handle.fence()
+            await handle
+            assert list(await engine.load("memory")) == list(state)
+
+    run_virtual(scenario(), seed=8)
+
+
+@pytest.mark.usefixtures("no_leaks", "no_tasks")
+async def test_a_slab_is_not_reused_while_its_thread_still_writes() -> None:
+    """A cancelled save keeps its slabs until the threads that write from them are done."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: Operation) -> None:
+        if operation.kind == "pwrite" and operation.path.startswith("held/"):
+            writing.set()
+            go_on.wait()
+
+    storages = {
+        "held": MemoryStorage("held", fault=hold),
+        "other": MemoryStorage("other"),
+    }
+    config = config_with(pool_nbytes=128 * KiB, max_writes=2, max_reads=2, max_copies=2)
+    core = StorageCore(config, None, storages)
+    async with engine_on(core) as engine:
+        handle = engine.save(filled_state([60 * KiB], 1), "held")
+        await asyncio.to_thread(writing.wait)
+        waiter = asyncio.ensure_future(handle.committed.wrapped())
+        handle.abort()
+        # another save wants more than what is free, and gets by with the rest
+        other = filled_state([300 * KiB], 2)
+        await engine.save(other, "other")
+        assert engine.statistics().leased_nbytes == config.slab_nbytes
+        assert not handle.done()
+        go_on.set()
+        with pytest.raises(SaveAbortedError):
+            await handle
+        assert waiter.done()
+        assert waiter.exception() is not None
+        assert engine.statistics().leased_nbytes == 0
+        assert_same(await engine.load("other"), other)
+    assert storages["held"].manifest is None
+    assert_nothing_left(storages["held"])
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_real_writers_never_exceed_the_limit() -> None:
+    """With threads, at most `max_writes` of them are inside the storage at a time."""
+    lock = threading.Lock()
+    inside: set[int] = set()
+    peak = 0
+    together = threading.Barrier(2)
+
+    class Gauge(MemoryStorage):
+        def step(self, kind: str, name: str = "", nbytes: int = 0) -> None:
+            nonlocal peak
+            super().step(kind, name, nbytes)
+            if kind != "pwrite":
+                return
+            with lock:
+                inside.add(threading.get_ident())
+                peak = max(peak, len(inside))
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(5)  # two are inside at once, not by luck
+            together.abort()
+            with lock:
+                inside.remove(threading.get_ident())
+
+    storage = Gauge("memory")
+    core = StorageCore(config_with(max_writes=2), None, {"memory": storage})
+    async with engine_on(core) as engine:
+        await engine.save(random_state([400 * KiB]), "memory")
+    assert peak == 2
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(1000))
+def test_many_schedules_end_whole(seed: int) -> None:
+    """A thousand schedules of saves that overlap, fail and are aborted leave nothing behind."""
+
+    async def scenario() -> None:
+        rng = virtual_loop().rng
+        storages = {
+            f"m{i}": MemoryStorage(f"m{i}", seed=seed + i, max_delay_s=0.05) for i in range(4)
+        }
+        async with inline_engine(storages) as engine:
+            handles = []
+            for storage in storages.values():
+                if rng.random() < 0.3:
+                    storage.fault = fail_at(rng.randrange(60))
+                nbytes = [rng.randrange(200 * KiB) for _ in range(rng.randrange(6))]
+                handles.append((storage, engine.save(random_state(nbytes, seed), storage.path)))
+                await asyncio.sleep(rng.random() / 10)
+            for _, handle in handles:
+                if rng.random() < 0.3:
+                    handle.abort()
+            for storage, handle in handles:
+                with contextlib.suppress(StorageError, SaveAbortedError):
+                    await handle
+                assert_nothing_left(storage)
+                assert handle.done()
+
+    run_virtual(scenario(), seed=seed)

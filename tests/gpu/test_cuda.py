@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ckptio
+import ckptio.sync
+from ckptio.config import MiB
+from ckptio.errors import ConfigError, SaveAbortedError
+from tests.rig import assert_same, assert_tidy, config_with, names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = config_with(
+    pool_nbytes=8 * MiB, slab_nbytes=1 * MiB, block_nbytes=256 * 1024, bucket_nbytes=16 * MiB
+)
+
+
+@pytest.fixture(autouse=True)
+def no_device_wide_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may wait for a whole device or a whole stream."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("somebody waited for a whole device")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+
+
+def random_on(device: str, *sizes: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Make byte tensors on a device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        f"tensor{i}": torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, device=device, generator=generator
+        )
+        for i, nbytes in enumerate(sizes)
+    }
+
+
+def on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+async def test_a_cuda_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Contiguous tensors of every kind, larger than the pool together, with the CPU's beside."""
+    state = {
+        "bytes": torch.randint(0, 256, (20 * MiB + 13,), dtype=torch.uint8, device="cuda"),
+        "bf16": torch.randn(1000, 300, device="cuda").bfloat16(),
+        "float": torch.randn(77, device="cuda"),
+        "bool": torch.rand(999, device="cuda") > 0.5,
+        "complex": torch.randn(100, dtype=torch.complex64, device="cuda"),
+        "scalar": torch.tensor(3.5, device="cuda"),
+        "empty": torch.zeros(0, 4, device="cuda"),
+        "cpu": torch.randn(500, 3),
+    }
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+        assert (await engine.verify(tmp_path / "c")).is_whole
+        assert engine.statistics().peak_leased_nbytes <= CONFIG.pool_nbytes
+    assert_tidy(tmp_path / "c")
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other", "columns", "expanded", "conj"])
+async def test_any_layout_on_the_device_is_saved_and_filled(tmp_path: Path, layout: str) -> None:
+    """Strides of the source leave no trace, and strides of a target are kept to."""
+    base = torch.randn(512, 700, device="cuda")
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "transposed": lambda t: t.t(),
+        "every other": lambda t: t[::2],
+        "columns": lambda t: t[:, 3:-5],
+        "expanded": lambda t: t[:1].expand(512, 700),
+        "conj": lambda t: torch.complex(t, t + 1).conj(),
+    }
+    view = views[layout](base)
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save({"t": view}, tmp_path / "c")
+        found = await engine.load(tmp_path / "c", device="cuda")
+        assert found["t"].is_cuda
+        assert torch.equal(found["t"], view)
+        if layout in ("transposed", "every other", "columns"):
+            outside = torch.full_like(base, 7.0)
+            target = views[layout](outside)
+            await engine.load(tmp_path / "c", into={"t": target})
+            assert torch.equal(target, view)
+            untouched = torch.full_like(base, 7.0)
+            views[layout](untouched).copy_(view)
+            assert torch.equal(outside, untouched)
+
+
+@pytest.mark.parametrize("wait", ["fence", "staged"])
+@pytest.mark.parametrize("nbytes", [3 * MiB, 30 * MiB], ids=["in the pool", "in waves"])
+async def test_the_source_may_change_after_the_fence_or_staged(
+    tmp_path: Path, wait: str, nbytes: int
+) -> None:
+    """What the stream does afterwards does not reach the files; what it did before does."""
+    state = random_on("cuda", nbytes, nbytes // 3)
+    async with ckptio.Engine(CONFIG) as engine:
+        for turn in range(5):
+            for tensor in state.values():
+                tensor.add_(1)  # queued, perhaps not done, when `save` is called
+            expected = {name: tensor.clone() for name, tensor in state.items()}
+            handle = engine.save(state, tmp_path / str(turn))
+            if wait == "fence":
+                handle.fence()
+            else:
+                await handle.staged
+            for tensor in state.values():
+                tensor.fill_(0)
+            await handle
+            assert_same(await engine.load(tmp_path / str(turn), device="cpu"), on_cpu(expected))
+            for name, tensor in state.items():
+                tensor.copy_(expected[name])
+
+
+async def test_a_save_sees_the_stream_it_was_called_on(tmp_path: Path) -> None:
+    """Work that was queued on a side stream before the call is waited for."""
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(4 * MiB, dtype=torch.uint8, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    async with ckptio.Engine(CONFIG) as engine:
+        with torch.cuda.stream(stream):
+            busy = torch.randn(2000, 2000, device="cuda")
+            for _ in range(20):
+                busy = busy @ busy
+                busy = busy / busy.norm()
+            tensor.fill_(5)
+            handle = engine.save({"t": tensor}, tmp_path / "c")
+            handle.fence()
+            tensor.fill_(6)
+        await handle
+        found = await engine.load(tmp_path / "c", device="cpu")
+    assert found["t"].unique().tolist() == [5]
+
+
+async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
+    """Same tensors, same memory; what the stream does next sees the new values."""
+    state = random_on("cuda", 20 * MiB, 5, seed=1)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    pointers = [tensor.data_ptr() for tensor in target.values()]
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        for tensor in target.values():
+            tensor.fill_(3)  # queued before the load: must not win
+        assert await engine.load(tmp_path / "c", into=target) is target
+        doubled = {name: tensor + tensor for name, tensor in target.items()}
+    assert [tensor.data_ptr() for tensor in target.values()] == pointers
+    assert_same(on_cpu(target), on_cpu(state))
+    assert_same(on_cpu(doubled), {name: tensor + tensor for name, tensor in on_cpu(state).items()})
+
+
+async def test_a_state_moves_between_devices(tmp_path: Path) -> None:
+    """From the CPU to CUDA and back, with a conversion on the way."""
+    state = {"a": torch.randn(1000, 100), "n": torch.arange(10)}
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        found = await engine.load(tmp_path / "c", device="cuda", dtype=torch.bfloat16)
+        assert found["a"].is_cuda
+        assert torch.equal(found["a"].cpu(), state["a"].bfloat16())
+        assert found["n"].dtype == torch.int64
+        part = await engine.load_slice(tmp_path / "c", "a", slice(3, 7), device="cuda:0")
+        assert torch.equal(part.cpu(), state["a"][3:7])
+        with pytest.raises(ConfigError):
+            await engine.load(tmp_path / "c", into=state, device="cuda")
+
+
+async def test_slabs_are_pinned_once_in_their_exact_size(tmp_path: Path) -> None:
+    """From the first CUDA tensor on; those that were there before, too; nothing grows."""
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save({"a": torch.ones(3)}, tmp_path / "cpu")
+        pool = engine._core.context.pool
+        assert not any(slab.pinned for slab in pool._free)
+        await engine.save(random_on("cuda", 10 * MiB), tmp_path / "c")
+        allocations = engine.statistics().num_allocations
+        assert all(slab.pinned for slab in pool._free)
+        host = torch.frombuffer(pool._free[0].view, dtype=torch.uint8)
+        assert host.is_pinned()
+        del host
+        await engine.save(random_on("cuda", 10 * MiB), tmp_path / "c", overwrite=True)
+        assert engine.statistics().num_allocations == allocations
+        assert engine.statistics().taken_nbytes <= CONFIG.pool_nbytes
+
+
+async def test_aborting_a_cuda_save_leaves_nothing(tmp_path: Path) -> None:
+    """Slabs come back after their copies, files go, and the next save is right."""
+    state = random_on("cuda", 40 * MiB)
+    async with ckptio.Engine(CONFIG) as engine:
+        for turns in range(10):
+            handle = engine.save(state, tmp_path / "c")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            handle.abort()
+            with pytest.raises(SaveAbortedError):
+                await handle
+            assert engine.statistics().leased_nbytes == 0
+            assert names_in(tmp_path) == []
+        await engine.save(state, tmp_path / "c")
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+
+
+async def test_two_cuda_saves_keep_their_own_contents(tmp_path: Path) -> None:
+    """The source changes on the device between them."""
+    tensor = torch.zeros(6 * MiB, dtype=torch.uint8, device="cuda")
+    async with ckptio.Engine(CONFIG) as engine:
+        handles = []
+        for value in range(2):
+            tensor.fill_(value)
+            handles.append(engine.save({"t": tensor}, tmp_path / str(value)))
+            handles[-1].fence()
+        tensor.fill_(9)
+        for handle in handles:
+            await handle
+        for value in range(2):
+            found = await engine.load(tmp_path / str(value), device="cpu")
+            assert found["t"].unique().tolist() == [value]
+
+
+def test_the_blocking_twin_does_it_too(tmp_path: Path) -> None:
+    """Save, fence, change, load, without a loop."""
+    state = random_on("cuda", 5 * MiB)
+    expected = on_cpu(state)
+    with ckptio.sync.Engine(CONFIG) as engine:
+        handle = engine.start_save(state, tmp_path / "c")
+        handle.fence()
+        state["tensor0"].zero_()
+        handle.result()
+        engine.load(tmp_path / "c", into=state)
+    assert_same(on_cpu(state), expected)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.plan.save import LeafSpec, plan_save
+from ckptio.staging.copy import Destination, SourceState, TargetState
+from ckptio.staging.pool import Slab
+from ckptio.state.flatten import DTYPE_NAMES
+from tests.rig import SMALL, config_with
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.config import CheckpointConfig
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, -1),
+    "every other": lambda t: t[::2],
+    "columns": lambda t: t[..., 1:-1],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "permuted": lambda t: t.permute(*reversed(range(t.dim()))),
+    "offset": lambda t: t[1:],
+}
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.bool]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Give the bytes of a tensor in row-major order."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+def stage(tensors: Sequence[torch.Tensor], config: CheckpointConfig = SMALL) -> list[bytes]:
+    """Copy tensors through slabs; give the bytes of each."""
+    leaves = [
+        LeafSpec(f"t{i}", DTYPE_NAMES[t.dtype], tuple(t.shape)) for i, t in enumerate(tensors)
+    ]
+    plan = plan_save(leaves, config)
+    source = SourceState(tensors, None)
+    found = [bytearray(leaf.nbytes) for leaf in leaves]
+    slab = Slab(config.slab_nbytes)
+    for bucket in plan.buckets:
+        for segment in bucket.segments:
+            slab.view[:] = b"\xee" * len(slab.view)
+            assert source.gather(segment, slab) is None
+            assert slab.view[: len(segment.header)] == segment.header
+            for position, leaf, offset, nbytes in segment.pieces:
+                found[leaf][offset : offset + nbytes] = slab.view[position : position + nbytes]
+            assert all(byte == 0xEE for byte in slab.view[segment.nbytes :])
+    return [bytes(data) for data in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_layout_is_copied_in_row_major_order(layout: str, dtype: torch.dtype) -> None:
+    """Strides, offsets and gaps of the source leave no trace in the bytes."""
+    base = torch.randint(0, 2 if dtype == torch.bool else 100, (6, 5, 8)).to(dtype)
+    tensor = LAYOUTS[layout](base)
+    assert stage([tensor]) == [bits(tensor)]
+
+
+def test_conjugate_and_negative_views_are_copied_as_their_values() -> None:
+    """What is lazy in torch is done in the file."""
+    base = torch.randn(40, dtype=torch.complex64)
+    conj, neg = base.conj(), base.conj().imag
+    assert conj.is_conj()
+    assert neg.is_neg()
+    assert stage([conj, neg]) == [bits(conj), bits(neg)]
+
+
+def test_every_bit_of_a_nan_is_kept() -> None:
+    """Strided copies go through integers: payloads survive."""
+    patterns = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x7FFFFFFF], dtype=torch.int32)
+    nans = patterns.view(torch.float32)
+    strided = torch.stack([nans, nans], dim=1)[:, 0]
+    assert stage([nans, strided]) == [bits(patterns), bits(patterns)]
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), min_size=0, max_size=3),
+    order=st.randoms(use_true_random=False),
+    slab=st.sampled_from([4 * KiB, 8 * KiB]),
+)
+def test_tensors_are_cut_anywhere(shape: list[int], order: object, slab: int) -> None:
+    """A strided tensor over many slabs comes out whole, wherever the cuts fall."""
+    assert hasattr(order, "shuffle")
+    dims = list(range(len(shape)))
+    order.shuffle(dims)
+    tensor = torch.randint(0, 1 << 30, shape).permute(*dims) if dims else torch.tensor(7)
+    config = config_with(slab_nbytes=slab, pool_nbytes=8 * slab)
+    before = torch.arange(37, dtype=torch.uint8)
+    assert stage([before, tensor], config) == [bits(before), bits(tensor)]
+
+
+def test_a_copy_is_no_alias() -> None:
+    """What happens to the source afterwards does not reach the slab."""
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    plan = plan_save([LeafSpec("t", "uint8", (100,))], SMALL)
+    slab = Slab(SMALL.slab_nbytes)
+    (segment,) = plan.buckets[0].segments
+    SourceState([tensor], None).gather(segment, slab)
+    tensor.fill_(9)
+    ((position, _, _, nbytes),) = segment.pieces
+    assert bytes(slab.view[position : position + nbytes]) == bytes(100)
+
+
+def land(data: bytes, target: torch.Tensor, dtype: torch.dtype, cuts: Sequence[int]) -> None:
+    """Scatter the bytes of a tensor into a target, in pieces."""
+    state = TargetState([Destination(target, dtype)], None)
+    slab = Slab(4096 + -(-max(len(data), 1) // 4096) * 4096)
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    for start, stop in itertools.pairwise(edges):
+        block = 4096 if start else 0
+        slab.view[block : block + stop - start] = data[start:stop]
+        assert state.scatter(((0, 0, start, stop - start),), slab, block) is None
+    state.mark_written()
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_layout_is_filled(layout: str, dtype: torch.dtype) -> None:
+    """Only the elements of the view change, and each gets its own."""
+    base = torch.zeros((6, 5, 8), dtype=dtype)
+    view = LAYOUTS[layout](base)
+    value = torch.randint(0, 2, view.shape).to(dtype)
+    expected = base.clone()
+    LAYOUTS[layout](expected).copy_(value)
+    itemsize = dtype.itemsize
+    land(bits(value), view, dtype, [itemsize * cut for cut in (3, 17, 41)])
+    assert torch.equal(base, expected)
+
+
+def test_values_are_converted_to_the_type_of_the_target() -> None:
+    """Stored as float32, wanted as bfloat16 or float64."""
+    stored = torch.randn(100)
+    for dtype in (torch.bfloat16, torch.float64):
+        target = torch.zeros(100, dtype=dtype)
+        land(bits(stored), target, torch.float32, [40, 80])
+        assert torch.equal(target, stored.to(dtype))
+
+
+def test_a_conjugate_target_gets_the_values() -> None:
+    """Written through the view, as `copy_` would."""
+    base = torch.zeros(10, dtype=torch.complex64)
+    value = torch.randn(10, dtype=torch.complex64)
+    land(bits(value), base.conj(), torch.complex64, [16])
+    assert torch.equal(base, value.conj().resolve_conj())
+
+
+def test_autograd_is_told() -> None:
+    """A tensor that was filled counts as changed in place; one of inference mode cannot."""
+    target = torch.zeros(4)
+    version = target._version
+    land(bits(torch.ones(4)), target, torch.float32, [])
+    assert target._version > version
+    with torch.inference_mode():
+        frozen = torch.zeros(4)
+    land(bits(torch.ones(4)), frozen, torch.float32, [])
+    assert frozen.tolist() == [1, 1, 1, 1]
+
+
+def test_parameters_are_filled_in_place() -> None:
+    """A leaf that requires grad is filled without a fuss and stays a leaf."""
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    land(bits(torch.ones(4, 3)), parameter.t(), torch.float32, [20])
+    assert parameter.is_leaf
+    assert torch.equal(parameter, torch.ones(3, 4))

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import errno
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptio.errors import CorruptionError, StorageError
+from ckptio.storage.blocks import BlockReader, BlockWriter
+from ckptio.testing import RecordingFiles, fail_kind
+from tests.rig import SMALL, config_with, page_aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptio.testing.files import RefuseDirect
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+REFUSALS: list[RefuseDirect] = ["", "open", "open-after-create", "align", "write", "read"]
+
+
+def write(
+    files: RecordingFiles, path: Path, data: bytes, step: int = 8192, **options: Any
+) -> list[str]:
+    """Write a file in ranges; give why direct I/O was refused, if it was."""
+    refused: list[str] = []
+    writer = BlockWriter(files, str(path), len(data), config_with(**options), refused.append)
+    try:
+        with page_aligned(data) as view:
+            for start in range(0, len(data), step):
+                writer.pwrite(start, view[start : min(start + step, len(data))])
+        writer.close()
+    finally:
+        writer.discard()
+    return refused
+
+
+def read(files: RecordingFiles, path: Path, nbytes: int, *, direct: bool = True) -> bytes:
+    """Read a file in one range."""
+    reader = BlockReader(files, str(path), name="data", nbytes=nbytes, direct=direct)
+    try:
+        with page_aligned(bytes(-(-nbytes // 4096) * 4096)) as room:
+            reader.pread_into(0, room, nbytes)
+            return bytes(room[:nbytes])
+    finally:
+        reader.close()
+
+
+def bytes_of(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 20_000, 65536])
+def test_any_size_is_written_and_read(tmp_path: Path, refuse: RefuseDirect, nbytes: int) -> None:
+    """The bytes and the size are right, wherever direct I/O is refused."""
+    files = RecordingFiles(refuse_direct=refuse)
+    data = bytes_of(nbytes)
+    refused = write(files, tmp_path / "f", data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert len(refused) == (refuse in ("open", "open-after-create", "align", "write"))
+    assert read(files, tmp_path / "f", nbytes) == data
+    assert files.num_open == 0
+
+
+@pytest.mark.parametrize("refuse", ["", "open", "write"])
+@pytest.mark.parametrize("limit", [1, 512, 1536, 4096, 5000, 6144])
+def test_short_writes_are_completed(tmp_path: Path, refuse: RefuseDirect, limit: int) -> None:
+    """However little the system takes at a time, everything is written and nothing hangs."""
+    files = RecordingFiles(refuse_direct=refuse, max_transfer_nbytes=limit)
+    data = bytes_of(13_000)
+    write(files, tmp_path / "f", data)
+    assert (tmp_path / "f").read_bytes() == data
+
+
+@pytest.mark.parametrize("refuse", ["", "open", "read"])
+@pytest.mark.parametrize("limit", [1, 512, 1536, 4096, 5000, 6144])
+def test_short_reads_are_completed(tmp_path: Path, refuse: RefuseDirect, limit: int) -> None:
+    """However little the system gives at a time, everything is read and nothing hangs."""
+    data = bytes_of(13_000)
+    write(RecordingFiles(), tmp_path / "f", data)
+    drop_cache(tmp_path / "f")
+    files = RecordingFiles(refuse_direct=refuse, max_transfer_nbytes=limit)
+    assert read(files, tmp_path / "f", len(data)) == data
+
+
+def drop_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_file_that_was_cut_meanwhile_is_damage(
+    tmp_path: Path, *, direct: bool, cold: bool
+) -> None:
+    """Fewer bytes than the manifest promised raise, at any place of the cut; no hang."""
+    for kept in (0, 1000, 4096, 5000):
+        (tmp_path / "f").write_bytes(bytes_of(kept))
+        if cold:
+            drop_cache(tmp_path / "f")
+        with pytest.raises(CorruptionError) as caught:
+            read(RecordingFiles(), tmp_path / "f", 9000, direct=direct)
+        assert caught.value.file == "data"
+        assert caught.value.start == kept
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nbytes=st.integers(1, 200_000),
+    seed=st.integers(0, 1000),
+    limit=st.sampled_from([None, 777, 4096, 10_000]),
+    refuse=st.sampled_from(["", "open", "align", "write"]),
+)
+def test_ranges_may_come_in_any_order_from_any_thread(
+    tmp_path_factory: pytest.TempPathFactory,
+    nbytes: int,
+    seed: int,
+    limit: int | None,
+    refuse: RefuseDirect,
+) -> None:
+    """Four threads that write slabs in random order make the same file."""
+    path = tmp_path_factory.mktemp("any") / "f"
+    data = random.Random(seed).randbytes(nbytes)
+    files = RecordingFiles(refuse_direct=refuse, max_transfer_nbytes=limit)
+    refused: list[str] = []
+    writer = BlockWriter(files, str(path), nbytes, SMALL, refused.append)
+    starts = list(range(0, nbytes, 4096 * 3))
+    random.Random(seed).shuffle(starts)
+    with page_aligned(data) as view, ThreadPoolExecutor(4) as threads:
+
+        def put(start: int) -> None:
+            writer.pwrite(start, view[start : min(start + 4096 * 3, nbytes)])
+
+        list(threads.map(put, starts))
+    writer.close()
+    assert path.read_bytes() == data
+    # a file system refuses once a file, however many threads it tells
+    assert len(refused) <= 1
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [
+        ("create", "cannot write"),
+        ("allocate", "cannot write"),
+        ("pwrite", "cannot write"),
+        ("truncate", "cannot finish"),
+        ("fsync", "cannot finish"),
+        ("close", "cannot finish"),
+    ],
+)
+@pytest.mark.parametrize("nbytes", [100, 4096, 9000])
+def test_a_failing_operation_says_what_where_and_why(
+    tmp_path: Path, kind: str, doing: str, code: int, nbytes: int
+) -> None:
+    """Every operation's error comes out typed, with errno and file name, and frees the file."""
+    files = RecordingFiles(fail_kind(kind, code))
+    with pytest.raises(StorageError, match=doing) as caught:
+        write(files, tmp_path / "f", bytes_of(nbytes))
+    assert caught.value.errno == code
+    assert caught.value.filename == str(tmp_path / "f")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert files.num_open == 0
+
+
+def test_a_failing_read_says_what_where_and_why(tmp_path: Path) -> None:
+    """A read error is a `StorageError`, not damage."""
+    write(RecordingFiles(), tmp_path / "f", bytes_of(5000))
+    files = RecordingFiles(fail_kind("pread"))
+    with pytest.raises(StorageError, match="cannot read at byte 0") as caught:
+        read(files, tmp_path / "f", 5000)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "f"))
+    assert files.num_open == 0
+
+
+def test_a_system_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    """Zero bytes written, again and again, do not become a busy wait."""
+    files = RecordingFiles(max_transfer_nbytes=0)
+    with pytest.raises(StorageError) as caught:
+        write(files, tmp_path / "f", bytes_of(100))
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_cached_file_is_read_from_the_cache(tmp_path: Path) -> None:
+    """What is in the page cache is not read past it, where the kernel can tell."""
+    data = bytes_of(40_960)
+    (tmp_path / "f").write_bytes(data)
+    kinds: list[bool] = []
+
+    class Files(RecordingFiles):
+        def pread(self, fd: int, room: memoryview, offset: int) -> int:
+            kinds.append(fd in self._direct_fds)
+            return super().pread(fd, room, offset)
+
+    assert read(Files(), tmp_path / "f", len(data)) == data
+    from ckptio.storage.linux import num_cached_pages  # noqa: PLC0415  # what the reader asks
+
+    fd = os.open(tmp_path / "f", os.O_RDONLY)
+    if num_cached_pages(fd, 0, len(data)) == 10:
+        assert kinds == [False]
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("durability", "expected"), [("full", True), ("file", True), ("none", False)]
+)
+def test_a_file_is_synced_at_its_end_if_asked(
+    tmp_path: Path, durability: str, *, expected: bool
+) -> None:
+    """`durability` decides about the file's own sync, which comes after its last byte."""
+    files = RecordingFiles()
+    write(files, tmp_path / "f", bytes_of(9000), durability=durability)
+    kinds = [kind for kind, _ in files.kinds()]
+    assert ("fsync" in kinds) is expected
+    if expected:
+        assert kinds.index("fsync") > max(i for i, k in enumerate(kinds) if k == "pwrite")
+        assert kinds.index("fsync") > kinds.index("truncate")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_has_the_mode_of_the_option(
+    tmp_path: Path, mode: int, umask: Callable[[int], None]
+) -> None:
+    """Whatever the umask."""
+    for mask in (0o000, 0o077, 0o777):
+        umask(mask)
+        path = tmp_path / f"f{mask}"
+        write(RecordingFiles(), path, b"x", file_mode=mode)
+        assert os.stat(path).st_mode & 0o7777 == mode
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling", "fifo"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """A directory, a link or a FIFO in a file's place is refused, and does not block."""
+    path = tmp_path / "f"
+    plant(path, kind, tmp_path)
+    with pytest.raises(OSError):  # noqa: PT011  # which errno is the system's choice
+        BlockReader(RecordingFiles(), str(path), name="f", nbytes=1, direct=True)
+
+
+def plant(path: Path, kind: str, elsewhere: Path) -> None:
+    """Put something that is no regular file at a path."""
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        target = elsewhere / "target"
+        if kind == "link":
+            target.write_bytes(b"x" * 100)
+        path.symlink_to(target)
+
+
+def test_a_taken_name_is_never_written_over(tmp_path: Path) -> None:
+    """A file that is there already, or a link, is an error and keeps its bytes."""
+    (tmp_path / "f").write_text("mine")
+    (tmp_path / "link").symlink_to("f")
+    for name in ("f", "link"):
+        with pytest.raises(StorageError) as caught:
+            write(RecordingFiles(), tmp_path / name, b"x")
+        assert caught.value.errno == errno.EEXIST
+    assert (tmp_path / "f").read_text() == "mine"
+
+
+def test_direct_io_can_be_switched_off(tmp_path: Path) -> None:
+    """With `direct_io="off"` it is never asked for, and nothing is refused."""
+    asked: list[bool] = []
+
+    class Files(RecordingFiles):
+        def create(self, path: str, mode: int, *, direct: bool) -> int:
+            asked.append(direct)
+            return super().create(path, mode, direct=direct)
+
+    assert write(Files(), tmp_path / "f", bytes_of(9000), direct_io="off") == []
+    assert asked == [False]
+
+
+def test_much_is_pushed_out_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the page cache, write-back begins early and old ranges are waited for."""
+    from ckptio.storage import blocks  # noqa: PLC0415  # its window is made small here
+
+    monkeypatch.setattr(blocks, "_WINDOW_NBYTES", 8192)
+    data = bytes_of(100_000)
+    write(RecordingFiles(), tmp_path / "f", data, direct_io="off")
+    assert (tmp_path / "f").read_bytes() == data
+
+
+def test_tmpfs_is_written_whatever_it_says_to_direct_io(tmpfs: Path) -> None:
+    """On memory-backed storage the bytes are right, refused or not."""
+    data = bytes_of(70_001)
+    write(RecordingFiles(), tmpfs / "f", data)
+    assert (tmpfs / "f").read_bytes() == data
+    assert read(RecordingFiles(), tmpfs / "f", len(data)) == data

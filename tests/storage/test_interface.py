@@ -1,0 +1,182 @@
+"""What every storage keeps: the local one and the fake in memory pass the same tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptionError,
+)
+from ckptio.storage.local import LocalStorage
+from ckptio.testing import EventLog, MemoryStorage
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    names_in,
+    page_aligned,
+    read_files,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.storage.interface import Storage
+
+A, B, C = SAVE_IDS[:3]
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A storage, and a way to look behind it."""
+
+    storage: Storage
+    directory: Path | None
+
+    def names(self) -> list[str]:
+        if self.directory is None:
+            assert isinstance(self.storage, MemoryStorage)
+            return sorted(self.storage.files)
+        if not self.directory.exists():
+            return []
+        return [name for name in names_in(self.directory) if name != "manifest.json"]
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, executor: Executor) -> Place:
+    if request.param == "memory":
+        return Place(MemoryStorage("somewhere"), None)
+    directory = tmp_path / "a" / "b"
+    return Place(LocalStorage(str(directory), SMALL, executor, EventLog()), directory)
+
+
+async def test_nothing_is_there_before_a_commit(place: Place) -> None:
+    """Without a manifest there is no checkpoint, whatever files there are."""
+    for read in (place.storage.version, place.storage.read_manifest):
+        with pytest.raises(CheckpointNotFoundError):
+            await read()
+    attempt = await place.storage.begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 5000))
+    with pytest.raises(CheckpointNotFoundError):
+        await place.storage.read_manifest()
+    await attempt.abort()
+
+
+async def test_what_was_written_is_read_back(place: Place) -> None:
+    """Files of any size come back byte for byte, and so does the manifest."""
+    contents = contents_of(A, 1, 4096, 4097, 50_001)
+    await write_files(place.storage, A, contents)
+    assert await read_files(place.storage) == contents
+    assert (await place.storage.read_manifest())[1] == manifest_of(A, contents)
+    assert await place.storage.sizes([*contents, "nothing"]) == [1, 4096, 4097, 50_001, None]
+    assert place.names() == sorted(contents)
+
+
+async def test_a_version_changes_with_the_manifest_and_only_then(place: Place) -> None:
+    """The version of a read is that of a check, until the checkpoint is overwritten."""
+    await write_files(place.storage, A, contents_of(A, 10))
+    first, _ = await place.storage.read_manifest()
+    assert await place.storage.version() == first
+    assert (await place.storage.read_manifest())[0] == first
+    await write_files(place.storage, B, contents_of(B, 10), overwrite=True)
+    assert await place.storage.version() != first
+
+
+async def test_a_taken_place_is_refused_without_overwrite(place: Place) -> None:
+    """`begin` says so at once, and changes nothing."""
+    await write_files(place.storage, A, contents_of(A, 10))
+    with pytest.raises(CheckpointExistsError):
+        await place.storage.begin(B, overwrite=False)
+    assert await read_files(place.storage) == contents_of(A, 10)
+
+
+async def test_of_two_writers_without_overwrite_one_wins(place: Place) -> None:
+    """Who commits second is told so; the first one's checkpoint stands."""
+    one = await place.storage.begin(A, overwrite=False)
+    two = await place.storage.begin(B, overwrite=False)
+    await fill_attempt(one, contents_of(A, 10))
+    await fill_attempt(two, contents_of(B, 10))
+    await two.commit(manifest_of(B, contents_of(B, 10)))
+    with pytest.raises(CommitConflictError):
+        await one.commit(manifest_of(A, contents_of(A, 10)))
+    await one.abort()
+    assert await read_files(place.storage) == contents_of(B, 10)
+    assert place.names() == sorted(contents_of(B, 10))
+
+
+async def test_overwriting_keeps_the_old_until_the_commit(place: Place) -> None:
+    """The old checkpoint is whole until the new one is there; then its files go."""
+    old, new = contents_of(A, 10, 9000), contents_of(B, 20)
+    await write_files(place.storage, A, old)
+    attempt = await place.storage.begin(B, overwrite=True)
+    assert await read_files(place.storage) == old
+    await fill_attempt(attempt, new)
+    assert await read_files(place.storage) == old
+    await attempt.commit(manifest_of(B, new))
+    assert await read_files(place.storage) == new
+    assert place.names() == sorted(new)
+
+
+async def test_writers_that_overwrite_each_other_leave_the_last(place: Place) -> None:
+    """Three attempts at once with overwrite: the last to commit stands, and nothing else."""
+    attempts = {i: await place.storage.begin(i, overwrite=True) for i in (A, B, C)}
+    for save_id, attempt in attempts.items():
+        await fill_attempt(attempt, contents_of(save_id, 5000))
+    for save_id in (B, A, C):
+        await attempts[save_id].commit(manifest_of(save_id, contents_of(save_id, 5000)))
+        assert await read_files(place.storage) == contents_of(save_id, 5000)
+    assert place.names() == sorted(contents_of(C, 5000))
+
+
+async def test_an_aborted_attempt_leaves_nothing(place: Place) -> None:
+    """Half-written files go, and aborting twice does no harm."""
+    attempt = await place.storage.begin(A, overwrite=False)
+    sink = await attempt.create(next(iter(contents_of(A, 1))), 100_000)
+    with page_aligned(bytes(8192)) as view:
+        sink.pwrite(8192, view)
+    await attempt.abort()
+    await attempt.abort()
+    assert place.names() == []
+    assert place.directory is None or not place.directory.parent.exists()
+
+
+async def test_aborting_after_the_commit_does_nothing(place: Place) -> None:
+    """A late abort takes nothing away."""
+    attempt = await place.storage.begin(A, overwrite=False)
+    await fill_attempt(attempt, contents_of(A, 10))
+    await attempt.commit(manifest_of(A, contents_of(A, 10)))
+    await attempt.abort()
+    assert await read_files(place.storage) == contents_of(A, 10)
+
+
+async def test_a_file_that_went_away_means_the_checkpoint_changed(place: Place) -> None:
+    """Opening what the manifest named and nobody has any more is told apart from damage."""
+    with pytest.raises(CheckpointChangedError):
+        await place.storage.open("data", 10)
+
+
+async def test_reading_past_the_end_is_damage(place: Place) -> None:
+    """A file that ends too soon raises `CorruptionError`, and does not hang."""
+    contents = contents_of(A, 5000)
+    await write_files(place.storage, A, contents)
+    source = await place.storage.open(next(iter(contents)), 20_000)
+    try:
+        with page_aligned(bytes(16384)) as room:
+            with pytest.raises(CorruptionError):
+                source.pread_into(0, room, 16384)
+            with pytest.raises(CorruptionError):
+                source.pread_into(8192, room, 4096)
+    finally:
+        source.close()

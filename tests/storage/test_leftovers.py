@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.events import LeftoversRemoved
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.leftovers import boot_id, data_file_name, find_leftovers
+from ckptio.storage.local import LocalStorage
+from ckptio.testing import EventLog, RecordingFiles
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    names_in,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+ANOTHER_BOOT = b"00000000-0000-0000-0000-000000000000"
+
+
+@contextlib.contextmanager
+def stopped_save(directory: Path, kind: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a save in another process that stands still before its first `kind` operation."""
+    script = f"""
+        import asyncio, sys
+        from concurrent.futures import ThreadPoolExecutor
+        from ckptio.storage.local import LocalStorage
+        from ckptio.testing import EventLog, RecordingFiles
+        from tests.rig import SAVE_IDS, SMALL, contents_of, write_files
+
+        def fault(operation):
+            if operation.kind == {kind!r}:
+                print("here", flush=True)
+                sys.stdin.read()
+
+        storage = LocalStorage(
+            {str(directory)!r}, SMALL, ThreadPoolExecutor(2), EventLog(), RecordingFiles(fault)
+        )
+        saved = SAVE_IDS[1]
+        asyncio.run(
+            write_files(storage, saved, contents_of(saved, 9000), overwrite={kind != "publish"})
+        )
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fresh"),
+    [("allocate", True), ("truncate", False), ("publish", True), ("exchange", False)],
+)
+async def test_a_killed_save_is_swept_by_the_next(
+    tmp_path: Path, executor: Executor, kind: str, *, fresh: bool
+) -> None:
+    """Files of a process that got SIGKILL go with the next save, and not while it lives."""
+    directory = tmp_path / "c"
+    log = EventLog()
+    storage = LocalStorage(str(directory), SMALL, executor, log)
+    if not fresh:
+        await write_files(storage, A, contents_of(A, 100))
+    with stopped_save(directory, kind) as process:
+        while_alive = names_in(directory)
+        mine = [name for name in while_alive if B in name]
+        assert f".attempt-{B}" in mine
+        attempt = await storage.begin(C, overwrite=True)
+        await attempt.abort()
+        assert names_in(directory) == while_alive
+        assert log.of(LeftoversRemoved) == []
+        process.kill()
+    assert committed(directory) == (None if fresh else contents_of(A, 100))
+    await write_files(storage, C, contents_of(C, 10), overwrite=True)
+    assert names_in(directory) == sorted(["manifest.json", *contents_of(C, 10)])
+    assert set(log.of(LeftoversRemoved)[0].files) == set(mine)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint of A with leftovers of B, which never lived here."""
+    (tmp_path / "manifest.json").write_bytes(manifest_of(A, contents_of(A, 10)))
+    for name, data in {**contents_of(A, 10), **contents_of(B, 10, 20)}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / f".manifest-{B}").write_bytes(b"{}")
+    (tmp_path / f".manifest-{B}-old").write_bytes(b"{}")
+    return tmp_path
+
+
+ALL_OF_B = sorted([*contents_of(B, 10, 20), f".manifest-{B}", f".manifest-{B}-old"])
+
+
+def leftovers(directory: Path, files: PosixFiles | None = None) -> list[str]:
+    return sorted(find_leftovers(files or PosixFiles(), str(directory), C))
+
+
+def test_what_has_no_attempt_is_left_over(directory: Path) -> None:
+    """Everything of a save that is neither alive nor committed is named, nothing else."""
+    assert leftovers(directory) == ALL_OF_B
+
+
+def test_ones_own_files_are_not_left_over(directory: Path) -> None:
+    """Who asks is alive."""
+    assert find_leftovers(PosixFiles(), str(directory), B) == []
+
+
+def test_nothing_is_left_over_in_a_tidy_place(tmp_path: Path) -> None:
+    """No files, no answer; and names of other people are not ours."""
+    for name in ("notes", f"data-{B}.txt", f"data-{B[:-1]}-00000-00000.safetensors", ".attempt-"):
+        (tmp_path / name).touch()
+    assert leftovers(tmp_path) == []
+
+
+def test_without_a_manifest_everything_of_the_dead_goes(directory: Path) -> None:
+    """A place where nothing was ever committed holds nothing that is needed."""
+    (directory / "manifest.json").unlink()
+    assert leftovers(directory) == sorted([*ALL_OF_B, *contents_of(A, 10)])
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}", b"\0" * 100])
+def test_next_to_a_damaged_manifest_everything_stays(directory: Path, damaged: bytes) -> None:
+    """Whatever a manifest that cannot be read may need is not removed."""
+    (directory / "manifest.json").write_bytes(damaged)
+    assert leftovers(directory) == []
+
+
+def test_an_attempt_whose_lock_is_held_is_alive(directory: Path) -> None:
+    """The lock decides; when it goes, so may the files."""
+    marker = directory / f".attempt-{B}"
+    marker.write_bytes(boot_id())
+    files = PosixFiles()
+    fd = files.open(str(marker), direct=False)
+    assert files.lock(fd)
+    assert leftovers(directory) == []
+    files.close(fd)
+    assert leftovers(directory) == sorted([*ALL_OF_B, marker.name])
+
+
+@pytest.mark.parametrize("boot", [b"", ANOTHER_BOOT])
+def test_an_attempt_of_another_host_is_alive_until_it_is_quiet(
+    directory: Path, boot: bytes
+) -> None:
+    """Locks may not reach from host to host: only an hour without a write tells."""
+    marker = directory / f".attempt-{B}"
+    marker.write_bytes(boot)
+    assert leftovers(directory) == []
+    for name in ALL_OF_B:
+        os.utime(directory / name, (0, 0))
+    assert leftovers(directory) == []
+    os.utime(marker, (0, 0))
+    assert leftovers(directory) == sorted([*ALL_OF_B, marker.name])
+    # one file that is still written to keeps them all
+    os.utime(directory / ALL_OF_B[0])
+    assert leftovers(directory) == []
+
+
+def test_without_locks_nothing_is_taken_for_dead(directory: Path) -> None:
+    """Where nobody can lock, an attempt's file counts as a living save."""
+    (directory / f".attempt-{B}").write_bytes(boot_id())
+    assert leftovers(directory, RecordingFiles(has_locks=False)) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_an_attempt_that_is_no_file_is_left_alone(directory: Path, kind: str) -> None:
+    """Something strange in the attempt's place is nobody's to judge."""
+    if kind == "link":
+        (directory / f".attempt-{B}").symlink_to("manifest.json")
+    else:
+        (directory / f".attempt-{B}").mkdir()
+    assert leftovers(directory) == []
+
+
+async def test_a_save_that_could_not_sweep_goes_on(directory: Path, executor: Executor) -> None:
+    """A file that cannot be removed is an event, not an error."""
+    os.unlink(directory / ALL_OF_B[-1])
+    (directory / ALL_OF_B[-1]).mkdir()
+    log = EventLog()
+    storage = LocalStorage(str(directory), SMALL, executor, log)
+    attempt = await storage.begin(C, overwrite=True)
+    await fill_attempt(attempt, contents_of(C, 10))
+    await attempt.commit(manifest_of(C, contents_of(C, 10)))
+    assert names_in(directory) == sorted([*contents_of(C, 10), ALL_OF_B[-1], "manifest.json"])
+    assert "CleanupFailed" in log.kinds()
+
+
+def test_names_of_data_files_tell_save_rank_and_index() -> None:
+    """No two saves, ranks or buckets share a name."""
+    names = {data_file_name(i, rank, k) for i in (A, B) for rank in (0, 7) for k in (0, 1)}
+    assert len(names) == 8
+    assert data_file_name(A, 3, 14) == f"data-{A}-00003-00014.safetensors"

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.storage import linux
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield file
+    os.close(file)
+
+
+def test_alignment_is_a_power_of_two_where_the_kernel_says(fd: int) -> None:
+    """What `statx` answers for direct I/O can be used as it is, or is nothing."""
+    alignment = linux.direct_alignment(fd)
+    if alignment is not None and alignment.offset:
+        assert alignment.offset & (alignment.offset - 1) == 0
+        assert alignment.memory & (alignment.memory - 1) == 0
+
+
+def test_alignment_of_no_file_is_nothing() -> None:
+    """A bad descriptor is no error here: the open that follows will say it."""
+    assert linux.direct_alignment(-1) is None
+
+
+def test_pages_just_written_are_in_the_page_cache(fd: int) -> None:
+    """Where the kernel counts, it counts every page of what was just written, and no other."""
+    os.pwrite(fd, bytes(5 * 4096), 0)
+    count = linux.num_cached_pages(fd, 4096, 3 * 4096)
+    assert count in (3, None)
+    if count is not None:
+        assert linux.num_cached_pages(fd, 1 << 30, 4096) == 0
+
+
+def test_allocating_sets_the_size_or_says_no(fd: int) -> None:
+    """Room is reserved without a byte being written."""
+    if linux.allocate(fd, 1 << 20):
+        assert os.fstat(fd).st_size == 1 << 20
+
+
+def test_allocating_more_than_there_is_raises(fd: int) -> None:
+    """No room is told before anything is written, with its errno."""
+    # far beyond what any file system takes: one that merely is too small would be filled
+    with pytest.raises(OSError) as caught:  # noqa: PT011  # its errno is looked at
+        linux.allocate(fd, 1 << 62)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+
+
+def test_a_bad_descriptor_cannot_allocate() -> None:
+    """The system's refusal comes out as the error it is."""
+    with pytest.raises(OSError) as caught:  # noqa: PT011  # its errno is looked at
+        linux.allocate(-1, 4096)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_write_back_loses_nothing(fd: int) -> None:
+    """Pushing a range out and dropping it from the cache leaves its bytes in the file."""
+    os.pwrite(fd, b"x" * 8192, 0)
+    linux.start_writeback(fd, 0, 8192)
+    linux.finish_writeback(fd, 0, 8192)
+    assert os.pread(fd, 8192, 0) == b"x" * 8192
+
+
+def test_rename_without_replacing(tmp_path: Path) -> None:
+    """A free name is taken; a taken one raises and both files stay."""
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    with pytest.raises(FileExistsError):
+        linux.rename_noreplace(str(tmp_path / "a"), str(tmp_path / "b"))
+    linux.rename_noreplace(str(tmp_path / "a"), str(tmp_path / "c"))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"b": "b", "c": "a"}
+
+
+def test_names_are_exchanged(tmp_path: Path) -> None:
+    """Two names change their files in one step; a missing one raises and changes nothing."""
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    linux.rename_exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "b", "b": "a"}
+    with pytest.raises(FileNotFoundError):
+        linux.rename_exchange(str(tmp_path / "a"), str(tmp_path / "nothing"))
+    assert (tmp_path / "a").read_text() == "b"

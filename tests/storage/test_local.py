@@ -1,0 +1,488 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptio
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptionError,
+    FormatError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.events import CleanupFailed, DirectIORefused
+from ckptio.storage.local import LocalStorage
+from ckptio.testing import EventLog, RecordingFiles, fail_at, run_virtual
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    FilesCore,
+    assert_same,
+    assert_tidy,
+    committed,
+    config_with,
+    contents_of,
+    engine_on,
+    fill_attempt,
+    filled_state,
+    inline_engine,
+    manifest_of,
+    names_in,
+    random_state,
+    read_files,
+    values_in,
+    write_files,
+)
+from tests.storage.test_blocks import plant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.storage.files import PosixFiles
+    from ckptio.testing import Operation
+    from ckptio.testing.files import RefuseDirect
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+OLD, NEW = contents_of(A, 5000, 9000), contents_of(B, 10_000)
+
+
+def storage_at(
+    directory: Path,
+    executor: Executor,
+    files: PosixFiles | None = None,
+    log: EventLog | None = None,
+    **options: Any,
+) -> LocalStorage:
+    return LocalStorage(str(directory), config_with(**options), executor, log or EventLog(), files)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("has_exchange", [True, False])
+async def test_an_error_at_any_operation_leaves_the_old_or_the_new(
+    tmp_path: Path, executor: Executor, code: int, *, overwrite: bool, has_exchange: bool
+) -> None:
+    """Whichever operation fails: a typed error and what was there, or success and an event."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "c"
+        if overwrite:
+            await write_files(storage_at(directory, executor), A, OLD)
+        files = RecordingFiles(fail_at(number, code), has_exchange=has_exchange)
+        log = EventLog()
+        storage = storage_at(directory, executor, files, log)
+        try:
+            await write_files(storage, B, NEW, overwrite=overwrite)
+        except StorageError as error:
+            assert error.errno == code
+            assert error.filename.startswith(str(directory))
+            assert os.strerror(code) in error.message
+            if overwrite:
+                assert committed(directory) == OLD
+                assert names_in(directory) == sorted(["manifest.json", *OLD])
+            else:
+                assert not directory.parent.exists()
+        else:
+            assert committed(directory) == NEW
+            left = [event.file for event in log.of(CleanupFailed)]
+            assert names_in(directory) == sorted(["manifest.json", *NEW, *left])
+        assert files.num_open == 0
+        if number >= len(files.operations):
+            break
+    assert number > 12
+
+
+@pytest.mark.parametrize("durability", ["full", "file", "none"])
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_the_order_of_syncs(
+    tmp_path: Path, executor: Executor, durability: str, *, overwrite: bool
+) -> None:
+    """Data, manifest, the parent and every new directory entry; the name; the directory again."""
+    directory = tmp_path / "new1" / "new2" / "c"
+    if overwrite:
+        await write_files(storage_at(directory, executor), A, OLD)
+    files = RecordingFiles()
+    await write_files(
+        storage_at(directory, executor, files, durability=durability), B, NEW, overwrite=overwrite
+    )
+    found = [
+        (op.kind, os.path.relpath(op.path, tmp_path))
+        for op in files.operations
+        if op.kind in ("fsync", "fsync_dir", "publish", "exchange")
+    ]
+    (data,) = NEW
+    here = "new1/new2/c"
+    syncs = [("fsync", f"{here}/{data}"), ("fsync", f"{here}/.manifest-{B}")]
+    above = ("new1/new2",) if overwrite else ("new1/new2", "new1", ".")
+    new_entries = [("fsync_dir", p) for p in above]
+    name = ("exchange" if overwrite else "publish", f"{here}/manifest.json")
+    assert (
+        found
+        == {
+            "full": [
+                *syncs,
+                ("fsync_dir", here),
+                *new_entries,
+                name,
+                ("fsync_dir", here),
+            ],
+            "file": [*syncs, name],
+            "none": [name],
+        }[durability]
+    )
+
+
+async def test_files_and_directories_are_private(
+    tmp_path: Path, executor: Executor, umask: Callable[[int], object]
+) -> None:
+    """Everything made has 0600 or 0700, whatever the umask; what was there keeps its mode."""
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    for mask in (0o000, 0o077):
+        umask(mask)
+        directory = there / str(mask) / "c"
+        await write_files(storage_at(directory, executor), A, OLD)
+        assert modes_below(there / str(mask)) == {0o700, 0o600}
+    assert os.stat(there).st_mode & 0o777 == 0o755
+
+
+def modes_below(root: Path) -> set[int]:
+    return {os.stat(path).st_mode & 0o777 for path in (root, *root.rglob("*"))}
+
+
+async def test_modes_can_be_chosen(
+    tmp_path: Path, executor: Executor, umask: Callable[[int], object]
+) -> None:
+    """The options win over the umask."""
+    umask(0o077)
+    storage = storage_at(tmp_path / "a" / "c", executor, file_mode=0o644, dir_mode=0o755)
+    await write_files(storage, A, OLD)
+    assert modes_below(tmp_path / "a") == {0o755, 0o644}
+
+
+@pytest.mark.parametrize("refuse", ["open", "open-after-create", "align", "write"])
+async def test_refused_direct_io_is_said_once_a_save(
+    tmp_path: Path, executor: Executor, refuse: RefuseDirect
+) -> None:
+    """However many files, one event; and the bytes are right."""
+    log = EventLog()
+    storage = storage_at(tmp_path, executor, RecordingFiles(refuse_direct=refuse), log)
+    await write_files(storage, A, OLD)
+    assert committed(tmp_path) == OLD
+    (event,) = log.of(DirectIORefused)
+    assert event.path == str(tmp_path)
+    assert event.reason
+
+
+async def test_a_real_tmpfs_holds_a_checkpoint(tmpfs: Path) -> None:
+    """Where memory is the file system, save and load work, and a refusal is said."""
+    state = random_state([300_001, 5])
+    log = EventLog()
+    async with ckptio.Engine(SMALL, observer=log) as engine:
+        await engine.save(state, tmpfs / "c")
+        assert_same(await engine.load(tmpfs / "c"), state)
+    assert_tidy(tmpfs / "c")
+    assert len(log.of(DirectIORefused)) <= 1
+
+
+async def test_the_old_checkpoint_is_whole_until_the_new_one_is(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Looked at before every operation of an overwrite: first the old, then the new, no mix."""
+    for has_exchange in (True, False):
+        directory = tmp_path / str(has_exchange)
+        await write_files(storage_at(directory, executor), A, OLD)
+        seen: list[tuple[str, Any]] = []
+
+        def look(operation: Operation, directory: Path = directory, seen: Any = seen) -> None:
+            seen.append((operation.kind, committed(directory)))
+
+        files = RecordingFiles(look, has_exchange=has_exchange)
+        await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+        contents = [found for _, found in seen]
+        turn = contents.index(NEW)
+        assert all(found == OLD for found in contents[:turn])
+        assert all(found == NEW for found in contents[turn:])
+        assert names_in(directory) == sorted(["manifest.json", *NEW])
+
+
+async def test_readers_of_a_checkpoint_that_is_overwritten_get_one_of_them(
+    tmp_path: Path,
+) -> None:
+    """While a path is overwritten again and again, a load is old, new or a typed error."""
+    sizes = [70_000, 10, 5000]
+    path = tmp_path / "c"
+    num_loads = 0
+
+    async def read(engine: ckptio.Engine) -> None:
+        nonlocal num_loads
+        while not done.is_set():
+            try:
+                state = await engine.load(path)
+            except CheckpointChangedError:
+                continue
+            assert len(values_in(state)) == 1
+            num_loads += 1
+
+    done = asyncio.Event()
+    async with ckptio.Engine(SMALL) as writer, ckptio.Engine(SMALL) as reader:
+        await writer.save(filled_state(sizes, 0), path)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(read(reader))
+            for value in range(1, 40):
+                await writer.save(filled_state(sizes, value), path, overwrite=True)
+            done.set()
+        assert_same(await reader.load(path), filled_state(sizes, 39))
+    assert num_loads > 0
+    assert_tidy(path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_of_writers_that_race_for_a_path_one_wins(tmp_path: Path, *, overwrite: bool) -> None:
+    """Without overwrite exactly one commits and the others are told; nothing else is left."""
+    sizes = [70_000, 10]
+    async with ckptio.Engine(SMALL) as one, ckptio.Engine(SMALL) as two:
+        for turn in range(8):
+            path = tmp_path / str(turn)
+            handles = [
+                engine.save(filled_state(sizes, value), path, overwrite=overwrite)
+                for value, engine in enumerate((one, two, one, two))
+            ]
+            won = []
+            for value, handle in enumerate(handles):
+                try:
+                    await handle
+                except (CommitConflictError, CheckpointExistsError):
+                    assert not overwrite
+                else:
+                    won.append(value)
+            assert len(won) == (4 if overwrite else 1)
+            found = await one.load(path)
+            assert any(
+                torch.equal(found["tensor0"], filled_state(sizes, value)["tensor0"])
+                for value in won
+            )
+            assert_tidy(path)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling", "fifo"])
+async def test_only_a_regular_manifest_is_a_checkpoint(
+    tmp_path: Path, executor: Executor, kind: str
+) -> None:
+    """A link, a FIFO or a directory in the manifest's place is refused, and does not block."""
+    directory = tmp_path / "c"
+    directory.mkdir()
+    plant(directory / "manifest.json", kind, tmp_path)
+    storage = storage_at(directory, executor)
+    with pytest.raises(StorageError):
+        await storage.read_manifest()
+    with pytest.raises(CheckpointExistsError):
+        await storage.begin(A, overwrite=False)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling", "fifo", "nothing"])
+async def test_only_regular_data_files_are_loaded(tmp_path: Path, kind: str) -> None:
+    """Something else in a data file's place is named, and no byte of a target changes."""
+    path = tmp_path / "c"
+    state = random_state([10_000, 20])
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.save(state, path)
+        (data,) = (path / name for name in names_in(path) if name.startswith("data-"))
+        os.replace(data, tmp_path / "target")
+        if kind == "link":
+            data.symlink_to(tmp_path / "target")  # the right bytes, by the wrong way
+        elif kind != "nothing":
+            plant(data, kind, tmp_path)
+        target = filled_state([10_000, 20], 7)
+        with pytest.raises(CorruptionError, match="no such regular file") as caught:
+            await engine.load(path, into=target)
+        assert caught.value.file == data.name
+        assert_same(target, filled_state([10_000, 20], 7))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/b", "..", ".", "", "manifest.json", "a\0b", ".hidden"]
+)
+async def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None:
+    """A manifest with such a name is no manifest: nothing is opened."""
+    (tmp_path / "outside").write_bytes(b"secret")
+    directory = tmp_path / "c"
+    directory.mkdir()
+    (directory / "manifest.json").write_bytes(manifest_of(A, {name: b"secret"}))
+    async with ckptio.Engine(SMALL) as engine:
+        with pytest.raises(FormatError):
+            await engine.load(directory)
+
+
+async def test_a_file_in_the_directorys_place_is_an_error(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A path below a file holds no checkpoint and cannot take one."""
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "c"):
+        storage = storage_at(path, executor)
+        with pytest.raises(CheckpointNotFoundError):
+            await storage.read_manifest()
+        with pytest.raises(CheckpointNotFoundError):
+            await storage.version()
+        with pytest.raises(StorageError):
+            await storage.begin(A, overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+async def test_other_peoples_files_stay(tmp_path: Path, executor: Executor) -> None:
+    """Whatever else is in the directory is not ours to remove, in success and in failure."""
+    for name in ("notes.txt", "data-.safetensors", ".attempt-x", "data-1.safetensors"):
+        (tmp_path / name).write_text("mine")
+    await write_files(storage_at(tmp_path, executor), A, OLD)
+    await write_files(storage_at(tmp_path, executor), B, NEW, overwrite=True)
+    attempt = await storage_at(tmp_path, executor).begin(C, overwrite=True)
+    await attempt.abort()
+    assert len(names_in(tmp_path)) == 4 + 1 + len(NEW)
+
+
+async def test_a_data_file_that_vanished_fails_the_commit(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A manifest never names what somebody removed meanwhile."""
+    storage = storage_at(tmp_path / "c", executor)
+    attempt = await storage.begin(A, overwrite=False)
+    await fill_attempt(attempt, OLD)
+    os.unlink(tmp_path / "c" / next(iter(OLD)))
+    with pytest.raises(StorageError):
+        await attempt.commit(manifest_of(A, OLD))
+    await attempt.abort()
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("lacks", ["links", "locks"])
+async def test_a_poorer_file_system_will_do(tmp_path: Path, executor: Executor, lacks: str) -> None:
+    """Without links or without locks a checkpoint is written and overwritten all the same."""
+    files = RecordingFiles(has_links=lacks != "links", has_locks=lacks != "locks")
+    await write_files(storage_at(tmp_path, executor, files), A, OLD)
+    with pytest.raises(CheckpointExistsError):
+        await write_files(storage_at(tmp_path, executor, files), C, NEW)
+    await write_files(storage_at(tmp_path, executor, files), B, NEW, overwrite=True)
+    assert committed(tmp_path) == NEW
+    assert names_in(tmp_path) == sorted(["manifest.json", *NEW])
+
+
+async def test_a_manifest_larger_than_any_is_not_read(tmp_path: Path, executor: Executor) -> None:
+    """A huge file in the manifest's place is refused by its size."""
+    with open(tmp_path / "manifest.json", "wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(FormatError, match="at most"):
+        await storage_at(tmp_path, executor).read_manifest()
+
+
+async def test_an_engine_survives_a_full_disk(tmp_path: Path) -> None:
+    """After ENOSPC the same engine saves to another place; the first one is as it was."""
+    state = random_state([100_001, 5])
+    files = RecordingFiles()
+    kept = []
+    async with engine_on(FilesCore(SMALL, None, files)) as engine:
+        await engine.save(state, tmp_path / "c")
+        for number in range(8):
+            files.fault = fail_at(len(files.operations) + 7 * number, errno.ENOSPC)
+            try:
+                await engine.save(random_state([100_001, 5], 1), tmp_path / "c", overwrite=True)
+            except StorageError as error:
+                kept.append(error)  # with its traceback: the pool must not mind
+                assert_same(await engine.load(tmp_path / "c"), state)
+                assert_tidy(tmp_path / "c")
+        files.fault = None
+        await engine.save(state, tmp_path / "d")
+        assert_same(await engine.load(tmp_path / "d"), state)
+    assert kept
+
+
+@given(seed=st.integers(0, 10_000), at_s=st.floats(0, 0.25), overwrite=st.booleans())
+def test_cancelling_anywhere_leaves_the_old_or_the_new(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, at_s: float, *, overwrite: bool
+) -> None:
+    """Whenever a save is cancelled, what the handle says is what is on the disk."""
+    directory = tmp_path_factory.mktemp("cancel") / "c"
+    old, new = random_state([5000], seed), random_state([9000, 70_000], seed + 1)
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as unused:
+            storage = LocalStorage(
+                str(directory), config_with(durability="none"), unused, EventLog()
+            )
+            async with inline_engine({"c": storage}) as engine:
+                if overwrite:
+                    await engine.save(old, "c")
+                handle = engine.save(new, "c", overwrite=overwrite)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(at_s):
+                        await handle
+                try:
+                    handle.result()
+                except SaveAbortedError:
+                    if overwrite:
+                        assert_same(await engine.load("c"), old)
+                    else:
+                        assert not directory.exists()
+                else:
+                    assert_same(await engine.load("c"), new)
+
+    run_virtual(scenario(), seed=seed)
+    if directory.exists():
+        assert_tidy(directory)
+
+
+async def test_reading_files_of_an_overwritten_checkpoint_says_so(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Who holds an old manifest is told that the checkpoint changed."""
+    storage = storage_at(tmp_path, executor)
+    await write_files(storage, A, OLD)
+    await write_files(storage, B, NEW, overwrite=True)
+    with pytest.raises(CheckpointChangedError, match="load it again"):
+        await storage.open(next(iter(OLD)), 5000)
+    assert await read_files(storage) == NEW
+
+
+async def test_an_open_that_is_cancelled_leaves_no_file_open(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """What a thread opens for a task that is cancelled meanwhile is closed again."""
+    opening, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: Operation) -> None:
+        if operation.kind == "open":
+            opening.set()
+            go_on.wait()
+
+    await write_files(storage_at(tmp_path, executor), A, OLD)
+    files = RecordingFiles(hold)
+    name, data = next(iter(OLD.items()))
+    task = asyncio.create_task(
+        storage_at(tmp_path, executor, files).open(name, len(data)), name="open"
+    )
+    await asyncio.to_thread(opening.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(files.kinds("open")) == 2
+    assert files.num_open == 0

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.errors import ConfigError
+from ckptio.storage.resolve import local_path, resolve_storage
+from ckptio.testing import EventLog
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a/b", "a/b"),
+        ("/a/b", "/a/b"),
+        (Path("/a/b"), "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("local:///a/b", "/a/b"),
+        ("with space ü", "with space ü"),
+    ],
+)
+def test_paths_and_file_urls_name_local_paths(path: Any, expected: str) -> None:
+    """Strings, path objects and `file://` URLs are all taken."""
+    assert local_path(path) == expected
+
+
+def test_a_tilde_is_the_home_directory() -> None:
+    """`~` means what it means in a shell."""
+    assert local_path("~/c") == os.path.expanduser("~/c")
+
+
+@pytest.mark.parametrize(
+    "path", ["", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x"]
+)
+def test_what_is_no_local_path_is_refused(path: Any) -> None:
+    """Other values and other URLs raise `ConfigError` before anything is touched."""
+    with pytest.raises(ConfigError):
+        local_path(path)
+
+
+def test_a_url_of_another_kind_says_what_works() -> None:
+    """The message names the way out."""
+    with pytest.raises(ConfigError, match="file://"):
+        local_path("s3://bucket/key")
+
+
+def test_a_storage_is_absolute_and_touches_nothing(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is that of the working directory at the call; nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    storage = resolve_storage("x/../c", SMALL, executor, EventLog())
+    assert storage.path == str(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_lead_to_one_identity(tmp_path: Path, executor: Executor) -> None:
+    """Two names of one directory are one place."""
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "latest").symlink_to("step-3")
+    one, two = (
+        resolve_storage(tmp_path / name, SMALL, executor, EventLog())
+        for name in ("step-3", "latest")
+    )
+    assert one.identity == two.identity
+    assert one.path != two.path
