@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import queue
 import threading
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -61,6 +62,76 @@ async def _finish(future: asyncio.Future[Any]) -> None:
                 await asyncio.wait((future,))
             except asyncio.CancelledError:  # the first one is raised by `outlive`, at the end
                 continue
+
+
+class Threads(concurrent.futures.Executor):
+    """A fixed number of daemon threads, made as they are needed.
+
+    `ThreadPoolExecutor` takes no more work once the interpreter begins to end, which is
+    while a program that did not wait for its last save still has that save to finish.
+
+    Args:
+        max_threads: At most this many.
+        name: Prefix of their names.
+    """
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._max_threads = max_threads
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Run `function` on one of the threads, in turn.
+
+        Raises:
+            RuntimeError: `shutdown` was called.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:  # who waits for the future raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine's threads have ended")
+            self._work.put(work)
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
+                thread = threading.Thread(
+                    target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
+        """Let the threads end once the work is done, and wait for that."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._work.put(None)
+        if wait and not cancel_futures:
+            for thread in threads:
+                thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # and with it what it refers to, while waiting for more
+            self._idle.release()
 
 
 async def run_blocking(

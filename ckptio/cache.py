@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio.errors import EngineClosedError
+from ckptio.errors import EngineClosedError, FormatError
 from ckptio.format.manifest import decode_manifest
 
 if TYPE_CHECKING:
@@ -183,7 +183,10 @@ class MetadataCache:
             self._drop(identity)
         self._num_reads += 1
         version, data = await storage.read_manifest()
-        manifest = await self._decode(data)
+        try:
+            manifest = await self._decode(data)
+        except FormatError as error:
+            raise type(error)(f"{storage.path!r}: {error}") from None
         self._keep(identity, _Entry(version, manifest, len(data)))
         return manifest
 

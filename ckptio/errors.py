@@ -100,7 +100,8 @@ class MismatchError(TargetError):
         ]
         super().__init__(
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
-            " pass strict='report' or strict='ignore' to load what fits"
+            " load_with_report(...) loads what fits and says what does not, strict='ignore' just"
+            " loads it"
         )
 
 
@@ -120,18 +121,30 @@ class CorruptionError(FormatError):
     """A checksum or a size is not what the manifest says.
 
     Attributes:
+        path: The checkpoint.
         file: Name of the damaged file inside the checkpoint.
+        problem: What is wrong with it.
         start: First byte of the damaged range in that file.
         stop: End of the damaged range, exclusive.
         fqns: Names of tensors that have bytes in the range, a few at most.
     """
 
     def __init__(
-        self, problem: str, *, file: str, start: int, stop: int, fqns: Sequence[str] = ()
+        self,
+        problem: str,
+        *,
+        path: str,
+        file: str,
+        start: int,
+        stop: int,
+        fqns: Sequence[str] = (),
     ) -> None:
-        """Say that bytes `[start, stop)` of `file` have `problem`."""
+        """Say that bytes `[start, stop)` of `file` in checkpoint `path` have `problem`."""
         held = f", which holds {_some(fqns)}" if fqns else ""
-        super().__init__(f"{problem} in bytes [{start}, {stop}) of {file!r}{held}")
+        where = f"bytes [{start}, {stop}) of {file!r}"
+        super().__init__(f"{path!r} is damaged: {problem} in {where}{held}")
+        self.path = path
+        self.problem = problem
         self.file = file
         self.start = start
         self.stop = stop

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 T = TypeVar("T")
+_log = logging.getLogger("ckptio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +140,26 @@ class SaveHandle:
         self._abort = abort
         self._fence = fence
 
+    def __del__(self) -> None:
+        """Log the error of a save that nobody waited for, as asyncio does for its tasks."""
+        if self.done() and self.is_unsettled():
+            _log.error(
+                "the save to %r failed and nobody waited for it: %r",
+                self.path,
+                self.committed.error(),
+            )
+
+    def is_unsettled(self) -> bool:
+        """Whether the save is under way, or failed and nobody has seen that."""
+        if not self.done():
+            return True
+        return not self.retrieved and self.committed.error() is not None
+
     def __repr__(self) -> str:
         """Say how far the save is."""
-        state = "done" if self.done() else "staged" if self.staged.done() else "staging"
+        state = "staged" if self.staged.done() else "staging"
+        if self.done():
+            state = "committed" if self.committed.error() is None else "failed"
         return f"<SaveHandle {self.path!r} {state}>"
 
     def __await__(self) -> Generator[object, None, CheckpointInfo]:
@@ -173,7 +192,7 @@ class SaveHandle:
         try:
             return self.committed.wait(timeout_s)
         finally:
-            self.retrieved = self.done()
+            self.retrieved = self.retrieved or self.done()
 
     def done(self) -> bool:
         """Whether the save is committed or has failed."""

@@ -144,7 +144,7 @@ class StorageCore(EngineCore):
         self._storages = storages
 
     def storage(self, path: PathLike) -> Storage:
-        assert self.is_open
+        assert self.context is not None  # raises if it is closed
         return self._storages[os.fspath(path)]
 
 
@@ -202,12 +202,13 @@ async def inline_engine(
     What is in flight when the block ends is waited for, failed or not.
     """
     before = asyncio.all_tasks()
+    threads = ThreadPoolExecutor(
+        config.max_writes + config.max_reads + config.max_copies + 2, thread_name_prefix="ckptio"
+    )
     context = EngineContext(
         config=config,
-        executor=ThreadPoolExecutor(
-            config.max_writes + config.max_reads + config.max_copies + 2,
-            thread_name_prefix="ckptio",
-        ),
+        executor=threads,
+        waiters=threads,
         pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
         cache=MetadataCache(config.cache_entries, config.cache_nbytes),
         observer=observer,
@@ -227,7 +228,7 @@ async def inline_engine(
         assert statistics.leased_nbytes == 0
         assert statistics.num_waiting == 0
         context.pool.close()
-        context.executor.shutdown()
+        threads.shutdown()
         assert context.num_saves == 0
         assert asyncio.all_tasks() == before
 

@@ -60,12 +60,18 @@ def test_storage_errors_are_os_errors(
 def test_a_corruption_says_where_it_is() -> None:
     """File, range and names are in the text and in attributes."""
     error = CorruptionError(
-        "checksum 1 instead of 2", file="f", start=4, stop=8, fqns=[f"t{i}" for i in range(7)]
+        "checksum 1 instead of 2",
+        path="/a",
+        file="f",
+        start=4,
+        stop=8,
+        fqns=[f"t{i}" for i in range(7)],
     )
     assert str(error) == (
-        "checksum 1 instead of 2 in bytes [4, 8) of 'f', which holds"
+        "'/a' is damaged: checksum 1 instead of 2 in bytes [4, 8) of 'f', which holds"
         " 't0', 't1', 't2', 't3', 't4' and 2 more"
     )
+    assert (error.path, error.problem) == ("/a", "checksum 1 instead of 2")
     assert (error.file, error.start, error.stop, len(error.fqns)) == ("f", 4, 8, 7)
 
 

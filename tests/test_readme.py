@@ -7,7 +7,7 @@ import sys
 import types
 from pathlib import Path
 
-import pytest
+import pytest  # noqa: TC002  # its fixtures are looked up at run time
 
 README = Path(__file__).parent.parent / "README.md"
 

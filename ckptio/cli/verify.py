@@ -107,12 +107,11 @@ def _found(path: str, report: VerifyReport) -> Json:
 
 def _damage(error: CorruptionError) -> Json:
     """Describe a damaged range."""
-    problem, _, _ = str(error).partition(" in bytes [")  # the rest is in attributes
     return {
         "file": error.file,
         "start": error.start,
         "stop": error.stop,
-        "problem": problem,
+        "problem": error.problem,
         "tensors": list(error.fqns),
     }
 

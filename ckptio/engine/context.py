@@ -6,15 +6,18 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptio._aio import run_blocking
 from ckptio.events import notify
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Executor
 
     from ckptio.cache import MetadataCache
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event, Observer
     from ckptio.plan.save import LeafSpec, SavePlan
+    from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
 
 _MAX_PLANS = 8
@@ -28,6 +31,7 @@ class EngineContext:
     Attributes:
         config: Options.
         executor: Threads for everything that blocks.
+        waiters: Threads that wait for devices.
         pool: Slabs.
         cache: Manifests.
         observer: Takes events, if anybody does.
@@ -38,10 +42,12 @@ class EngineContext:
         files: Files open for reading at a time.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
+        turns: The end of the last save to each place, by its identity.
     """
 
     config: CheckpointConfig
     executor: Executor
+    waiters: Executor
     pool: SlabPool
     cache: MetadataCache
     observer: Observer | None = None
@@ -52,6 +58,7 @@ class EngineContext:
     files: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
     num_saves: int = 0
+    turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make the limits."""
@@ -65,6 +72,21 @@ class EngineContext:
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""
         notify(self.observer, event)
+
+
+async def settle(pending: Sequence[PendingCopies], context: EngineContext) -> None:
+    """Wait until devices are done with a slab, to the end even when cancelled.
+
+    On threads of their own: copies behind a long training step must not keep the threads
+    of reads and writes waiting.
+    """
+    if pending:
+        await run_blocking(context.waiters, _wait_for, pending)
+
+
+def _wait_for(pending: Sequence[PendingCopies]) -> None:
+    for copies in pending:
+        copies.wait()
 
 
 class PlanCache:

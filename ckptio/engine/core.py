@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from ckptio._aio import outlive, run_blocking
+from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.errors import EngineClosedError
+from ckptio.errors import ConfigError, EngineClosedError
+from ckptio.events import notify
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.resolve import resolve_storage
@@ -30,15 +32,29 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from contextlib import AbstractContextManager
 
+    import torch
     from anyio.from_thread import BlockingPortal
 
-    from ckptio.events import Observer
+    from ckptio.events import Event, Observer
     from ckptio.handle import SaveHandle
     from ckptio.staging.cuda import SideStreams
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
+
+
+_NUM_WAITERS = 2
+
+
+def _call_into(future: Future[None], function: Callable[[], None]) -> None:
+    """Call, and let a future tell how it went."""
+    try:
+        function()
+    except BaseException as error:  # who waits for the future raises it
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 class EngineCore:
@@ -50,6 +66,12 @@ class EngineCore:
     """
 
     def __init__(self, config: CheckpointConfig | None, observer: Observer | None) -> None:
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise ConfigError(f"config= is a CheckpointConfig, not {config!r}")
+        if observer is not None and (
+            not callable(observer) or inspect.iscoroutinefunction(observer)
+        ):
+            raise ConfigError(f"observer= is a plain function of one event, not {observer!r}")
         self.config = config or CheckpointConfig()
         self._observer = observer
         self._lock = threading.Lock()
@@ -60,11 +82,6 @@ class EngineCore:
         self._cache_task: Future[None] | None = None
         self._handles: list[SaveHandle] = []
         self._side_streams: dict[bool, SideStreams] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes work."""
-        return self._portal is not None
 
     @property
     def context(self) -> EngineContext:
@@ -85,19 +102,39 @@ class EngineCore:
         """
         if "torch" in sys.modules:
             import_module("ckptio.engine.flow")
+        # on a thread of its own, which no interrupt reaches: a loop that is half up would be
+        # waited for, and never end
+        starter: Future[None] = Future()
+        thread = threading.Thread(
+            target=_call_into, args=(starter, self._start), name="ckptio-start"
+        )
+        thread.start()
+        try:
+            starter.result()
+        except BaseException:
+            thread.join()
+            if starter.exception() is None:  # interrupted while it came up
+                self.close(abort=True)
+            raise
+        thread.join()
+
+    def _start(self) -> None:
         if self._portal_block is not None:
             raise EngineClosedError("an engine is entered once; make another one")
         self._portal_block = start_blocking_portal(backend="asyncio")
-        self._portal = self._portal_block.__enter__()
-        self._context = self._portal.call(self._make_context)
-        self._cache_task = self._portal.start_task_soon(self._context.cache.run)
+        portal = self._portal_block.__enter__()
+        try:
+            self._context = portal.call(self._make_context)
+            self._cache_task = portal.start_task_soon(self._context.cache.run)
+        except BaseException:
+            self._portal_block.__exit__(None, None, None)
+            raise
+        self._portal = portal
 
     async def _make_context(self) -> EngineContext:
         config = self.config
-        executor = ThreadPoolExecutor(
-            config.max_writes + config.max_reads + config.max_copies + 2,
-            thread_name_prefix="ckptio",
-        )
+        num_threads = config.max_writes + config.max_reads + config.max_copies + 2
+        executor = Threads(num_threads, "ckptio")
 
         async def decode(data: bytes) -> Manifest:
             return await run_blocking(executor, decode_manifest, data)
@@ -105,10 +142,15 @@ class EngineCore:
         return EngineContext(
             config=config,
             executor=executor,
-            pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+            waiters=Threads(_NUM_WAITERS, "ckptio-device"),
+            pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
             cache=MetadataCache(config.cache_entries, config.cache_nbytes, decode),
             observer=self._observer,
         )
+
+    def emit(self, event: Event) -> None:
+        """Give an event to the observer, on the calling thread."""
+        notify(self._observer, event)
 
     def storage(self, path: PathLike) -> Storage:
         """Find the storage for a path. Touches nothing."""
@@ -153,7 +195,8 @@ class EngineCore:
             result = await step(context)
         except BaseException as error:  # whoever waits for the step raises it
             self._in_flight.discard(running)
-            running.future.set_exception(error)
+            cancelled = isinstance(error, asyncio.CancelledError)
+            running.future.set_exception((cancelled and running.reason) or error)
         else:
             self._in_flight.discard(running)
             running.future.set_result(result)
@@ -161,20 +204,24 @@ class EngineCore:
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""
         with self._lock:
-            self._handles = [h for h in self._handles if not (h.done() and h.retrieved)]
+            self._handles = [h for h in self._handles if h.is_unsettled()]
             self._handles.append(handle)
 
     def unseen_failure(self) -> BaseException | None:
         """Give the error of a save that nobody waited for."""
-        for handle in self._handles:
-            if handle.done() and not handle.retrieved:
-                error = handle.committed.error()
-                if error is not None:
-                    return error
-        return None
+        failed = [h for h in self._handles if h.done() and h.is_unsettled()]
+        errors = [handle.committed.error() for handle in failed]
+        for handle in failed:
+            handle.retrieved = True
+        return errors[0] if errors else None
 
-    def side_streams(self, *, saving: bool) -> SideStreams:
-        """Give the CUDA streams for one direction, and pin the pool at the first use."""
+    def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
+        """Give the CUDA streams for one direction, and pin the pool at the first use.
+
+        Args:
+            device: A device that is used; memory is pinned in its context.
+            saving: The direction.
+        """
         from ckptio.staging.cuda import HostRegistration, SideStreams  # noqa: PLC0415  # imports torch
 
         with self._lock:
@@ -185,9 +232,10 @@ class EngineCore:
                 first = False
         if first:
             pool = self.context.pool
+            pinning = HostRegistration(device)
 
             async def pin(_: EngineContext) -> None:
-                pool.use_pinning(HostRegistration())
+                pool.use_pinning(pinning)
 
             self.call_blocking(pin, "pin the pool")
         return self._side_streams[saving]
@@ -227,7 +275,7 @@ class EngineCore:
             return
         for running in in_flight:
             if abort:
-                running.abort()
+                running.abort(EngineClosedError("the engine was left by an error meanwhile"))
         for running in in_flight:
             running.wait_ended()
         try:
@@ -238,11 +286,14 @@ class EngineCore:
     async def _give_back(self) -> None:
         context = self._context
         assert context is not None  # noqa: S101  # it was started
-        context.cache.close()
-        if self._cache_task is not None:
-            await asyncio.wait((asyncio.wrap_future(self._cache_task),))
-        context.pool.close()
-        context.executor.shutdown()
+        try:
+            context.cache.close()
+            if self._cache_task is not None:
+                await asyncio.wait((asyncio.wrap_future(self._cache_task),))
+            context.pool.close()
+        finally:
+            context.executor.shutdown()
+            context.waiters.shutdown()
 
 
 class Running(Generic[T]):
@@ -250,11 +301,13 @@ class Running(Generic[T]):
 
     Attributes:
         future: Its end.
+        reason: Why it was aborted, if who waits for it did not ask for that.
     """
 
     def __init__(self) -> None:
         self.future: Future[T] = Future()
         self._lock = threading.Lock()
+        self.reason: Exception | None = None
         self._aborted = False
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -268,12 +321,17 @@ class Running(Generic[T]):
         if aborted and self._task is not None:
             self._task.cancel()
 
-    def abort(self) -> None:
-        """Cancel the task, once; nothing happens after its end. From any thread."""
+    def abort(self, reason: Exception | None = None) -> None:
+        """Cancel the task, once; nothing happens after its end. From any thread.
+
+        Args:
+            reason: What who waits raises; the cancellation itself if not given.
+        """
         with self._lock:
             if self._aborted or self.future.done():
                 return
             self._aborted = True
+            self.reason = reason
             task, loop = self._task, self._loop
         if task is not None and loop is not None:
             try:

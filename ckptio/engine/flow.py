@@ -17,27 +17,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ckptio._aio import run_blocking
 from ckptio.engine.context import EngineContext
 from ckptio.engine.core import Running
 from ckptio.engine.load import Reading, check_sizes, read_plan
-from ckptio.engine.restore import LoadReport, LoadRequest, plan_restoration
+from ckptio.engine.restore import LoadReport, LoadRequest, Restoration, plan_restoration
 from ckptio.engine.save import SaveJob, run_save
 from ckptio.errors import (
-    CheckpointChangedError,
     ConfigError,
-    CorruptionError,
     SaveAbortedError,
+    TargetError,
 )
 from ckptio.events import LoadFinished, LoadStarted, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import collection_paused, flatten
+from ckptio.state.rebuild import device_of
 from ckptio.state.tree import make_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.core import EngineCore
     from ckptio.format.manifest import Manifest
     from ckptio.plan.load import LoadPlan
@@ -125,8 +127,10 @@ def _no_fence() -> None:
 def _close_after(core: EngineCore, running: Running[Callable[[], None]]) -> None:
     """Close an engine after its one save, then let the handle say how it ended."""
     running.wait_ended()
-    core.close()
-    running.future.result()()
+    try:
+        core.close()
+    finally:
+        running.future.result()()
 
 
 async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
@@ -173,7 +177,7 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
         MismatchError: The target does not fit and `strict` is `"raise"`.
         TargetError: A target cannot be filled.
         CorruptionError: A size or a checksum is wrong.
-        CheckpointChangedError: It was overwritten meanwhile, twice.
+        CheckpointChangedError: It was overwritten meanwhile.
         FormatError: It is no checkpoint of this format.
         StorageError: It cannot be read.
     """
@@ -181,20 +185,14 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
     restoration = plan_restoration(manifest, storage.path, request)
-    with collection_paused():
-        everything = request.keep is None and (
-            restoration.match is None or restoration.match.agrees
-        )
-        plan = plan_load(manifest, restoration.wanted, core.config, whole_files=everything)
+    _require_selected(request, restoration, storage.path)
     reading = Reading(storage, manifest)
-    try:
-        yield lambda _: check_sizes(reading, plan.files)
-    except CorruptionError:
-        # a checkpoint that was overwritten since looks just like a damaged one
-        again: Manifest = yield lambda context: context.cache.get(storage)
-        if again.save_id == manifest.save_id:
-            raise
-        raise CheckpointChangedError(storage.path) from None
+    whole = request.keep is None and (restoration.match is None or restoration.match.agrees)
+    files = range(len(manifest.files)) if whole else restoration.files()
+    yield lambda context: check_sizes(reading, files, context)
+    plan: LoadPlan = yield lambda context: run_blocking(
+        context.executor, _plan, manifest, restoration, core.config, whole_files=whole
+    )
     destinations = restoration.destinations()
     streams = caller_streams([d.tensor for d in destinations], core, saving=False)
     target = TargetState(destinations, streams)
@@ -204,7 +202,7 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     target.mark_written()
     state = restoration.finish()
     elapsed_s = time.perf_counter() - started
-    core.context.emit(LoadFinished(path=storage.path, nbytes=plan.nbytes, elapsed_s=elapsed_s))
+    core.emit(LoadFinished(path=storage.path, nbytes=plan.nbytes, elapsed_s=elapsed_s))
     match = restoration.match
     return LoadResult(
         state,
@@ -221,8 +219,22 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
     )
 
 
+def _require_selected(request: LoadRequest, restoration: Restoration, path: str) -> None:
+    """Refuse a selection that selects nothing: mostly a mistyped name."""
+    if request.keep is not None and request.strict == "raise" and restoration.is_empty:
+        raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
+
+
+def _plan(
+    manifest: Manifest, restoration: Restoration, config: CheckpointConfig, *, whole_files: bool
+) -> LoadPlan:
+    """Plan the reads of a load. Blocks."""
+    with collection_paused():
+        return plan_load(manifest, restoration.wanted(), config, whole_files=whole_files)
+
+
 def _announce(core: EngineCore, path: str, plan: LoadPlan, num_tensors: int) -> None:
-    core.context.emit(
+    core.emit(
         LoadStarted(
             path=path, nbytes=plan.nbytes, num_tensors=num_tensors, num_files=len(plan.files)
         )
@@ -256,13 +268,9 @@ def make_request(
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
     if not all(isinstance(cls, type) for cls in types):
         raise ConfigError(f"types= takes classes, not {types!r}")
-    try:
-        where = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r} is no device: {error}") from None
     return LoadRequest(
         into=into,
-        device=where,
+        device=device_of(device),
         dtype=dtype,
         keep=None if select is None else make_predicate(select),
         strict=strict,
@@ -285,7 +293,7 @@ def caller_streams(
         return None
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
 
-    return CallerStreams(devices, core.side_streams(saving=saving))
+    return CallerStreams(devices, core.side_streams(min(devices, key=str), saving=saving))
 
 
 async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:

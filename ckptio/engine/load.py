@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure, run_blocking
-from ckptio.errors import ConfigError, CorruptionError
+from ckptio.engine.context import settle
+from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
 from ckptio.events import ReadProgressed
 from ckptio.format.checksum import crc32c
 from ckptio.layout import DTYPES, numel
@@ -76,7 +77,7 @@ class Reading:
         self.on_damage(error)
 
 
-async def check_sizes(reading: Reading, files: Sequence[int]) -> set[int]:
+async def check_sizes(reading: Reading, files: Sequence[int], context: EngineContext) -> set[int]:
     """Compare the sizes of files with the manifest's.
 
     Returns:
@@ -84,9 +85,17 @@ async def check_sizes(reading: Reading, files: Sequence[int]) -> set[int]:
 
     Raises:
         CorruptionError: A file is missing or has another size, and nobody collects.
+        CheckpointChangedError: So it is because the checkpoint was overwritten meanwhile.
+        ConfigError: Blocks of the checkpoint do not fit the slabs of this engine.
     """
+    require_slabs(reading.manifest, context)
     entries = [reading.manifest.files[i] for i in files]
     sizes = await reading.storage.sizes([entry.name for entry in entries])
+    if any(size != entry.nbytes for entry, size in zip(entries, sizes, strict=True)):
+        # a checkpoint that was overwritten since looks just like a damaged one
+        now = await context.cache.get(reading.storage)
+        if now.save_id != reading.manifest.save_id:
+            raise CheckpointChangedError(reading.storage.path)
     whole = set()
     for index, entry, size in zip(files, entries, sizes, strict=True):
         if size == entry.nbytes:
@@ -97,6 +106,7 @@ async def check_sizes(reading: Reading, files: Sequence[int]) -> set[int]:
         reading.damaged(
             CorruptionError(
                 f"{problem} instead of one of {entry.nbytes}",
+                path=reading.storage.path,
                 file=entry.name,
                 start=start,
                 stop=stop,
@@ -114,7 +124,6 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         CheckpointChangedError: A file went away meanwhile.
         StorageError: The first failure of any part; the others are cancelled and awaited.
     """
-    require_slabs(reading.manifest, context)
     total = plan.nbytes
     by_file: dict[int, list[ReadSegment]] = {}
     for segment in plan.segments:
@@ -179,12 +188,14 @@ async def _read_segment(
 ) -> None:
     """Read, verify and land one range."""
     async with context.pool.lease() as slab:
-        async with context.reads:
-            damage, pending = await run_blocking(
-                context.executor, _read_and_land, segment, slab, source, reading
-            )
-        for copies in pending:
-            await run_blocking(context.executor, copies.wait)
+        pending: list[PendingCopies] = []
+        try:
+            async with context.reads:
+                damage = await run_blocking(
+                    context.executor, _read_and_land, segment, slab, source, reading, pending
+                )
+        finally:
+            await settle(pending, context)  # a device may be reading the slab, cancelled or not
     for error in damage:
         reading.damaged(error)
     reading.read_nbytes += segment.nbytes
@@ -196,18 +207,31 @@ async def _read_segment(
 
 
 def _read_and_land(
-    segment: ReadSegment, slab: Slab, source: Source, reading: Reading
-) -> tuple[list[CorruptionError], list[PendingCopies]]:
+    segment: ReadSegment,
+    slab: Slab,
+    source: Source,
+    reading: Reading,
+    pending: list[PendingCopies],
+) -> list[CorruptionError]:
     """Read, verify and land a range, block by block. Blocks.
 
-    Every block goes through the same piece of the slab while nothing is pending, so that
-    it is still in the core's cache when it is summed and when it is copied.
+    Every block goes through the same piece of the slab where no device reads from it, so
+    that it is still in the core's cache when it is summed and when it is copied.
+
+    Args:
+        segment: The range.
+        slab: Takes it; or a block of it at a time.
+        source: The file.
+        reading: What is being read.
+        pending: Takes what devices still have to read from the slab, also when this raises.
+
+    Returns:
+        What is damaged.
     """
     block = reading.manifest.block_nbytes
     target = reading.target
     spread = target is not None and target.is_async
     damage: list[CorruptionError] = []
-    pending: list[PendingCopies] = []
     for index, expected in enumerate(segment.checksums):
         nbytes = min(block, segment.nbytes - index * block)
         start = segment.start + index * block
@@ -218,10 +242,8 @@ def _read_and_land(
         if found != expected:
             damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
-            copies = target.scatter(segment.pieces[index], slab, at)
-            if copies is not None:
-                pending.append(copies)
-    return damage, pending
+            target.scatter(segment.pieces[index], slab, at, pending)
+    return damage
 
 
 def _damaged_block(
@@ -232,6 +254,7 @@ def _damaged_block(
     expected = entry.checksums()[start // reading.manifest.block_nbytes]
     return CorruptionError(
         f"checksum {found:08x} instead of {expected:08x}",
+        path=reading.storage.path,
         file=entry.name,
         start=start,
         stop=start + nbytes,

@@ -75,27 +75,81 @@ class LoadReport:
     notes: tuple[str, ...] = ()
 
 
+class Need(NamedTuple):
+    """A stored tensor, or a byte range of it, that a destination takes.
+
+    Attributes:
+        entry: The tensor.
+        destination: Index of the destination.
+        span: The range of its row-major bytes; all of them if not given.
+    """
+
+    entry: TensorEntry
+    destination: int
+    span: tuple[int, int] | None = None
+
+    def expand(self, wanted: list[Wanted]) -> None:
+        """Add the ranges of files that bring it."""
+        entry, destination, span = self
+        if len(entry.chunks) == 1:
+            chunk = entry.chunks[0]
+            first, stop = span or (0, entry.nbytes)
+            if first < stop:
+                start = chunk.start + first
+                wanted.append(Wanted(chunk.file, start, stop - first, destination, 0))
+            return
+        whole: list[Wanted] = []
+        want_region(entry, Box((0,) * len(entry.shape), entry.shape), destination, whole)
+        wanted += whole if span is None else _cut_out(whole, *span)
+
+
 @dataclass(slots=True)
 class Restoration:
     """A load with its decisions made.
 
     Attributes:
         makers: Give the tensors that take bytes, each once; new ones are made only then.
-        wanted: Ranges that bring them; `Wanted.destination` counts `makers`.
+        needs: What each takes; `Need.destination` counts `makers`.
         finish: Puts the result together once everything has landed. On the caller's thread.
+        has_values: Whether something is loaded that is no tensor.
         match: How target and checkpoint agree; `None` without a target.
         notes: Filled in by `finish`.
     """
 
     makers: list[Callable[[], Destination]] = field(default_factory=list)
-    wanted: list[Wanted] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
     finish: Callable[[], Any] = lambda: None
     match: Match | None = None
+    has_values: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all is loaded."""
+        return not self.needs and not self.has_values
+
+    def files(self) -> list[int]:
+        """Give the files that hold what is needed."""
+        return sorted({chunk.file for need in self.needs for chunk in need.entry.chunks})
+
+    def wanted(self) -> list[Wanted]:
+        """Give the ranges that bring what is needed, after the sizes of files were checked.
+
+        Raises:
+            FormatError: The chunks are cut into more pieces than any sharding has.
+        """
+        wanted: list[Wanted] = []
+        for need in self.needs:
+            need.expand(wanted)
+        return wanted
 
     def destinations(self) -> list[Destination]:
         """Make what is new, on the caller's thread, after the sizes of files were checked."""
         return [make() for make in self.makers]
+
+
+#: Ranges of one tensor, at most: a load plans each, and takes about 150 bytes for it.
+_MAX_RANGES = 8_000_000
 
 
 class _Kind(NamedTuple):
@@ -127,7 +181,7 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
     tree = read_tree(manifest)
     if request.keep is not None:
         tree = prune(tree, request.keep)
-    restoration = Restoration()
+    restoration = Restoration(has_values=request.keep is None or tree != {})
     tensors: dict[int, torch.Tensor] = {}
     kinds: dict[int, _Kind] = {}
     for _, node in walk("", tree):
@@ -153,7 +207,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match = matcher.match
     if request.strict == "raise" and not match.agrees:
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched)
-    restoration = Restoration(match=match)
+    restoration = Restoration(match=match, has_values=match.num_values > 0)
     late: list[Callable[[], None]] = []
     for fill in match.fills:
         _fill(manifest, fill, restoration, late)
@@ -198,23 +252,13 @@ def _make(
             return Destination(tensors[index], stored)
 
         restoration.makers.append(make)
-        _want(entry, len(restoration.makers) - 1, restoration.wanted)
+        restoration.needs.append(Need(entry, len(restoration.makers) - 1))
 
 
 def _entry(manifest: Manifest, index: int) -> TensorEntry:
     if not 0 <= index < len(manifest.tensors):
         raise FormatError(f"the tree refers to tensor {index}, which is not there")
     return manifest.tensors[index]
-
-
-def _want(entry: TensorEntry, destination: int, wanted: list[Wanted]) -> None:
-    """Want every byte of a stored tensor, in a destination of its shape."""
-    if len(entry.chunks) == 1:
-        chunk, nbytes = entry.chunks[0], entry.nbytes
-        if nbytes:
-            wanted.append(Wanted(chunk.file, chunk.start, nbytes, destination, 0))
-        return
-    want_region(entry, Box((0,) * len(entry.shape), entry.shape), destination, wanted)
 
 
 def want_region(entry: TensorEntry, region: Box, destination: int, wanted: list[Wanted]) -> None:
@@ -234,6 +278,10 @@ def want_region(entry: TensorEntry, region: Box, destination: int, wanted: list[
         in_chunk = tuple(a - b for a, b in zip(first, offset, strict=True))
         in_region = tuple(a - b for a, b in zip(first, region.offset, strict=True))
         for start, at, count in shared_runs(shape, (in_chunk, local), (in_region, region.shape)):
+            if len(wanted) >= _MAX_RANGES:
+                raise FormatError(
+                    f"{entry.name!r} is cut into more than {_MAX_RANGES} pieces; load a part of it"
+                )
             wanted.append(
                 Wanted(
                     chunk.file,
@@ -254,16 +302,15 @@ def _fill(
     node = fill.view
     if node is None:
         restoration.makers.append(lambda: Destination(fill.tensor, stored))
-        _want(entry, len(restoration.makers) - 1, restoration.wanted)
+        restoration.needs.append(Need(entry, len(restoration.makers) - 1))
         return
     shape = tuple(node["s"])
     if list(row_major_strides(shape)) == node["r"] and not node.get("conj") and not node.get("neg"):
-        whole: list[Wanted] = []
         dtype = torch_dtype(node["d"])
         restoration.makers.append(lambda: Destination(fill.tensor, dtype))
-        _want(entry, len(restoration.makers) - 1, whole)
         first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize
-        restoration.wanted += _cut_out(whole, first, first + count)
+        need = Need(entry, len(restoration.makers) - 1, (first, first + count))
+        restoration.needs.append(need)
         return
     # a strided view: its base is read beside it, and copied from when everything is there
     bases: list[torch.Tensor] = []
@@ -273,7 +320,7 @@ def _fill(
         return Destination(bases[0], stored)
 
     restoration.makers.append(make)
-    _want(entry, len(restoration.makers) - 1, restoration.wanted)
+    restoration.needs.append(Need(entry, len(restoration.makers) - 1))
     late.append(lambda: _copy_view(fill.tensor, bases[0], node))
 
 

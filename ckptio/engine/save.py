@@ -26,6 +26,7 @@ import msgspec
 
 from ckptio._aio import first_failure, run_blocking
 from ckptio._version import __version__
+from ckptio.engine.context import settle
 from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.manifest import encode_manifest
@@ -33,12 +34,13 @@ from ckptio.plan.save import plan_save
 from ckptio.storage.leftovers import data_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.handle import SaveHandle
     from ckptio.plan.save import Bucket, SavePlan, Segment
     from ckptio.staging.copy import SourceState
+    from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.state.flatten import FlatState
     from ckptio.storage.interface import Attempt, Sink, Storage
@@ -147,7 +149,7 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
     Raises:
         CheckpointError: The first failure of any part.
     """
-    async with _place(job, context):
+    async with _turn(job, context) as my_turn, _place(job, context):
         plan = context.plans.get(job.flat.specs)
         reused = plan is not None
         if plan is None:
@@ -160,12 +162,45 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
             manifest = await run_blocking(
                 context.executor, _encode, job, plan, files, context.config.block_nbytes
             )
+            await my_turn()
             await attempt.commit(manifest)
             context.cache.forget(job.storage)
         except BaseException:
             await attempt.abort()
             raise
         return SaveReceipt(plan, reused)
+
+
+@contextlib.asynccontextmanager
+async def _turn(
+    job: SaveJob, context: EngineContext
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Let saves to one place commit in the order in which they were asked for.
+
+    A later save copies and writes meanwhile, and waits for the end of the earlier one only
+    before its commit: the newest state is what stays. Gives what waits for the turn.
+    """
+    identity = job.storage.identity
+    before = context.turns.get(identity)
+    end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    context.turns[identity] = end
+
+    async def my_turn() -> None:
+        if before is not None:
+            await asyncio.shield(before)
+
+    def finish(_: object) -> None:
+        end.set_result(None)
+        if context.turns.get(identity) is end:
+            del context.turns[identity]
+
+    try:
+        yield my_turn
+    finally:
+        if before is None or before.done():
+            finish(None)
+        else:  # this one failed early: who comes next still waits for the one before
+            before.add_done_callback(finish)
 
 
 @contextlib.asynccontextmanager
@@ -250,11 +285,13 @@ async def _carry_segment(
 ) -> None:
     """Copy, sum and write one segment."""
     async with context.pool.lease() as slab:
-        async with context.copies:
-            pending = await run_blocking(context.executor, job.source.gather, segment, slab)
-        progress.submitted()
-        if pending is not None:
-            await run_blocking(context.executor, pending.wait)
+        pending: list[PendingCopies] = []
+        try:
+            async with context.copies:
+                await run_blocking(context.executor, job.source.gather, segment, slab, pending)
+            progress.submitted()
+        finally:
+            await settle(pending, context)  # a device may be writing to the slab, cancelled or not
         progress.staged()
         async with context.writes:
             file.checksums[segment.start] = await run_blocking(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckptio.engine.flow import Flow, caller_streams
 from ckptio.engine.load import Reading, check_sizes, read_plan
 from ckptio.engine.restore import want_region
@@ -13,10 +11,12 @@ from ckptio.errors import ConfigError, TargetError
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.state.rebuild import torch_dtype
+from ckptio.state.rebuild import device_of, empty, torch_dtype
 from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptio.engine.core import EngineCore
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
@@ -37,13 +37,14 @@ def slice_flow(
     manifest: Manifest = yield lambda context: context.cache.get(storage)
     entry = find_tensor(manifest, name)
     region, shape = region_of(entry, index)
+    reading = Reading(storage, manifest)
+    files = sorted({chunk.file for chunk in entry.chunks})
+    yield lambda context: check_sizes(reading, files, context)
     wanted: list[Wanted] = []
     want_region(entry, region, 0, wanted)
     plan = plan_load(manifest, wanted, core.config)
-    reading = Reading(storage, manifest)
-    yield lambda _: check_sizes(reading, plan.files)
     stored = torch_dtype(entry.dtype)
-    result = torch.empty(region.shape, dtype=stored, device=device)
+    result = empty(region.shape, stored, device_of(device), name)
     target = TargetState(
         [Destination(result, stored)], caller_streams([result], core, saving=False)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio.engine.load import Reading, check_sizes, read_plan, require_slabs
+from ckptio.engine.load import Reading, check_sizes, read_plan
 from ckptio.plan.load import LoadPlan, plan_load
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ async def run_verify(storage: Storage, context: EngineContext) -> VerifyReport:
     Raises:
         CheckpointNotFoundError: There is none.
         FormatError: Its manifest is damaged: nothing can be said of the rest.
+        CheckpointChangedError: It was overwritten meanwhile.
         StorageError: It cannot be read.
     """
     manifest = await context.cache.get(storage)
-    require_slabs(manifest, context)
     damage: list[CorruptionError] = []
     reading = Reading(storage, manifest, on_damage=damage.append)
-    whole = await check_sizes(reading, range(len(manifest.files)))
+    whole = await check_sizes(reading, range(len(manifest.files)), context)
     plan = plan_load(manifest, (), context.config, whole_files=True)
     readable = tuple(segment for segment in plan.segments if segment.file in whole)
     await read_plan(LoadPlan(readable), reading, context)

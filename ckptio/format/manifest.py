@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c, pack_checksums, unpack_checksums
 from ckptio.layout import DTYPES, numel
@@ -216,7 +217,7 @@ def _check_head(manifest: Manifest) -> None:
     """Check everything but tensors."""
     if not re.fullmatch(r"[0-9a-f]{32}", manifest.save_id):
         raise FormatError(f"bad save id {manifest.save_id!r} in the manifest")
-    if not 0 < manifest.block_nbytes < MAX_EXTENT:
+    if not 0 < manifest.block_nbytes < MAX_EXTENT or manifest.block_nbytes % PAGE_NBYTES:
         raise FormatError(f"bad block size {manifest.block_nbytes} in the manifest")
     names: set[str] = set()
     for file in manifest.files:
@@ -255,7 +256,7 @@ def _check_tensors(manifest: Manifest) -> None:
             is_whole = chunk.global_offset is None and chunk.local_shape is None
             part = count if is_whole else _part_numel(shape, chunk)
             start = chunk.start
-            if part < 0 or not 0 <= chunk.file < num_files or start < 0:
+            if part < 0 or not 0 <= chunk.file < num_files or start < 0 or start % itemsize:
                 raise FormatError(f"tensor {name!r} has an impossible chunk in the manifest")
             covered += part
             if part:

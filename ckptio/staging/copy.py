@@ -37,11 +37,13 @@ class SourceState:
         self._addresses = [address_of(tensor) for tensor in tensors]
         self._streams = streams
 
-    def gather(self, segment: Segment, slab: Slab) -> PendingCopies | None:
+    def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
 
-        Returns:
-            What the device still has to do before the slab is complete, if anything.
+        Args:
+            segment: What to copy.
+            slab: Takes it.
+            pending: Takes what devices still have to do before the slab is complete.
         """
         base = slab.address
         slab.view[: len(segment.header)] = segment.header
@@ -54,11 +56,12 @@ class SourceState:
                 move(base + position, address + offset, nbytes)
             else:
                 slow.append(piece)
-        return self._gather_slow(slow, slab) if slow else None
+        if slow:
+            self._gather_slow(slow, slab, pending)
 
     def _gather_slow(
-        self, pieces: Sequence[tuple[int, int, int, int]], slab: Slab
-    ) -> PendingCopies | None:
+        self, pieces: Sequence[Piece], slab: Slab, pending: list[PendingCopies]
+    ) -> None:
         """Copy what one memmove cannot: strided, conjugate and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, leaf, offset, nbytes in pieces:
@@ -69,9 +72,9 @@ class SourceState:
                     on_device.setdefault(tensor.device, []).append((target, source))
                 else:
                     target.copy_(source)
-        if not on_device or self._streams is None:
-            return None
-        return self._streams.copy(on_device)
+        if on_device:
+            assert self._streams is not None  # noqa: S101  # made for just these devices
+            pending.append(self._streams.copy(on_device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +110,16 @@ class TargetState:
         """Whether `scatter` may leave copies pending, so that the slab must stay as it is."""
         return self._streams is not None
 
-    def scatter(self, pieces: Sequence[Piece], slab: Slab, start: int) -> PendingCopies | None:
+    def scatter(
+        self, pieces: Sequence[Piece], slab: Slab, start: int, pending: list[PendingCopies]
+    ) -> None:
         """Copy the pieces of a verified block where they belong. Blocks; thread-safe.
 
         Args:
             pieces: As `plan.load.ReadSegment` has them.
             slab: Holds the block.
             start: Where the block starts in the slab.
-
-        Returns:
-            What devices still have to read from the slab, if anything.
+            pending: Takes what devices still have to read from the slab.
         """
         base = slab.address + start
         addresses = self._addresses
@@ -127,9 +130,12 @@ class TargetState:
                 move(address + offset, base + position, nbytes)
             else:
                 slow.append((start + position, index, offset, nbytes))
-        return self._scatter_slow(slow, slab) if slow else None
+        if slow:
+            self._scatter_slow(slow, slab, pending)
 
-    def _scatter_slow(self, pieces: Sequence[Piece], slab: Slab) -> PendingCopies | None:
+    def _scatter_slow(
+        self, pieces: Sequence[Piece], slab: Slab, pending: list[PendingCopies]
+    ) -> None:
         """Copy what one memmove cannot: strided, converted and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
@@ -144,9 +150,9 @@ class TargetState:
                     on_device.setdefault(tensor.device, []).append((target, source))
                 else:
                     target.copy_(source)
-        if not on_device or self._streams is None:
-            return None
-        return self._streams.copy(on_device)
+        if on_device:
+            assert self._streams is not None  # noqa: S101  # made for just these devices
+            pending.append(self._streams.copy(on_device))
 
     def mark_written(self) -> None:
         """Tell autograd that the tensors changed, as any in-place operation does."""

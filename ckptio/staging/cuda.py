@@ -71,18 +71,29 @@ class CallerStreams:
     def copy(
         self, pairs: Mapping[torch.device, Sequence[tuple[torch.Tensor, torch.Tensor]]]
     ) -> PendingCopies:
-        """Queue copies, target and source each, on the side streams. Does not wait for them."""
-        events = []
-        for device, copies in pairs.items():
-            stream = self._side.of(device)
-            with self._lock, torch.cuda.stream(stream):
-                stream.wait_event(self._ready[device])
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(stream)
-                self._last[device] = event
-            events.append(event)
+        """Queue copies, target and source each, on the side streams. Does not wait for them.
+
+        If one cannot be queued, those before it are waited for: nobody else knows of them.
+        """
+        events: list[torch.cuda.Event] = []
+        try:
+            for device, copies in pairs.items():
+                stream = self._side.of(device)
+                with self._lock, torch.cuda.stream(stream):
+                    stream.wait_event(self._ready[device])
+                    try:
+                        for target, source in copies:
+                            # torch conjugates and negates on the host, before the copy arrives
+                            physical = source.resolve_conj().resolve_neg()
+                            target.copy_(physical, non_blocking=True)
+                    finally:
+                        event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
+                        event.record(stream)
+                        events.append(event)
+                    self._last[device] = event
+        except BaseException:
+            PendingCopies(events).wait()
+            raise
         return PendingCopies(events)
 
     def fence(self) -> None:
@@ -92,15 +103,29 @@ class CallerStreams:
 
 
 class HostRegistration:
-    """Pins memory with `cudaHostRegister`, in its exact size; see `pool.SupportsPinning`."""
+    """Pins memory with `cudaHostRegister`, in its exact size; see `pool.SupportsPinning`.
+
+    Args:
+        device: Whose context to use; memory pinned in one is pinned in all. A thread that
+            never chose a device would make a context on the first one, on every rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def pin(self, address: int, nbytes: int) -> None:
         """Pin a range. Blocks: about 0.3 s a GB."""
-        _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0), "cudaHostRegister")
+        portable = 1  # cudaHostRegisterPortable
+        with torch.cuda.device(self._device):
+            _check(
+                torch.cuda.cudart().cudaHostRegister(address, nbytes, portable),
+                "cudaHostRegister",
+            )
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
-        _check(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+        with torch.cuda.device(self._device):
+            _check(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
 
 
 def _check(code: object, what: str) -> None:

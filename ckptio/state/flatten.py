@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes
@@ -188,6 +189,8 @@ class _Flattener:
         )
 
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
+        if tensor.is_nested or is_lazy(tensor):
+            raise _refusal(fqn, tensor)
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided or not (
             tensor.is_cpu or tensor.is_cuda
@@ -261,6 +264,14 @@ def _encode_scalar(fqn: str, value: np.generic) -> Json:
 
 def _refusal(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
     """Say why a tensor cannot be stored, and what to do."""
+    if is_lazy(tensor):
+        return UnsupportedLeafError(
+            fqn, "a lazy module's parameter has no data yet", "run the module once first"
+        )
+    if tensor.is_nested:
+        return UnsupportedLeafError(
+            fqn, "a nested tensor has no portable form", "save the tensors of its unbind()"
+        )
     if tensor.is_quantized:
         return UnsupportedLeafError(
             fqn,

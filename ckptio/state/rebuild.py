@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import FormatError
+from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel
@@ -60,10 +60,34 @@ def allocate(
     own = torch_dtype(entry.dtype)
     if dtype is not None and own.is_floating_point:
         own = dtype
+    return empty(entry.shape, own, device, entry.name)
+
+
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None, name: str
+) -> torch.Tensor:
+    """Make an uninitialised tensor.
+
+    Raises:
+        TargetError: There is no such device, or not enough memory on it.
+    """
     try:
-        return torch.empty(entry.shape, dtype=own, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
+        where = "" if device is None else f" on {device}"
+        raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {error}") from error
+
+
+def device_of(device: torch.device | str | None) -> torch.device | None:
+    """Give the device that an option names.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    try:
+        return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise FormatError(f"cannot make {entry.name!r} of shape {entry.shape}: {error}") from None
+        raise ConfigError(f"device={device!r} is no device: {error}") from None
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ import torch
 
 from ckptio.errors import TargetError, UnsupportedLeafError
 from ckptio.format.encode import TAG, encode_key, join_fqn
-from ckptio.state.flatten import DTYPE_NAMES, is_stateful
+from ckptio.state.flatten import DTYPE_NAMES, TORCH_DTYPES, is_stateful
 from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
 from ckptio.state.tree import children, prune_at, tensor_index, walk
 
@@ -64,7 +64,7 @@ class Match:
         missing: Names of the target that the checkpoint does not have.
         unexpected: Names of the checkpoint that the target does not have.
         mismatched: One line for each name that is there in another shape, type or kind.
-        stateful: Objects to hand their state to, with what assembles it.
+        num_values: Values taken from the checkpoint that are not filled in place.
     """
 
     fills: list[Fill] = field(default_factory=list)
@@ -72,6 +72,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    num_values: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -128,6 +129,7 @@ class Matcher:
             if not kept:
                 return lambda _: target
             node = kept[0]
+        self.match.num_values += 1
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
         return lambda rebuilder: rebuilder.rebuild(fqn, node)
 
@@ -166,7 +168,12 @@ class Matcher:
             return self._mismatch(fqn, target, f"{found} in the checkpoint")
         if not target.flags.writeable:
             raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
-        assemble = self._value(fqn, target, node)  # arrays are small: made, then copied
+        tensor = _as_tensor(target)
+        entry = self._entry(node)
+        if tensor is not None and entry is not None and entry.shape == target.shape:
+            self.match.fills.append(Fill(_index(node), tensor, None))
+            return lambda _: target
+        assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
 
         def fill(rebuilder: Rebuilder) -> Any:
             np.copyto(target, assemble(rebuilder), casting="no")
@@ -303,6 +310,15 @@ class Matcher:
         return (
             self._tensors[index] if index is not None and 0 <= index < len(self._tensors) else None
         )
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """View an array as the tensor it was stored as, if torch knows such elements and strides."""
+    if array.dtype.name not in TORCH_DTYPES or not array.dtype.isnative or not array.nbytes:
+        return None
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        return None
+    return torch.from_numpy(array)
 
 
 def _index(node: Json) -> int:

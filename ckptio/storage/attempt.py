@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
@@ -29,6 +30,7 @@ from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatErro
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, storage_error
+from ckptio.storage.files import read_regular
 from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, find_leftovers
 
 if TYPE_CHECKING:
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 _NEW_MANIFEST_PREFIX = ".manifest-"
+#: What a directory was told this long ago, in seconds, any system has written by itself.
+_SETTLED_S = 3600.0
+#: How often a name may come and go between two looks at it before a save gives up.
+_MAX_TRIES = 100
 
 
 class LocalAttempt:
@@ -67,6 +73,7 @@ class LocalAttempt:
         self._made_files: list[str] = []
         self._writers: list[BlockWriter] = []
         self._lock_fd = -1
+        self._manifest_inode = 0
         self._published = False
         self._refused = False
 
@@ -133,6 +140,7 @@ class LocalAttempt:
         target = self._path(MANIFEST_NAME)
         try:
             self._write_file(new, manifest)
+            self._manifest_inode = os.stat(new, follow_symlinks=False).st_ino
             self._sync_dirs()
             self._check_present()
             replaced = self._publish(new, target)
@@ -154,19 +162,13 @@ class LocalAttempt:
         Returns:
             Where the manifest that was replaced is now; nothing if none was.
         """
-        replaced = ""
-        if self._overwrite:
-            with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
-                replaced = self._replace(new, target)
-        if not replaced:
-            try:
-                self._files.publish(new, target)
-            except FileExistsError:
-                raise CommitConflictError(self._directory) from None
+        replaced = self._give_name(new, target)
         try:
             self._sync_dir(self._directory)
         except OSError:
             self._published = True  # until it is undone: its data files must stay
+            if os.stat(target, follow_symlinks=False).st_ino != self._manifest_inode:
+                raise  # another save has replaced it since, by exchange; theirs stands
             if not replaced:
                 self._files.unlink(target)
             elif replaced == new:
@@ -176,6 +178,21 @@ class LocalAttempt:
             self._published = False
             raise
         return replaced
+
+    def _give_name(self, new: str, target: str) -> str:
+        """Make the manifest visible; see `_publish`."""
+        for _ in range(_MAX_TRIES):
+            if self._overwrite:
+                with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
+                    return self._replace(new, target)
+            try:
+                self._files.publish(new, target)
+            except FileExistsError:
+                if self._overwrite:
+                    continue  # somebody was first, just now: there is one to replace
+                break
+            return ""
+        raise CommitConflictError(self._directory)
 
     def _replace(self, new: str, target: str) -> str:
         """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
@@ -192,8 +209,7 @@ class LocalAttempt:
         if self._files.exchange(new, target):
             return new
         old = new + "-old"
-        with open(target, "rb") as file:
-            self._write_file(old, file.read(MAX_MANIFEST_NBYTES))
+        self._write_file(old, read_regular(self._files, target, MAX_MANIFEST_NBYTES))
         self._files.replace(new, target)
         return old
 
@@ -215,15 +231,21 @@ class LocalAttempt:
             self._files.close(fd)
 
     def _sync_dirs(self) -> None:
-        """Sync the directory, its parent, and the parent of each directory that is new.
+        """Sync the directory, its parent, the parent of each directory that is new, and more.
 
-        The parent always: who made the directory may have been killed before it synced.
+        Further up, every directory that changed within the hour: another save that is still
+        under way, or was killed, may have made what this one found.
         """
         parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
-        for directory in dict.fromkeys(
-            (self._directory, os.path.dirname(self._directory), *parents)
-        ):
-            self._sync_dir(directory)
+        above = [os.path.dirname(self._directory), *parents]
+        directory = above[-1]
+        while (parent := os.path.dirname(directory)) != directory:
+            directory = parent
+            if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
+                above.append(directory)
+        for directory in dict.fromkeys((self._directory, *above)):
+            with contextlib.suppress(PermissionError):  # not ours to have changed, then
+                self._sync_dir(directory)
 
     def _sync_dir(self, path: str) -> None:
         if self._config.durability == "full":
@@ -233,11 +255,14 @@ class LocalAttempt:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
         doomed = []
         if replaced:
-            with contextlib.suppress(OSError, FormatError):
-                # not a manifest of ours: its files are told from names, by the next save
-                with open(replaced, "rb") as file:
-                    old = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
+            # one that cannot be read: its files are told from names, by the next save
+            try:
+                old = decode_manifest(read_regular(self._files, replaced, MAX_MANIFEST_NBYTES))
                 doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
+            except FormatError:
+                pass
+            except OSError as error:
+                self._cannot_remove(replaced, error)
         self._remove(doomed)
         self._try_remove(replaced or new)
         self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
@@ -280,11 +305,13 @@ class LocalAttempt:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._emit(
-                CleanupFailed(path=self._directory, file=os.path.basename(path), error=error)
-            )
+            self._cannot_remove(path, error)
             return False
         return True
+
+    def _cannot_remove(self, path: str, error: OSError) -> None:
+        """Say that something stays that is no longer needed."""
+        self._emit(CleanupFailed(path=self._directory, file=os.path.basename(path), error=error))
 
     def _path(self, name: str) -> str:
         return f"{self._directory}/{name}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -258,6 +259,7 @@ class BlockReader:
             if count <= 0:
                 raise CorruptionError(
                     f"the file ends at byte {offset + done} and should have {self._nbytes}",
+                    path=os.path.dirname(self._path),
                     file=self._name,
                     start=offset + done,
                     stop=offset + nbytes,

@@ -35,9 +35,17 @@ class PosixFiles:
             raise
         return fd
 
-    def open(self, path: str, *, direct: bool) -> int:
-        """Open a regular file for reading; nothing else, and through no link."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        """Open a regular file that is there, for reading; nothing else, and through no link.
+
+        Args:
+            path: The file.
+            direct: Past the page cache.
+            writable: For writing too, which locks want on some mounts.
+        """
+        flags = (
+            (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -143,3 +151,19 @@ class PosixFiles:
         except BlockingIOError:
             return False
         return True
+
+
+def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
+    """Read a small regular file; what is none (a FIFO, a link) raises instead of hanging.
+
+    Raises:
+        OSError: It cannot be read, or is larger than the limit.
+    """
+    fd = files.open(path, direct=False)
+    try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > limit_nbytes:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes and at most {limit_nbytes} taken", path)
+        return os.pread(fd, nbytes, 0)
+    finally:
+        files.close(fd)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
+from ckptio.storage.files import read_regular
 
 if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
@@ -65,11 +66,11 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
         if not _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
     }
     try:
-        with open(f"{directory}/{MANIFEST_NAME}", "rb") as file:
-            manifest = decode_manifest(file.read(MAX_MANIFEST_NBYTES))
+        data = read_regular(files, f"{directory}/{MANIFEST_NAME}", MAX_MANIFEST_NBYTES)
+        manifest = decode_manifest(data)
     except FileNotFoundError:
         needed: set[str] = set()
-    except FormatError:
+    except (OSError, FormatError):
         return []  # damaged, or of a newer version: whatever it needs stays
     else:
         needed = {entry.name for entry in manifest.files}
@@ -86,7 +87,7 @@ def boot_id() -> bytes:
 def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) -> bool:
     """Whether a save is, or may be, still under way."""
     try:
-        fd = files.open(f"{directory}/{marker}", direct=False)
+        fd = files.open(f"{directory}/{marker}", direct=False, writable=True)
     except FileNotFoundError:
         return False
     except OSError:

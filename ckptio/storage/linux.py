@@ -81,19 +81,31 @@ def allocate(fd: int, nbytes: int) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Start writing a range of the page cache to the disk. Best effort."""
-    _libc.sync_file_range(
-        fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE
-    )
+    """Start writing a range of the page cache to the disk.
+
+    Raises:
+        OSError: Writing failed; the system tells it once, so it must not be lost.
+    """
+    _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Wait until a range of the page cache is on the disk, and drop it. Best effort.
 
     This makes nothing durable (no metadata, no disk cache flush): `fsync` does, later.
+
+    Raises:
+        OSError: Writing failed. A later `fsync` would not tell it again.
     """
-    _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL)
+    _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_ALL)
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
+    if _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):
+            raise OSError(code, os.strerror(code))
 
 
 def rename_noreplace(source: str, target: str) -> None:

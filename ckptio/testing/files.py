@@ -108,13 +108,15 @@ class RecordingFiles(PosixFiles):
         really = direct and not self._refuse_direct
         return self._opened(super().create(path, mode, direct=really), path, direct=direct)
 
-    def open(self, path: str, *, direct: bool) -> int:
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
         """Open a regular file; see `PosixFiles`."""
         self._step("open", path)
         if direct and self._refuse_direct == "open":
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
         really = direct and not self._refuse_direct
-        return self._opened(super().open(path, direct=really), path, direct=direct)
+        return self._opened(
+            super().open(path, direct=really, writable=writable), path, direct=direct
+        )
 
     def close(self, fd: int) -> None:
         """Close a file. A failed close has closed it, as with the real one."""

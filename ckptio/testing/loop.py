@@ -95,6 +95,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             ready.clear()
             ready.extend(handles)
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that are in an executor now."""
+        return sum(self._calls.values())
+
     def _waiting(self) -> str:
         return ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self))) or "nobody"
 
@@ -115,14 +120,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             try:
                 result = func(*args)
             except BaseException as error:  # the waiter raises it, as with a thread
-                self.call_later(self._draw_s(), end, functools.partial(future.set_exception, error))
+                self.call_later(self._draw_s(), end_badly, error)
             else:
-                self.call_later(self._draw_s(), end, functools.partial(future.set_result, result))
+                self.call_later(self._draw_s(), end_well, result)
 
-        def end(tell: Callable[[], None]) -> None:
+        def end_well(result: T) -> None:
             self._calls[name] -= 1
             if not future.done():
-                tell()
+                future.set_result(result)
+
+        def end_badly(error: BaseException) -> None:
+            self._calls[name] -= 1
+            if future.done():
+                self.call_exception_handler({"message": f"{name}, abandoned", "exception": error})
+            else:
+                future.set_exception(error)
 
         self.call_later(self._draw_s(), run)
         return future

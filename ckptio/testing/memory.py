@@ -311,6 +311,7 @@ class MemorySource:
         if offset + nbytes > len(self._data):
             raise CorruptionError(
                 f"the file ends at byte {len(self._data)} and should have {self._nbytes}",
+                path=self._storage.path,
                 file=self._name,
                 start=len(self._data),
                 stop=offset + nbytes,

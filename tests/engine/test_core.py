@@ -56,6 +56,12 @@ class Gate:
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
 
+    async def __aenter__(self) -> None:
+        """Open it at the end of a block whatever happens: a test that fails must not hang."""
+
+    async def __aexit__(self, *_: object) -> None:
+        self.opened.set()
+
     def open_when_reached(self) -> None:
         self.reached.wait()
         self.opened.set()
@@ -188,7 +194,8 @@ async def test_a_failed_save_that_nobody_awaited_surfaces(tmp_path: Path) -> Non
 async def test_an_aborted_save_does_not_surface(tmp_path: Path) -> None:
     """Who aborted knows."""
     gate = Gate()
-    async with engine_on(FilesCore(SMALL, None, RecordingFiles(gate))) as engine:
+    core = FilesCore(SMALL, None, RecordingFiles(gate))
+    async with engine_on(core) as engine, gate:
         handle = engine.save(random_state([10]), tmp_path / "a")
         await asyncio.to_thread(gate.reached.wait)
         handle.abort()
@@ -221,7 +228,7 @@ async def test_two_real_saves_keep_their_own_contents(tmp_path: Path) -> None:
     log = EventLog()
     gate = Gate()
     state = filled_state(sizes, 0)
-    async with engine_on(FilesCore(SMALL, log, RecordingFiles(gate))) as engine:
+    async with engine_on(FilesCore(SMALL, log, RecordingFiles(gate))) as engine, gate:
         handles = []
         for value in range(3):
             for tensor in state.values():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptio.config import CheckpointConfig
+    from ckptio.staging.cuda import PendingCopies
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
@@ -50,7 +51,9 @@ def stage(tensors: Sequence[torch.Tensor], config: CheckpointConfig = SMALL) -> 
     for bucket in plan.buckets:
         for segment in bucket.segments:
             slab.view[:] = b"\xee" * len(slab.view)
-            assert source.gather(segment, slab) is None
+            pending: list[PendingCopies] = []
+            source.gather(segment, slab, pending)
+            assert pending == []
             assert slab.view[: len(segment.header)] == segment.header
             for position, leaf, offset, nbytes in segment.pieces:
                 found[leaf][offset : offset + nbytes] = slab.view[position : position + nbytes]
@@ -106,7 +109,7 @@ def test_a_copy_is_no_alias() -> None:
     plan = plan_save([LeafSpec("t", "uint8", (100,))], SMALL)
     slab = Slab(SMALL.slab_nbytes)
     (segment,) = plan.buckets[0].segments
-    SourceState([tensor], None).gather(segment, slab)
+    SourceState([tensor], None).gather(segment, slab, [])
     tensor.fill_(9)
     ((position, _, _, nbytes),) = segment.pieces
     assert bytes(slab.view[position : position + nbytes]) == bytes(100)
@@ -120,7 +123,9 @@ def land(data: bytes, target: torch.Tensor, dtype: torch.dtype, cuts: Sequence[i
     for start, stop in itertools.pairwise(edges):
         block = 4096 if start else 0
         slab.view[block : block + stop - start] = data[start:stop]
-        assert state.scatter(((0, 0, start, stop - start),), slab, block) is None
+        pending: list[PendingCopies] = []
+        state.scatter(((0, 0, start, stop - start),), slab, block, pending)
+        assert pending == []
     state.mark_written()
 
 

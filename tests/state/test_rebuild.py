@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, TargetError
 from ckptio.format.manifest import TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
@@ -161,9 +161,9 @@ def test_a_view_may_have_any_strides_inside_its_base() -> None:
     assert check_view(view_node(), 8) == 8
 
 
-def test_a_tensor_that_torch_cannot_make_is_a_format_error() -> None:
+def test_a_tensor_that_torch_cannot_make_is_a_target_error() -> None:
     """More elements than it counts, or a type that this version does not have."""
-    with pytest.raises(FormatError, match="cannot make 'w'"):
+    with pytest.raises(TargetError, match="cannot make 'w'"):
         allocate(TensorEntry("w", "float64", (1 << 55, 1 << 55), ()))
     with pytest.raises(FormatError, match="upgrade torch"):
         torch_dtype("float31")

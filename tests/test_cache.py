@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.cache import MetadataCache
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    EngineClosedError,
+    FormatError,
+    StorageError,
+)
+from ckptio.format.manifest import decode_manifest
+from ckptio.storage.local import LocalStorage
+from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
+from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of, write_files
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from ckptio.format.manifest import Manifest
+
+A, B, C = SAVE_IDS[:3]
+seeds = st.integers(0, 10_000)
+
+
+@contextlib.asynccontextmanager
+async def running_cache(entries: int = 8, nbytes: int = 1 << 20) -> AsyncIterator[MetadataCache]:
+    """Give a cache that serves, and check that closing it leaves no task."""
+    before = asyncio.all_tasks()
+    cache = MetadataCache(entries, nbytes)
+    task = asyncio.create_task(cache.run(), name="cache")
+    while not cache._open:
+        await asyncio.sleep(0)
+    try:
+        yield cache
+    finally:
+        cache.close()
+        await task
+        assert asyncio.all_tasks() == before
+
+
+async def stored(save_id: str = A, path: str = "m", *, seed: int = 0) -> MemoryStorage:
+    storage = MemoryStorage(path, seed=seed, max_delay_s=0.05)
+    await write_files(storage, save_id, contents_of(save_id, 10))
+    storage.counts.num_manifest_reads = storage.counts.num_version_checks = 0
+    return storage
+
+
+@given(seed=seeds)
+def test_fifty_readers_cause_one_read(seed: int) -> None:
+    """Readers that come together share one read and one value."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        async with running_cache() as cache:
+            async with asyncio.TaskGroup() as group:
+                readers = [group.create_task(cache.get(storage)) for _ in range(50)]
+            assert {id(reader.result()) for reader in readers} == {id(readers[0].result())}
+            assert readers[0].result().save_id == A
+            assert storage.counts.num_manifest_reads == 1
+            # a reader that joined a read under way has it checked, once for all of them
+            assert storage.counts.num_version_checks <= 1
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, delays=st.lists(st.floats(0, 0.3), min_size=1, max_size=12))
+def test_an_answer_is_never_older_than_the_question(seed: int, delays: list[float]) -> None:
+    """Readers and writers at any time: a manifest that was replaced before is not given."""
+
+    async def scenario() -> None:
+        storage = await stored(SAVE_IDS[0], seed=seed)
+        async with running_cache() as cache:
+
+            async def read(at_s: float) -> None:
+                await asyncio.sleep(at_s)
+                assert storage.manifest is not None
+                earliest = SAVE_IDS.index(decode_manifest(storage.manifest).save_id)
+                assert SAVE_IDS.index((await cache.get(storage)).save_id) >= earliest
+
+            async def write() -> None:
+                for save_id in SAVE_IDS[1:6]:
+                    await asyncio.sleep(0.05)
+                    await write_files(storage, save_id, contents_of(save_id, 10), overwrite=True)
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(write())
+                for at_s in delays:
+                    group.create_task(read(at_s))
+            assert (await cache.get(storage)).save_id == SAVE_IDS[5]
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_what_is_unchanged_is_not_read_again() -> None:
+    """The second request costs a check of the version, and gives the same value."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        async with running_cache() as cache:
+            first = await cache.get(storage)
+            assert await cache.get(storage) is first
+            assert storage.counts.num_manifest_reads == 1
+            assert storage.counts.num_version_checks == 1
+            statistics = cache.statistics()
+            assert (statistics.num_reads, statistics.num_checks, statistics.num_hits) == (1, 1, 1)
+            assert statistics.num_entries == 1
+            assert storage.manifest is not None
+            assert statistics.nbytes == len(storage.manifest)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_was_overwritten_is_read_again() -> None:
+    """At the same path, the new manifest is given."""
+
+    async def scenario() -> None:
+        storage = await stored(A)
+        async with running_cache() as cache:
+            assert (await cache.get(storage)).save_id == A
+            await write_files(storage, B, contents_of(B, 10), overwrite=True)
+            assert (await cache.get(storage)).save_id == B
+            assert cache.statistics().num_entries == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_failures_are_not_kept() -> None:
+    """Nothing there, damaged, unreadable: the next request tries again."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage("m")
+        async with running_cache() as cache:
+            for _ in range(2):
+                with pytest.raises(CheckpointNotFoundError):
+                    await cache.get(storage)
+            storage._place.manifest = b"damaged"
+            with pytest.raises(FormatError):
+                await cache.get(storage)
+            storage._place.manifest = manifest_of(A, {})
+            storage.fault = fail_at(len(storage.operations))
+            with pytest.raises(StorageError):
+                await cache.get(storage)
+            assert (await cache.get(storage)).save_id == A
+            # a checkpoint that is cached and then removed is not there any more
+            storage._place.manifest = None
+            with pytest.raises(CheckpointNotFoundError):
+                await cache.get(storage)
+            assert cache.statistics().num_entries == 0
+            assert cache.statistics().nbytes == 0
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds)
+def test_a_failure_reaches_every_reader(seed: int) -> None:
+    """Those who wait for a read that fails are all told, and none hangs."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage("m", seed=seed, max_delay_s=0.05)
+        async with running_cache() as cache:
+            readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(10)]
+            for reader in readers:
+                with pytest.raises(CheckpointNotFoundError):
+                    await reader
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, at_s=st.floats(0, 0.15), num=st.integers(1, 5))
+def test_a_reader_that_is_cancelled_leaves_the_others_alone(
+    seed: int, at_s: float, num: int
+) -> None:
+    """The read goes on for who still waits, and alone if nobody does."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        async with running_cache() as cache:
+            readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
+            await asyncio.sleep(at_s)
+            for reader in readers[:num]:
+                reader.cancel()
+            for reader in readers[num:]:
+                assert (await reader).save_id == A
+            await asyncio.wait(readers)
+            assert (await cache.get(storage)).save_id == A
+            assert storage.counts.num_manifest_reads == 1
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_entries_are_bounded_by_number() -> None:
+    """The least recently used go first."""
+
+    async def scenario() -> None:
+        storages = [await stored(A, f"m{i}") for i in range(4)]
+        async with running_cache(entries=2) as cache:
+            for storage in storages[:2]:
+                await cache.get(storage)
+            await cache.get(storages[0])  # used again: now 1 is the oldest
+            await cache.get(storages[2])
+            assert cache.statistics().num_entries == 2
+            reads = [storage.counts.num_manifest_reads for storage in storages]
+            for storage in storages[:2]:
+                await cache.get(storage)
+            again = [storage.counts.num_manifest_reads for storage in storages]
+            assert [b - a for a, b in zip(reads, again, strict=True)] == [0, 1, 0, 0]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_entries_are_bounded_by_bytes() -> None:
+    """What is larger than the bound is not kept; the sum of the others stays below."""
+
+    async def scenario() -> None:
+        storages = [await stored(A, f"m{i}") for i in range(5)]
+        assert storages[0].manifest is not None
+        nbytes = len(storages[0].manifest)
+        async with running_cache(nbytes=3 * nbytes) as cache:
+            for storage in storages:
+                await cache.get(storage)
+            assert cache.statistics().num_entries == 3
+            assert cache.statistics().nbytes == 3 * nbytes
+        async with running_cache(nbytes=nbytes - 1) as cache:
+            for _ in range(2):
+                assert (await cache.get(storages[0])).save_id == A
+            assert cache.statistics().num_entries == 0
+            assert cache.statistics().num_reads == 2
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_forgotten_entry_is_read_again() -> None:
+    """`forget` drops an entry and its bytes, and does nothing where there is none."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        async with running_cache() as cache:
+            cache.forget(storage)
+            await cache.get(storage)
+            cache.forget(storage)
+            assert cache.statistics().nbytes == 0
+            await cache.get(storage)
+            assert storage.counts.num_manifest_reads == 2
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_cache_that_does_not_run_refuses() -> None:
+    """Before and after its time a request raises at once instead of waiting for ever."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        cache = MetadataCache(8, 1 << 20)
+        with pytest.raises(EngineClosedError):
+            await cache.get(storage)
+        async with running_cache() as cache:
+            await cache.get(storage)
+        with pytest.raises(EngineClosedError):
+            await cache.get(storage)
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, at_s=st.floats(0, 0.15))
+def test_closing_answers_everybody(seed: int, at_s: float) -> None:
+    """Who waits when the cache is closed gets a manifest or is told; nobody hangs."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        cache = MetadataCache(8, 1 << 20)
+        task = asyncio.create_task(cache.run())
+        while not cache._open:
+            await asyncio.sleep(0)
+        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
+        await asyncio.sleep(at_s)
+        cache.close()
+        await task
+        await asyncio.wait(readers)
+        for reader in readers:
+            if reader.exception() is None:
+                assert reader.result().save_id == A
+            else:
+                assert isinstance(reader.exception(), EngineClosedError)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, at_s=st.floats(0, 0.15))
+def test_cancelling_the_cache_answers_everybody(seed: int, at_s: float) -> None:
+    """A cache whose task is cancelled tells who waits, instead of leaving them waiting."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        cache = MetadataCache(8, 1 << 20)
+        task = asyncio.create_task(cache.run())
+        while not cache._open:
+            await asyncio.sleep(0)
+        readers = [asyncio.ensure_future(cache.get(storage)) for _ in range(5)]
+        await asyncio.sleep(at_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await asyncio.wait(readers)
+        for reader in readers:
+            assert isinstance(reader.exception(), (EngineClosedError, type(None)))
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.usefixtures("no_leaks", "no_tasks")
+async def test_links_and_their_targets_are_one_entry(tmp_path: Path) -> None:
+    """`latest -> step-3` and `step-3` share an entry; a link that moves gives the new content."""
+    with ThreadPoolExecutor(2, thread_name_prefix="ckptio") as threads:
+
+        def at(name: str) -> LocalStorage:
+            return LocalStorage(str(tmp_path / name), SMALL, threads, EventLog())
+
+        await write_files(at("step-3"), A, contents_of(A, 10))
+        await write_files(at("step-4"), B, contents_of(B, 10))
+        (tmp_path / "latest").symlink_to("step-3")
+        async with running_cache() as cache:
+            first = await cache.get(at("step-3"))
+            assert await cache.get(at("latest")) is first
+            assert await cache.get(at("x/../latest/.")) is first
+            assert cache.statistics().num_reads == 1
+            assert cache.statistics().num_entries == 1
+            (tmp_path / "new").symlink_to("step-4")
+            os.replace(tmp_path / "new", tmp_path / "latest")
+            assert (await cache.get(at("latest"))).save_id == B
+            assert (await cache.get(at("step-3"))).save_id == A
+            assert cache.statistics().num_entries == 2
+
+
+@pytest.mark.usefixtures("no_leaks", "no_tasks")
+async def test_a_local_checkpoint_that_is_overwritten_is_never_stale(tmp_path: Path) -> None:
+    """Each of many overwrites, as quick as the disk allows, is seen by the next reader."""
+    with ThreadPoolExecutor(2, thread_name_prefix="ckptio") as threads:
+        storage = LocalStorage(str(tmp_path / "c"), SMALL, threads, EventLog())
+        async with running_cache() as cache:
+            found: list[Manifest] = []
+            for save_id in SAVE_IDS:
+                await write_files(storage, save_id, {}, overwrite=True)
+                found.append(await cache.get(storage))
+            assert [manifest.save_id for manifest in found] == SAVE_IDS

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
+
+INFO = CheckpointInfo(
+    path="p",
+    save_id="1",
+    nbytes=0,
+    num_files=0,
+    num_tensors=0,
+    staged_s=0.0,
+    committed_s=0.0,
+    plan_reused=False,
+)
+ERROR = StorageError("no", path="p")
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+class Save:
+    """A handle, and what it asked the engine for."""
+
+    def __init__(self, *, ends: bool = True) -> None:
+        self.asked: list[str] = []
+        self._ends = ends
+        self.handle = SaveHandle(
+            "p", "1", abort=self._abort, fence=lambda: self.asked.append("fence")
+        )
+
+    def _abort(self) -> None:
+        self.asked.append("abort")
+        if self._ends and not self.handle.done():
+            self.handle.fail(SaveAbortedError("aborted"))
+
+
+async def test_a_moment_can_be_awaited_often_and_late() -> None:
+    """Before and after it came, by several at once."""
+    moment: Milestone[int] = Milestone()
+
+    async def wait() -> int:
+        return await moment
+
+    async with asyncio.TaskGroup() as group:
+        waiters = [group.create_task(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not moment.done()
+        moment.reach(5)
+    assert [waiter.result() for waiter in waiters] == [5, 5, 5]
+    assert await moment == 5
+    assert moment.wait() == 5
+    assert moment.done()
+    assert moment.error() is None
+
+
+async def test_a_moment_is_waited_for_across_threads_and_loops() -> None:
+    """One thread blocks, another runs a loop of its own, a third says that it has come."""
+    moment: Milestone[str] = Milestone()
+    found = []
+
+    async def wait() -> str:
+        return await moment
+
+    threads = [
+        threading.Thread(target=lambda: found.append(moment.wait())),
+        threading.Thread(target=lambda: found.append(asyncio.run(wait()))),
+        threading.Thread(target=lambda: moment.reach("now")),
+    ]
+    for thread in threads:
+        thread.start()
+    assert await moment == "now"
+    for thread in threads:
+        thread.join()
+    assert found == ["now", "now"]
+
+
+async def test_cancelling_a_wait_only_stops_waiting() -> None:
+    """Others still wait, and the moment still comes."""
+    moment: Milestone[int] = Milestone()
+
+    async def wait() -> int:
+        return await moment
+
+    one, two = asyncio.create_task(wait()), asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    one.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await one
+    moment.reach(1)
+    assert await two == 1
+
+
+async def test_a_moment_that_will_not_come_raises_everywhere() -> None:
+    """Awaiting, waiting, and asking give the same error."""
+    moment: Milestone[int] = Milestone()
+    moment.fail(ERROR)
+    with pytest.raises(StorageError):
+        await moment
+    with pytest.raises(StorageError):
+        moment.wait()
+    moment.wait_done()
+    assert moment.error() is ERROR
+
+
+async def test_waiting_in_a_thread_may_time_out() -> None:
+    """The wait ends, the moment may still come."""
+    moment: Milestone[int] = Milestone()
+    with pytest.raises(TimeoutError):
+        moment.wait(0.0)
+    moment.reach(1)
+    assert moment.wait(0.0) == 1
+
+
+async def test_a_cancelled_waiter_does_not_lose_an_error_loudly() -> None:
+    """An error that comes after its waiter left is not reported as never retrieved."""
+    lost: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    moment: Milestone[int] = Milestone()
+
+    async def wait() -> int:
+        return await moment
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    moment.fail(ERROR)
+    await asyncio.sleep(0)
+    assert lost == []
+
+
+async def test_awaiting_a_handle_gives_the_commit() -> None:
+    """The info of the commit, as often as asked; nothing is aborted."""
+    save = Save()
+    save.handle.committed.reach(INFO)
+    assert await save.handle is INFO
+    assert save.handle.result() is INFO
+    assert save.handle.retrieved
+    assert save.asked == []
+
+
+async def test_cancelling_who_awaits_a_handle_aborts_the_save() -> None:
+    """The cancellation arrives when the save has ended, not before."""
+    save = Save(ends=False)
+
+    async def wait() -> None:
+        await save.handle
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    assert save.asked == ["abort"]
+    save.handle.fail(SaveAbortedError("aborted"))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_failed_save_fails_every_moment_that_has_not_come() -> None:
+    """What came stays."""
+    save = Save()
+    save.handle.submitted.reach(None)
+    save.handle.fail(ERROR)
+    await save.handle.submitted
+    with pytest.raises(StorageError):
+        await save.handle.staged
+    with pytest.raises(StorageError):
+        await save.handle
+    with pytest.raises(StorageError):
+        save.handle.result()
+
+
+async def test_an_error_counts_as_seen_when_somebody_saw_it() -> None:
+    """Awaited, asked for or aborted; a wait that timed out has seen nothing."""
+    save = Save()
+    with pytest.raises(TimeoutError):
+        save.handle.result(0.0)
+    assert not save.handle.retrieved
+    save.handle.fail(ERROR)
+    assert not save.handle.retrieved
+    with pytest.raises(StorageError):
+        save.handle.result()
+    assert save.handle.retrieved
+    aborted = Save()
+    aborted.handle.abort()
+    assert aborted.handle.retrieved
+
+
+async def test_a_fence_waits_until_all_copies_are_queued() -> None:
+    """Then it orders the stream; if the save failed before, it raises."""
+    save = Save()
+    fence = threading.Thread(target=save.handle.fence)
+    fence.start()
+    assert save.asked == []
+    save.handle.submitted.reach(None)
+    fence.join()
+    assert save.asked == ["fence"]
+    failed = Save()
+    failed.handle.fail(ERROR)
+    with pytest.raises(StorageError):
+        failed.handle.fence()
+    assert failed.asked == []
+
+
+async def test_a_handle_says_how_far_it_is() -> None:
+    """Its `repr` tells path and state."""
+    save = Save()
+    assert repr(save.handle) == "<SaveHandle 'p' staging>"
+    save.handle.staged.reach(None)
+    assert repr(save.handle) == "<SaveHandle 'p' staged>"
+    save.handle.committed.reach(INFO)
+    assert repr(save.handle) == "<SaveHandle 'p' committed>"
+    failed = Save()
+    failed.handle.abort()
+    assert repr(failed.handle) == "<SaveHandle 'p' failed>"

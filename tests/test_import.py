@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "fsspec", "typer", "rich")
+
+
+def modules_after(code: str) -> set[str]:
+    """Run code in an interpreter of its own; give the heavy modules it has then."""
+    script = f"import sys\n{code}\nprint('\\nHEAVY', *(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], check=True, capture_output=True, text=True
+    )
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ckptio",
+        "import ckptio; ckptio.errors.CheckpointError; ckptio.CheckpointError",
+        "import ckptio; ckptio.verify; ckptio.inspect; ckptio.Engine; ckptio.save",
+        "import ckptio; ckptio.CheckpointConfig(); ckptio.sync.Engine(); dir(ckptio)",
+        "from ckptio import CheckpointConfig, SaveHandle, VerifyReport",
+        "import ckptio.testing",
+    ],
+)
+def test_importing_loads_nothing_heavy(code: str) -> None:
+    """Neither torch nor anything else that takes long, until a tensor is touched."""
+    assert modules_after(code) == set()
+
+
+def test_verifying_needs_no_torch(tmp_path: object) -> None:
+    """A checkpoint is looked at and verified without torch."""
+    import torch  # noqa: PLC0415  # here it is needed, there it is not
+
+    import ckptio.sync  # noqa: PLC0415  # as above
+
+    ckptio.sync.save({"a": torch.ones(10)}, f"{tmp_path}/c")
+    found = modules_after(
+        f"import ckptio; assert ckptio.sync.verify({f'{tmp_path}/c'!r}).is_whole;"
+        f" assert ckptio.sync.inspect({f'{tmp_path}/c'!r}).nbytes"
+    )
+    assert "torch" not in found
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"]])
+def test_the_command_line_needs_no_torch(arguments: list[str]) -> None:
+    """Asking for help does not wait for torch."""
+    pytest.importorskip("typer", reason="the command line is an extra")
+    found = modules_after(
+        f"import runpy\nsys.argv = ['ckptio', *{arguments!r}]\n"
+        "try:\n    runpy.run_module('ckptio', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n    assert end.code in (0, None), end.code"
+    )
+    assert "torch" not in found
+
+
+def test_every_public_name_is_there() -> None:
+    """What `__all__` lists can be had, and nothing that is not there."""
+    import ckptio  # noqa: PLC0415  # its names are looked at one by one
+
+    for name in ckptio.__all__:
+        assert getattr(ckptio, name) is not None
+    assert set(ckptio.__all__) == set(dir(ckptio))
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = ckptio.nothing_of_that_name

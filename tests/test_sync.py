@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckptio
+import ckptio.api
+import ckptio.sync
+from ckptio.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    EngineClosedError,
+    SaveAbortedError,
+)
+from ckptio.testing import RecordingFiles
+from tests.rig import (
+    SMALL,
+    FilesCore,
+    assert_same,
+    assert_tidy,
+    filled_state,
+    names_in,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def public_callables(owner: Any) -> dict[str, Any]:
+    """Give the functions that a module or a class defines itself."""
+    module = owner.__module__ if inspect.isclass(owner) else owner.__name__
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module
+    }
+
+
+#: Names on one side only, and why.
+ONLY_ASYNC = {"prewarm_step"}  # a step of the engine's loop, for both sides
+ONLY_SYNC = {"start_save"}  # `save` of the other side returns at once
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(ckptio.api, ckptio.sync), (ckptio.api.Engine, ckptio.sync.Engine)],
+    ids=["functions", "methods"],
+)
+def test_every_name_has_a_twin_with_the_same_parameters(one: Any, other: Any) -> None:
+    """Names, kinds, defaults and annotations agree; only waiting differs."""
+    ours = {k: v for k, v in public_callables(one).items() if k not in ONLY_ASYNC}
+    theirs = {k: v for k, v in public_callables(other).items() if k not in ONLY_SYNC}
+    assert ours.keys() == theirs.keys()
+    for name, function in ours.items():
+        twin = theirs[name]
+        assert inspect.signature(function).parameters == inspect.signature(twin).parameters, name
+        assert not inspect.iscoroutinefunction(twin)
+        returns = inspect.signature(function).return_annotation
+        expected = "CheckpointInfo" if name == "save" else returns
+        assert inspect.signature(twin).return_annotation == expected, name
+        assert inspect.getdoc(twin)
+
+
+def test_the_engines_are_made_alike() -> None:
+    """Both take the same options; `start_save` takes what `save` takes."""
+    one, other = inspect.signature(ckptio.Engine), inspect.signature(ckptio.sync.Engine)
+    assert one.parameters == other.parameters
+    start, save = (
+        inspect.signature(getattr(ckptio.sync.Engine, name)) for name in ("start_save", "save")
+    )
+    assert start.parameters == save.parameters
+
+
+def round_trip(path: Path) -> None:
+    """Use every blocking name once."""
+    state: dict[str, Any] = {"w": torch.arange(20_000), "n": 3}
+    info = ckptio.sync.save(state, path, config=SMALL)
+    assert torch.equal(ckptio.sync.load(path, config=SMALL)["w"], state["w"])
+    assert ckptio.sync.inspect(path, config=SMALL).save_id == info.save_id
+    assert ckptio.sync.verify(path, config=SMALL).is_whole
+    assert ckptio.sync.load_slice(path, "w", slice(3, 5), config=SMALL).tolist() == [3, 4]
+    assert ckptio.sync.load_with_report(path, config=SMALL).report.num_tensors == 1
+    with ckptio.sync.Engine(SMALL) as engine:
+        engine.prewarm()
+        handle = engine.start_save(state, path, overwrite=True)
+        handle.staged.wait()
+        handle.fence()
+        assert handle.result().path == str(path)
+        assert torch.equal(engine.load(path)["w"], state["w"])
+        assert engine.load_with_report(path).report.save_id == handle.save_id
+        assert engine.load_slice(path, "w", 7).item() == 7
+        assert engine.inspect(path).save_id == handle.save_id
+        assert engine.verify(path).is_whole
+        assert engine.statistics().leased_nbytes == 0
+        assert engine.cache_statistics().num_reads == 1
+    assert_tidy(path)
+
+
+def test_it_works_without_a_loop(tmp_path: Path) -> None:
+    """In a plain script."""
+    round_trip(tmp_path / "c")
+
+
+async def test_it_works_inside_a_running_loop(tmp_path: Path) -> None:
+    """In a notebook, whose loop it blocks meanwhile."""
+    round_trip(tmp_path / "c")
+
+
+def test_it_works_from_several_threads(tmp_path: Path) -> None:
+    """At once, each with its own engine or all with one."""
+    state = random_state([100_000, 5])
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # looked at below
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def share(path: Path) -> None:
+        engine.save(state, path)
+        assert_same(engine.load(path), state)
+
+    with ckptio.sync.Engine(SMALL) as engine:
+        threads = [guarded(lambda i=i: round_trip(tmp_path / f"own{i}")) for i in range(3)]  # type: ignore[misc]  # a default binds the loop's variable
+        threads += [guarded(lambda i=i: share(tmp_path / f"shared{i}")) for i in range(3)]  # type: ignore[misc]  # as above
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_errors_are_the_same(tmp_path: Path) -> None:
+    """Typed, at the call."""
+    with pytest.raises(CheckpointNotFoundError):
+        ckptio.sync.load(tmp_path / "c", config=SMALL)
+    ckptio.sync.save({}, tmp_path / "c", config=SMALL)
+    with pytest.raises(CheckpointExistsError):
+        ckptio.sync.save({}, tmp_path / "c", config=SMALL)
+    with ckptio.sync.Engine(SMALL) as engine, pytest.raises(CheckpointExistsError):
+        engine.save({}, tmp_path / "c")
+    with pytest.raises(EngineClosedError):
+        engine.load(tmp_path / "c")
+
+
+def test_leaving_by_an_error_aborts(tmp_path: Path) -> None:
+    """The error comes out, the save leaves nothing, and the checkpoint before stays."""
+    old = filled_state([100], 1)
+    ckptio.sync.save(old, tmp_path / "c", config=SMALL)
+    with pytest.raises(ZeroDivisionError), ckptio.sync.Engine(SMALL) as engine:
+        handle = engine.start_save(filled_state([9_000_000], 2), tmp_path / "c", overwrite=True)
+        _ = 1 // 0
+    assert isinstance(handle.committed.error(), SaveAbortedError)
+    assert_same(ckptio.sync.load(tmp_path / "c", config=SMALL), old)
+    assert_tidy(tmp_path / "c")
+
+
+def test_a_failed_save_that_nobody_waited_for_surfaces(tmp_path: Path) -> None:
+    """When the engine is left."""
+    ckptio.sync.save({}, tmp_path / "c", config=SMALL)
+    with pytest.raises(CheckpointExistsError), ckptio.sync.Engine(SMALL) as engine:
+        engine.start_save({}, tmp_path / "c")
+
+
+def test_an_interrupt_aborts_and_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while `save` blocks: nothing of it is left when the interrupt comes out."""
+    import signal  # noqa: PLC0415  # only here
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind == "pwrite" and "data-" in operation.path and not told:
+            told.append(True)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    told: list[bool] = []
+    engine = ckptio.sync.Engine(SMALL)
+    files = RecordingFiles(interrupt)
+    engine._core = FilesCore(SMALL, None, files)
+    with pytest.raises(KeyboardInterrupt), engine:
+        engine.save(random_state([20_000_000]), tmp_path / "c")
+    assert files.num_open == 0
+    assert names_in(tmp_path) == []
+
+
+def test_a_handle_can_be_awaited_on_any_loop(tmp_path: Path) -> None:
+    """A save that was started without a loop is waited for on one."""
+    with ckptio.sync.Engine(SMALL) as engine:
+        handle = engine.start_save(random_state([50_000]), tmp_path / "c")
+
+        async def wait() -> str:
+            await handle.staged
+            return (await handle).save_id
+
+        assert asyncio.run(wait()) == handle.save_id
