@@ -180,7 +180,12 @@ class EngineCore:
             if portal is None or self._portal is None:
                 raise EngineClosedError("the engine was closed meanwhile")
             self._in_flight.add(running)
-            portal.start_task_soon(self._run, step, context, running, name=name)
+            try:
+                portal.start_task_soon(self._run, step, context, running, name=name)
+            except BaseException:  # an interrupt: nobody knows whether the task was born
+                self._in_flight.discard(running)
+                running.abort()
+                raise
         return running
 
     async def _run(
