@@ -36,7 +36,8 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and which floor imports which."""
-    install(session, "lint")
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.install("-e", ".", "--no-deps")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports")

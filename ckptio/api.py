@@ -45,7 +45,7 @@ class Engine:
 
     Args:
         config: Options; the defaults if not given.
-        observer: Called with each event, on the engine's thread; must return soon.
+        observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class EngineCore:
 
     Args:
         config: Options; the defaults if not given.
-        observer: Takes events, on the engine's thread.
+        observer: Takes events, on any thread.
     """
 
     def __init__(self, config: CheckpointConfig | None, observer: Observer | None) -> None:

@@ -1,0 +1,61 @@
+"""Programs that are interrupted, or end without waiting."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio import sync
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAVE = """
+import sys, torch, ckptio.sync
+state = {"w": torch.ones(8_000_000)}
+print("go", flush=True)
+ckptio.sync.save(state, sys.argv[1])
+"""
+FORGET = """
+import sys, torch, ckptio
+ckptio.save({"w": torch.ones(8_000_000)}, sys.argv[1])
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("delay_ms", range(0, 150, 5))
+def test_an_interrupt_at_any_time_ends_the_program(tmp_path: Path, delay_ms: int) -> None:
+    """A blocking save gives way to Ctrl-C, whole or without a trace."""
+    path = tmp_path / "c"
+    program = subprocess.Popen(
+        [sys.executable, "-c", SAVE, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stdout is not None
+        program.stdout.readline()
+        time.sleep(delay_ms / 1000)  # when the signal comes is what is tested
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        program.communicate()
+    if program.returncode == 0:
+        assert sync.verify(path).is_whole
+    else:
+        assert "KeyboardInterrupt" in errors
+        assert not path.exists() or sync.verify(path).is_whole
+
+
+def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path) -> None:
+    """A program that ends right after the call still commits."""
+    path = tmp_path / "c"
+    subprocess.run([sys.executable, "-c", FORGET, str(path)], check=True, timeout=60)
+    assert sync.verify(path).is_whole
