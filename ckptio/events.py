@@ -1,8 +1,8 @@
 """What an engine tells its observer while it works.
 
 An observer is any callable that takes one event. It is called where the event happens, on
-a thread of the engine or of the caller, at times on two at once, and must return soon. What it raises is logged and goes no further: a broken
-progress bar must not break a save.
+a thread of the engine or of the caller, at times on two at once, and must return soon.
+What it raises is logged and goes no further: a broken progress bar must not break a save.
 """
 
 from __future__ import annotations
