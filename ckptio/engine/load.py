@@ -135,7 +135,8 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
                     _read_file(file, segments, reading, context, total), name=f"read file {file}"
                 )
     except BaseExceptionGroup as errors:
-        raise first_failure(errors) from None
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
 
 
 def require_slabs(manifest: Manifest, context: EngineContext) -> None:

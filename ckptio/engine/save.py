@@ -257,7 +257,8 @@ async def write_buckets(
                     _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
                 )
     except BaseExceptionGroup as errors:
-        raise first_failure(errors) from None
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
     return [file.receipt() for file in files]
 
 

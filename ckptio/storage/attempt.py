@@ -243,9 +243,13 @@ class LocalAttempt:
             directory = parent
             if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
                 above.append(directory)
+        ours = {self._directory, *parents}
         for directory in dict.fromkeys((self._directory, *above)):
-            with contextlib.suppress(PermissionError):  # not ours to have changed, then
+            try:
                 self._sync_dir(directory)
+            except PermissionError:
+                if directory in ours:  # it has an entry of ours, which must be on the disk
+                    raise
 
     def _sync_dir(self, path: str) -> None:
         if self._config.durability == "full":
