@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ckptio.cache import MetadataCache
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event, Observer
-    from ckptio.plan.save import LeafSpec, SavePlan
+    from ckptio.plan.save import SavePlan
+    from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
 

@@ -12,36 +12,18 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptio.config import PAGE_NBYTES
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.manifest import Chunk, TensorEntry, encode_tensors
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.config import CheckpointConfig
-
-
-class LeafSpec(NamedTuple):
-    """What a plan knows of a tensor. A tuple, since plans are looked up by thousands of them.
-
-    Attributes:
-        name: Its fully qualified name.
-        dtype: torch's name of its element type.
-        shape: Its shape.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes in a file."""
-        return numel(self.shape) * DTYPES[self.dtype].itemsize
+    from ckptio.shards import LeafSpec
 
 
 @dataclass(frozen=True, slots=True)

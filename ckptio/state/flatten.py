@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes
 from ckptio.layout import DTYPES
-from ckptio.plan.save import LeafSpec
+from ckptio.shards import LeafSpec
 from ckptio.state.ties import resolve_ties
 
 if TYPE_CHECKING:

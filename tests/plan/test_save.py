@@ -14,7 +14,8 @@ from ckptio.errors import FormatError
 from ckptio.format.bucket import MAX_HEADER_NBYTES, decode_header, header_nbytes
 from ckptio.format.manifest import TensorEntry
 from ckptio.layout import DTYPES
-from ckptio.plan.save import LeafSpec, SavePlan, pack_buckets, plan_save
+from ckptio.plan.save import SavePlan, pack_buckets, plan_save
+from ckptio.shards import LeafSpec
 from tests.rig import SMALL
 
 leaf_shapes = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
@@ -140,7 +141,8 @@ def test_the_layout_does_not_depend_on_the_order_of_leaves(
 def test_the_plan_is_the_same_in_every_process() -> None:
     """No hash seed changes it."""
     program = """if True:
-        from ckptio.plan.save import LeafSpec, plan_save
+        from ckptio.plan.save import plan_save
+        from ckptio.shards import LeafSpec
         from ckptio.config import CheckpointConfig, KiB
         config = CheckpointConfig(bucket_nbytes=64 * KiB)
         names = sorted({f"layer{i}.weight" for i in range(60)})

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import KiB
-from ckptio.plan.save import LeafSpec, plan_save
+from ckptio.plan.save import plan_save
+from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState, TargetState
 from ckptio.staging.pool import Slab
 from ckptio.state.flatten import DTYPE_NAMES
