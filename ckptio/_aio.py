@@ -13,7 +13,7 @@ import concurrent.futures
 import functools
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import anyio
 
@@ -71,12 +71,12 @@ class Threads(concurrent.futures.Executor):
     while a program that did not wait for its last save still has that save to finish.
 
     Args:
-        max_threads: At most this many.
+        max_threads: At most this many, and so the limit of what is done at a time.
         name: Prefix of their names.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
-        self._max_threads = max_threads
+        self.max_threads = max_threads
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
@@ -108,7 +108,7 @@ class Threads(concurrent.futures.Executor):
             if self._closed:
                 raise RuntimeError("the engine's threads have ended")
             self._work.put(work)
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self.max_threads:
                 thread = threading.Thread(
                     target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
@@ -153,6 +153,38 @@ async def run_blocking(
     return await outlive(
         loop.run_in_executor(executor, functools.partial(function, *args, **kwargs))
     )
+
+
+async def run_unless_cancelled(
+    executor: Executor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Run `function` as `run_blocking` does; given up if no thread has begun it.
+
+    For work of which a queue is full, and which nobody needs once the caller is cancelled.
+    What has to happen in any case, closing a file for one, goes through `run_blocking`.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; no thread runs it any more.
+    """
+    call = _Call(functools.partial(function, *args, **kwargs))
+    loop = asyncio.get_running_loop()
+    return await outlive(loop.run_in_executor(executor, call), on_cancel=call.give_up)
+
+
+class _Call(Generic[T]):
+    """A call that is queued for a thread; given up before it begins, it does nothing."""
+
+    def __init__(self, function: functools.partial[T]) -> None:
+        self.func = function
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        self._is_given_up = True
+
+    def __call__(self) -> T:
+        if self._is_given_up:
+            raise asyncio.CancelledError
+        return self.func()
 
 
 async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:

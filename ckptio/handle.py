@@ -51,10 +51,14 @@ class Milestone(Generic[T]):
     """A moment of a save. Await it, or `wait` for it from a thread; as often as you like.
 
     Cancelling the wait only stops waiting.
+
+    Attributes:
+        is_awaited: Whether anybody has begun to wait for it.
     """
 
     def __init__(self) -> None:
         self._future: Future[T] = Future()
+        self.is_awaited = False
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait on the running loop, without stopping it."""
@@ -68,6 +72,7 @@ class Milestone(Generic[T]):
 
     def wrapped(self) -> asyncio.Future[T]:
         """Give a future of the running loop that is done when the moment has come."""
+        self.is_awaited = True
         return asyncio.wrap_future(self._future)
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -76,6 +81,7 @@ class Milestone(Generic[T]):
         Raises:
             TimeoutError: It has not come within `timeout_s` seconds.
         """
+        self.is_awaited = True
         return self._future.result(timeout_s)
 
     def wait_done(self) -> None:

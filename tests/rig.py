@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ckptio import Engine
+from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
@@ -202,13 +202,17 @@ async def inline_engine(
     What is in flight when the block ends is waited for, failed or not.
     """
     before = asyncio.all_tasks()
-    threads = ThreadPoolExecutor(
-        config.max_writes + config.max_reads + config.max_copies + 2, thread_name_prefix="ckptio"
-    )
+    threads = Threads(4, "ckptio")
+    copiers = Threads(config.max_copies, "ckptio-copy")
+    writers = Threads(config.max_writes, "ckptio-write")
+    readers = Threads(config.max_reads, "ckptio-read")
     context = EngineContext(
         config=config,
         executor=threads,
         waiters=threads,
+        copiers=copiers,
+        writers=writers,
+        readers=readers,
         pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
         cache=MetadataCache(config.cache_entries, config.cache_nbytes),
         observer=observer,
@@ -228,7 +232,8 @@ async def inline_engine(
         assert statistics.leased_nbytes == 0
         assert statistics.num_waiting == 0
         context.pool.close()
-        threads.shutdown()
+        for executor in (threads, copiers, writers, readers):
+            executor.shutdown()
         assert context.num_saves == 0
         assert asyncio.all_tasks() == before
 

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio._aio import first_failure, in_own_thread, outlive, run_blocking, shielded
+from ckptio._aio import (
+    Threads,
+    first_failure,
+    in_own_thread,
+    outlive,
+    run_blocking,
+    run_unless_cancelled,
+    shielded,
+)
 from ckptio.testing import DeadlockError, VirtualLoop, run_virtual
 
 if TYPE_CHECKING:
@@ -299,3 +307,49 @@ def test_calls_in_flight_are_counted_by_function() -> None:
         return loop
 
     assert run_virtual(scenario(), seed=0).peak_calls == {"divmod": 3}
+
+
+class TwoThreads(ThreadPoolExecutor):
+    """An executor that says how many threads it has."""
+
+    max_threads = 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_keep_to_the_threads_of_their_executor(seed: int) -> None:
+    """No more calls are under way than an executor has threads."""
+
+    async def scenario() -> VirtualLoop:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        executor = TwoThreads(2)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(9):
+                group.create_task(run_blocking(executor, divmod, 7, 3))
+        return loop
+
+    assert run_virtual(scenario(), seed=seed).peak_calls == {"divmod": 2}
+
+
+async def test_a_call_that_has_not_begun_is_given_up() -> None:
+    """Cancelling who waits for a thread takes the call out of the queue's work."""
+    begun, release = threading.Event(), threading.Event()
+    happened: list[int] = []
+    executor = Threads(1, "test")
+
+    def hold() -> None:
+        begun.set()
+        release.wait()
+
+    holding = asyncio.ensure_future(run_blocking(executor, hold))
+    await asyncio.to_thread(begun.wait)
+    queued = asyncio.ensure_future(run_unless_cancelled(executor, happened.append, 1))
+    await asyncio.sleep(0)
+    queued.cancel()
+    await asyncio.sleep(0)
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    await holding
+    executor.shutdown()
+    assert happened == []

@@ -31,15 +31,16 @@ class EngineContext:
 
     Attributes:
         config: Options.
-        executor: Threads for everything that blocks.
+        executor: Threads for whatever blocks and has none of its own.
+        copiers: Threads that copy slabs. As many as may copy at a time, and so with every
+            limit here: who waits for a thread takes it over without a hop to the loop.
+        writers: Threads that sum and write slabs.
+        readers: Threads that read, verify and land ranges.
         waiters: Threads that wait for devices.
         pool: Slabs.
         cache: Manifests.
         observer: Takes events, if anybody does.
         plans: Plans of earlier saves.
-        copies: Slabs being copied at a time.
-        writes: Slabs being written at a time.
-        reads: Ranges being read at a time.
         files: Files open for reading at a time.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
@@ -48,14 +49,14 @@ class EngineContext:
 
     config: CheckpointConfig
     executor: Executor
+    copiers: Executor
+    writers: Executor
+    readers: Executor
     waiters: Executor
     pool: SlabPool
     cache: MetadataCache
     observer: Observer | None = None
     plans: PlanCache = field(init=False)
-    copies: asyncio.Semaphore = field(init=False)
-    writes: asyncio.Semaphore = field(init=False)
-    reads: asyncio.Semaphore = field(init=False)
     files: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
     num_saves: int = 0
@@ -64,9 +65,6 @@ class EngineContext:
     def __post_init__(self) -> None:
         """Make the limits."""
         self.plans = PlanCache()
-        self.copies = asyncio.Semaphore(self.config.max_copies)
-        self.writes = asyncio.Semaphore(self.config.max_writes)
-        self.reads = asyncio.Semaphore(self.config.max_reads)
         self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
         self.saves = asyncio.Semaphore(self.config.max_saves)
 

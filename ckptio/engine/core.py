@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 
 _NUM_WAITERS = 2
+#: Opening, closing and syncing files, planning, committing: many short waits for a system.
+_NUM_ODD_JOBS = 4
 
 
 def _call_into(future: Future[None], function: Callable[[], None]) -> None:
@@ -133,8 +135,7 @@ class EngineCore:
 
     async def _make_context(self) -> EngineContext:
         config = self.config
-        num_threads = config.max_writes + config.max_reads + config.max_copies + 2
-        executor = Threads(num_threads, "ckptio")
+        executor = Threads(_NUM_ODD_JOBS, "ckptio")
 
         async def decode(data: bytes) -> Manifest:
             return await run_blocking(executor, decode_manifest, data)
@@ -142,6 +143,9 @@ class EngineCore:
         return EngineContext(
             config=config,
             executor=executor,
+            copiers=Threads(config.max_copies, "ckptio-copy"),
+            writers=Threads(config.max_writes, "ckptio-write"),
+            readers=Threads(config.max_reads, "ckptio-read"),
             waiters=Threads(_NUM_WAITERS, "ckptio-device"),
             pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
             cache=MetadataCache(config.cache_entries, config.cache_nbytes, decode),
@@ -297,8 +301,14 @@ class EngineCore:
                 await asyncio.wait((asyncio.wrap_future(self._cache_task),))
             context.pool.close()
         finally:
-            context.executor.shutdown()
-            context.waiters.shutdown()
+            for threads in (
+                context.executor,
+                context.copiers,
+                context.writers,
+                context.readers,
+                context.waiters,
+            ):
+                threads.shutdown()
 
 
 class Running(Generic[T]):

@@ -15,7 +15,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure, run_blocking
+from ckptio._aio import first_failure, run_blocking, run_unless_cancelled
 from ckptio.engine.context import settle
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
 from ckptio.events import ReadProgressed
@@ -191,10 +191,9 @@ async def _read_segment(
     async with context.pool.lease() as slab:
         pending: list[PendingCopies] = []
         try:
-            async with context.reads:
-                damage = await run_blocking(
-                    context.executor, _read_and_land, segment, slab, source, reading, pending
-                )
+            damage = await run_unless_cancelled(
+                context.readers, _read_and_land, segment, slab, source, reading, pending
+            )
         finally:
             await settle(pending, context)  # a device may be reading the slab, cancelled or not
     for error in damage:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptio.config import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 
 class SupportsPinning(Protocol):
@@ -125,6 +125,7 @@ class SlabPool:
         self._num_leases = 0
         self._num_allocations = 0
         self._waiters: deque[asyncio.Future[Slab]] = deque()
+        self._on_crowded: set[Callable[[], object]] = set()
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Slab]:
@@ -152,6 +153,17 @@ class SlabPool:
             slab = self._allocate()
             self._free.append(slab)
             slab.touch()
+
+    @contextlib.contextmanager
+    def watched(self, on_crowded: Callable[[], object]) -> Iterator[None]:
+        """Call `on_crowded` whenever somebody begins to wait for a slab, and now if so."""
+        self._on_crowded.add(on_crowded)
+        try:
+            if self._waiters:
+                on_crowded()
+            yield
+        finally:
+            self._on_crowded.discard(on_crowded)
 
     def use_pinning(self, pinning: SupportsPinning) -> None:
         """Pin slabs from now on, and those that are free at once."""
@@ -192,6 +204,8 @@ class SlabPool:
                 return self._lend(self._allocate())
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
+        for on_crowded in tuple(self._on_crowded):
+            on_crowded()
         try:
             return await waiter
         except asyncio.CancelledError:

@@ -24,7 +24,7 @@ import collections
 import functools
 import random
 import selectors
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -71,7 +71,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.num_turns = 0
         self.peak_calls: collections.Counter[str] = collections.Counter()
         self.complaints: list[dict[str, Any]] = []
-        self._calls: collections.Counter[str] = collections.Counter()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self._lanes: dict[int, _Lane] = {}
         self.set_exception_handler(lambda _, context: self.complaints.append(context))
 
     def time(self) -> float:
@@ -98,7 +99,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     @property
     def num_calls(self) -> int:
         """Calls that are in an executor now."""
-        return sum(self._calls.values())
+        return sum(self.calls.values())
 
     def _waiting(self) -> str:
         return ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self))) or "nobody"
@@ -108,39 +109,83 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[T]:
         """Run `func` on this thread at a later virtual time; the executor is not used.
 
-        As with a thread, it runs even if the future was cancelled meanwhile.
+        Its `max_threads` is kept to, if it has one. As with a thread, a call runs even if
+        the future was cancelled meanwhile.
         """
-        del executor
-        name = _name_of(func)
-        self._calls[name] += 1
-        self.peak_calls[name] = max(self.peak_calls[name], self._calls[name])
         future: asyncio.Future[T] = self.create_future()
-
-        def run() -> None:
-            try:
-                result = func(*args)
-            except BaseException as error:  # the waiter raises it, as with a thread
-                self.call_later(self._draw_s(), end_badly, error)
-            else:
-                self.call_later(self._draw_s(), end_well, result)
-
-        def end_well(result: T) -> None:
-            self._calls[name] -= 1
-            if not future.done():
-                future.set_result(result)
-
-        def end_badly(error: BaseException) -> None:
-            self._calls[name] -= 1
-            if future.done():
-                self.call_exception_handler({"message": f"{name}, abandoned", "exception": error})
-            else:
-                future.set_exception(error)
-
-        self.call_later(self._draw_s(), run)
+        call = _Call(self, _name_of(func), future, functools.partial(func, *args))
+        lane = self._lanes.setdefault(id(executor), _Lane(getattr(executor, "max_threads", None)))
+        lane.take(call)
         return future
 
-    def _draw_s(self) -> float:
+    def draw_s(self) -> float:
+        """Draw how long a call waits or runs, in virtual seconds."""
         return self.rng.expovariate(1 / _MEAN_CALL_S)
+
+
+class _Lane:
+    """An executor: calls that run, and those that wait for a thread."""
+
+    def __init__(self, max_threads: int | None) -> None:
+        self._max_threads = max_threads
+        self._num_running = 0
+        self._waiting: collections.deque[_Call[Any]] = collections.deque()
+
+    def take(self, call: _Call[Any]) -> None:
+        """Begin a call, or queue it."""
+        if self._max_threads is not None and self._num_running >= self._max_threads:
+            self._waiting.append(call)
+            return
+        self._num_running += 1
+        call.begin(self._freed)
+
+    def _freed(self) -> None:
+        self._num_running -= 1
+        if self._waiting:
+            self.take(self._waiting.popleft())
+
+
+class _Call(Generic[T]):
+    """A call in an executor; begun and ended at later virtual times."""
+
+    def __init__(
+        self, loop: VirtualLoop, name: str, future: asyncio.Future[T], function: Callable[[], T]
+    ) -> None:
+        self._loop = loop
+        self._name = name
+        self._future = future
+        self._function = function
+
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Run it in a while, and call `on_end` a while later, once its future is done."""
+        loop, name = self._loop, self._name
+        loop.calls[name] += 1
+        loop.peak_calls[name] = max(loop.peak_calls[name], loop.calls[name])
+        loop.call_later(loop.draw_s(), self._run, on_end)
+
+    def _run(self, on_end: Callable[[], None]) -> None:
+        try:
+            result = self._function()
+        except BaseException as error:  # the waiter raises it, as with a thread
+            self._loop.call_later(self._loop.draw_s(), self._end_badly, error, on_end)
+        else:
+            self._loop.call_later(self._loop.draw_s(), self._end_well, result, on_end)
+
+    def _end_well(self, result: T, on_end: Callable[[], None]) -> None:
+        self._loop.calls[self._name] -= 1
+        if not self._future.done():
+            self._future.set_result(result)
+        on_end()
+
+    def _end_badly(self, error: BaseException, on_end: Callable[[], None]) -> None:
+        self._loop.calls[self._name] -= 1
+        if self._future.done():
+            self._loop.call_exception_handler(
+                {"message": f"{self._name}, abandoned", "exception": error}
+            )
+        else:
+            self._future.set_exception(error)
+        on_end()
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T], *, seed: int) -> T:
@@ -166,6 +211,6 @@ def run_virtual(coroutine: Coroutine[Any, Any, T], *, seed: int) -> T:
 
 
 def _name_of(function: Callable[..., object]) -> str:
-    while isinstance(function, functools.partial):
+    while hasattr(function, "func"):
         function = function.func
     return getattr(function, "__qualname__", repr(function))

@@ -114,6 +114,42 @@ def test_limits_hold(sizes: Sequence[int], seed: int, writes: int, copies: int, 
     assert in_flight_at_most(log) <= saves
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_writes_wait_for_copies_that_somebody_waits_for(seed: int) -> None:
+    """Nothing is written before `staged` while the pool has room for the whole state."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storage = MemoryStorage(seed=seed)
+        config = config_with(pool_nbytes=64 * SMALL.slab_nbytes)
+        async with inline_engine({"memory": storage}, config, log) as engine:
+            handle = engine.save(random_state([300 * KiB, 70 * KiB], seed), "memory")
+            await handle.staged
+            await handle
+
+    run_virtual(scenario(), seed=seed)
+    kinds = [type(event) for event in log.events]
+    assert kinds.index(SaveStaged) < kinds.index(SaveProgressed)
+
+
+@given(sizes=sizes, seed=seeds)
+def test_writes_that_wait_give_way_to_who_needs_a_slab(sizes: Sequence[int], seed: int) -> None:
+    """Saves whose pool is too small for both end, whoever waits for what."""
+    config = config_with(pool_nbytes=3 * SMALL.slab_nbytes)
+
+    async def scenario() -> None:
+        storages = {f"memory{i}": MemoryStorage(f"memory{i}", seed=seed + i) for i in range(2)}
+        state = random_state([*sizes, 100 * KiB], seed)
+        async with inline_engine(storages, config) as engine:
+            handles = [engine.save(state, path) for path in storages]
+            for handle in handles:
+                await handle.staged
+            for handle in handles:
+                await handle
+
+    run_virtual(scenario(), seed=seed)
+
+
 def in_flight_at_most(log: EventLog) -> int:
     """Count from events how many saves were under way at a time."""
     now = most = 0
