@@ -31,7 +31,7 @@ from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, storage_error
 from ckptio.storage.files import read_regular
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, find_leftovers
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, files_of, find_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,16 +76,23 @@ class LocalAttempt:
         self._manifest_inode = 0
         self._published = False
         self._refused = False
+        self._leads = False
+
+    def enter(self) -> None:
+        """Make the directory, for a rank whose save another one leads. Blocks."""
+        try:
+            self._make_dirs(self._directory)
+        except OSError as error:
+            raise storage_error(error, self._directory, "cannot join a save") from error
 
     def prepare(self) -> None:
         """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
         if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
             raise CheckpointExistsError(self._directory)
+        self._leads = True
+        marker = self._path(ATTEMPT_PREFIX + self._save_id)
         try:
-            self._make_dirs(self._directory)
-            marker = self._path(ATTEMPT_PREFIX + self._save_id)
-            self._made_files.append(marker)
-            self._lock_fd = self._files.create(marker, self._config.file_mode, direct=False)
+            self._lock_fd = self._make_marker(marker)
             try:
                 locks = self._files.lock(self._lock_fd)
             except OSError:  # no locks here: nobody can tell a dead save from a living one
@@ -96,6 +103,16 @@ class LocalAttempt:
                 self._remove(find_leftovers(self._files, self._directory, self._save_id))
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
+
+    def _make_marker(self, path: str) -> int:
+        """Make the directory and a file in it, though another save's end may remove the first."""
+        for _ in range(_MAX_TRIES):
+            self._make_dirs(self._directory)
+            with contextlib.suppress(FileNotFoundError):
+                fd = self._files.create(path, self._config.file_mode, direct=False)
+                self._made_files.append(path)
+                return fd
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def _make_dirs(self, path: str) -> None:
         """Make a directory and those above it, remembering which are new."""
@@ -150,6 +167,17 @@ class LocalAttempt:
             raise storage_error(error, target, "cannot commit") from error
         self._published = True
         self._clean_up(new, replaced)
+
+    async def seal(self) -> None:
+        """Make what this rank wrote durable by name; see `interface.Attempt`."""
+        await run_blocking(self._executor, self._seal)
+
+    def _seal(self) -> None:
+        try:
+            self._sync_dirs()
+            self._check_present()
+        except OSError as error:
+            raise storage_error(error, self._directory, "cannot end the files of a rank") from error
 
     def _check_present(self) -> None:
         """Look once more for every data file: a manifest must not name what somebody removed."""
@@ -285,10 +313,25 @@ class LocalAttempt:
             return
         for path in reversed(self._made_files):
             self._try_remove(path)
+        if self._leads:
+            for name in files_of(self._directory, self._save_id):
+                self._try_remove(self._path(name))
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 self._files.rmdir(directory)
+
+    async def leave(self) -> None:
+        """Let go, and remove nothing; see `interface.Attempt`."""
+        await run_blocking(self._executor, self._leave)
+
+    def _leave(self) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(OSError):  # nobody here knows whether anybody needs it
+                writer.discard()
+        self._made_files.clear()
+        self._made_dirs.clear()
+        self._drop_lock()
 
     def _drop_lock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1

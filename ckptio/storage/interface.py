@@ -69,6 +69,16 @@ class Attempt(Protocol):
         """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
         ...
 
+    async def seal(self) -> None:
+        """Make sure that all files are there and, as configured, durable by name.
+
+        For ranks that do not commit; `commit` does the same for the one that does.
+
+        Raises:
+            StorageError: A file is missing, or its name cannot be made durable.
+        """
+        ...
+
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`. When this returns, the checkpoint exists; before, it does not.
 
@@ -79,7 +89,17 @@ class Attempt(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Remove everything this attempt made. Does nothing after a commit. Never raises."""
+        """Remove everything this attempt made. Does nothing after a commit. Never raises.
+
+        On the rank that began it, files of ranks that died go with it.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Let go, and remove nothing: another rank commits, or may have. Never raises.
+
+        Nothing is removed by a later `abort` either.
+        """
         ...
 
 
@@ -130,6 +150,14 @@ class Storage(Protocol):
 
         Raises:
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
+            StorageError: The place cannot be written.
+        """
+        ...
+
+    async def join(self, save_id: str) -> Attempt:
+        """Take part in a save that another rank begins and commits.
+
+        Raises:
             StorageError: The place cannot be written.
         """
         ...

@@ -5,6 +5,9 @@ The file says under which boot of which kernel it was made. On the same one the 
 decides. A mount may not carry locks from host to host, so the attempt of another host, or
 of this one before a reboot, counts as alive until it has been quiet for an hour.
 
+The files of a save of many ranks are covered by the lock of the rank that leads it. Another
+rank may be ahead of that one, so without any attempt its files too are left for an hour.
+
 The order matters: list first, then look at locks, then read the manifest. A save that was
 alive when its lock was looked at is left alone; one that had ended by then has its
 manifest in place before that manifest is read.
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 ATTEMPT_PREFIX = ".attempt-"
 #: A save on another host writes something every few seconds; an hour without is its end.
 _QUIET_S = 3600.0
+_FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
     r"(?:data-|\.attempt-|\.manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old)?"
@@ -37,6 +41,14 @@ _OURS = re.compile(
 def data_file_name(save_id: str, rank: int, index: int) -> str:
     """Name a data file so that no two saves, ranks or buckets meet."""
     return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"
+
+
+def files_of(directory: str, save_id: str) -> list[str]:
+    """Name the data files of a save, of all its ranks; none if they cannot be listed."""
+    prefix = f"data-{save_id}-"
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(directory) if name.startswith(prefix))
+    return []
 
 
 def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]:
@@ -89,7 +101,8 @@ def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) 
     try:
         fd = files.open(f"{directory}/{marker}", direct=False, writable=True)
     except FileNotFoundError:
-        return False
+        leads = all(_FIRST_RANK in name for name in names if name.startswith("data-"))
+        return not leads and not _is_quiet(directory, names)
     except OSError:
         return True
     try:

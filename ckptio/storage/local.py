@@ -140,7 +140,16 @@ class LocalStorage:
 
     async def begin(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
         """Begin a save; see `interface.Storage`."""
-        attempt = LocalAttempt(
+        attempt = self._attempt(save_id, overwrite=overwrite)
+        return await self._ready(attempt, attempt.prepare)
+
+    async def join(self, save_id: str) -> LocalAttempt:
+        """Take part in a save of many ranks; see `interface.Storage`."""
+        attempt = self._attempt(save_id, overwrite=True)
+        return await self._ready(attempt, attempt.enter)
+
+    def _attempt(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
+        return LocalAttempt(
             self._path,
             save_id,
             overwrite=overwrite,
@@ -149,8 +158,10 @@ class LocalStorage:
             executor=self._executor,
             emit=self._emit,
         )
+
+    async def _ready(self, attempt: LocalAttempt, prepare: Callable[[], None]) -> LocalAttempt:
         try:
-            await run_blocking(self._executor, attempt.prepare)
+            await run_blocking(self._executor, prepare)
         except BaseException:
             await attempt.abort()
             raise

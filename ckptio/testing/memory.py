@@ -193,7 +193,13 @@ class MemoryStorage:
         await self._wait()
         if self._place.manifest is not None and not overwrite:
             raise CheckpointExistsError(self._path)
-        return MemoryAttempt(self, save_id, overwrite=overwrite)
+        return MemoryAttempt(self, save_id, overwrite=overwrite, leads=True)
+
+    async def join(self, save_id: str) -> MemoryAttempt:
+        """Take part in a save of many ranks; see `interface.Storage`."""
+        self.step("join")
+        await self._wait()
+        return MemoryAttempt(self, save_id, overwrite=True, leads=False)
 
     async def commit(self, made: Sequence[str], manifest: bytes, *, overwrite: bool) -> None:
         """Publish a manifest in one step. Called by an attempt."""
@@ -213,9 +219,12 @@ class MemoryStorage:
 class MemoryAttempt:
     """One save on its way; see `interface.Attempt`. Made by `MemoryStorage.begin`."""
 
-    def __init__(self, storage: MemoryStorage, save_id: str, *, overwrite: bool) -> None:
+    def __init__(
+        self, storage: MemoryStorage, save_id: str, *, overwrite: bool, leads: bool
+    ) -> None:
         self._storage = storage
         self._save_id = save_id
+        self._leads = leads
         self._overwrite = overwrite
         self._made: list[str] = []
         self._sinks: list[MemorySink] = []
@@ -232,6 +241,19 @@ class MemoryAttempt:
         self._sinks.append(sink)
         return sink
 
+    async def seal(self) -> None:
+        """Check that everything is there; see `interface.Attempt`."""
+        self._storage.step("seal")
+        await self._storage._wait()  # noqa: SLF001  # as above
+        self._end()
+
+    async def leave(self) -> None:
+        """Let go; see `interface.Attempt`."""
+        for sink in self._sinks:
+            sink.release()
+        self._made.clear()
+        self._end()
+
     async def commit(self, manifest: bytes) -> None:
         """Publish a manifest; see `interface.Attempt`."""
         await self._storage.commit(self._made, manifest, overwrite=self._overwrite)
@@ -243,7 +265,9 @@ class MemoryAttempt:
         for sink in self._sinks:
             sink.release()
         if not self._committed:
-            for name in self._made:
+            ours = f"data-{self._save_id}-"
+            others = [n for n in self._storage.files if n.startswith(ours)] if self._leads else []
+            for name in (*self._made, *others):
                 self._storage.files.pop(name, None)
         self._end()
 

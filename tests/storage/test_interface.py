@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptionError,
+    StorageError,
 )
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, MemoryStorage
@@ -180,3 +182,81 @@ async def test_reading_past_the_end_is_damage(place: Place) -> None:
                 source.pread_into(8192, room, 4096)
     finally:
         source.close()
+
+
+def rank_files(save_id: str, rank: int) -> dict[str, bytes]:
+    return {
+        name.replace("-00000-", f"-{rank:05d}-", 1): data
+        for name, data in contents_of(save_id, 5000, 70).items()
+    }
+
+
+async def test_ranks_write_one_checkpoint(place: Place) -> None:
+    """Files of a rank that joined are part of what the leading rank commits."""
+    leader = await place.storage.begin(A, overwrite=False)
+    member = await place.storage.join(A)
+    files = [rank_files(A, rank) for rank in range(2)]
+    await fill_attempt(leader, files[0])
+    await fill_attempt(member, files[1])
+    await member.seal()
+    await leader.commit(manifest_of(A, {**files[0], **files[1]}))
+    await member.leave()
+    await member.abort()
+    assert place.names() == sorted([*files[0], *files[1]])
+    assert await read_files(place.storage) == {**files[0], **files[1]}
+
+
+async def test_a_member_may_be_ahead_of_the_leader(place: Place) -> None:
+    """A rank that joins first makes what it needs, and the leading rank leaves it alone."""
+    member = await place.storage.join(A)
+    await fill_attempt(member, rank_files(A, 1))
+    leader = await place.storage.begin(A, overwrite=False)
+    assert set(rank_files(A, 1)) <= set(place.names())
+    await member.abort()
+    await leader.abort()
+    assert [name for name in place.names() if name.startswith("data-")] == []
+
+
+async def test_the_leader_clears_up_behind_dead_ranks(place: Place) -> None:
+    """Files of a rank that died before it could remove them go with the leader's."""
+    leader = await place.storage.begin(A, overwrite=False)
+    member = await place.storage.join(A)
+    await fill_attempt(member, rank_files(A, 1))
+    await member.leave()
+    await leader.abort()
+    assert place.names() == []
+
+
+async def test_leaving_removes_nothing(place: Place) -> None:
+    """A rank that does not know how a save ended leaves its files to who does."""
+    member = await place.storage.join(A)
+    await fill_attempt(member, rank_files(A, 1))
+    await member.leave()
+    assert place.names() == sorted(rank_files(A, 1))
+
+
+async def test_files_of_ranks_of_another_job_get_an_hour(place: Place) -> None:
+    """Files of a rank whose leader has not begun yet are no leftovers to another save."""
+    if place.directory is None:
+        pytest.skip("a storage in memory has no saves of other processes")
+    member = await place.storage.join(A)
+    await fill_attempt(member, rank_files(A, 1))
+    await write_files(place.storage, B, contents_of(B, 100), overwrite=True)
+    assert set(rank_files(A, 1)) < set(place.names())
+    for name in rank_files(A, 1):
+        os.utime(place.directory / name, (0, 0))
+    await write_files(place.storage, C, contents_of(C, 100), overwrite=True)
+    assert place.names() == sorted(contents_of(C, 100))
+    await member.leave()
+
+
+async def test_sealing_notices_a_file_that_was_removed(place: Place) -> None:
+    """A rank does not vouch for files that somebody has removed meanwhile."""
+    if place.directory is None:
+        pytest.skip("a storage in memory has nobody who removes files")
+    member = await place.storage.join(A)
+    await fill_attempt(member, rank_files(A, 1))
+    (place.directory / next(iter(rank_files(A, 1)))).unlink()
+    with pytest.raises(StorageError, match="end the files"):
+        await member.seal()
+    await member.abort()
