@@ -6,9 +6,10 @@ An option that would have no effect is an error, not a surprise at step 10,000.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from ckptio.errors import ConfigError
 
@@ -23,6 +24,8 @@ GiB = 1 << 30
 PAGE_NBYTES = 4096
 
 Durability = Literal["none", "file", "full"]
+Replicate = Literal["once", "local"]
+Exchange = Literal["auto", "on", "off"]
 DirectIO = Literal["auto", "off"]
 _ENV_PREFIX = "CKPTIO_"
 
@@ -56,6 +59,20 @@ class CheckpointConfig:
         dir_mode: Permission bits of directories made.
         cache_entries: Manifests kept by the metadata cache, at most.
         cache_nbytes: Bytes of manifests kept by the metadata cache, at most.
+        replicate: What many ranks do with tensors that several of them hold. `"once"`: one
+            of them writes it. `"local"`: each writes its own copy of those of at most
+            `local_replica_nbytes`, so that with the same ranks each reads one file, its
+            own, and a lost file is made up for by another.
+        local_replica_nbytes: See `replicate`.
+        exchange: Whether ranks that load the same bytes read them once and pass them on.
+            `"auto"`: where that is faster. `"on"`: wherever two ranks want the same.
+            `"off"`: each rank reads for itself.
+        peer_timeout_s: Seconds without a sign of life after which another rank of the job
+            is given up, with `PeerLostError` on every rank. Longer than the engine's loop
+            ever stands still.
+        meet_timeout_s: Seconds for which ranks wait for a rank that is alive but does not
+            come to what the others do together. Longer than the slowest rank takes to write
+            more than the fastest.
     """
 
     pool_nbytes: int = 256 * MiB
@@ -72,6 +89,11 @@ class CheckpointConfig:
     dir_mode: int = 0o700
     cache_entries: int = 64
     cache_nbytes: int = 256 * MiB
+    replicate: Replicate = "once"
+    local_replica_nbytes: int = 1 * MiB
+    exchange: Exchange = "auto"
+    peer_timeout_s: float = 30.0
+    meet_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Check each option, and each against the others.
@@ -83,11 +105,17 @@ class CheckpointConfig:
             value = getattr(self, field.name)
             if isinstance(field.default, int) and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} must be a positive int, not {value!r}")
+            if isinstance(field.default, float) and not _is_positive(value):
+                raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
         self._check_sizes()
         if self.durability not in ("none", "file", "full"):
             raise ConfigError(f"durability must be none, file or full, not {self.durability!r}")
         if self.direct_io not in ("auto", "off"):
             raise ConfigError(f"direct_io must be auto or off, not {self.direct_io!r}")
+        if self.replicate not in ("once", "local"):
+            raise ConfigError(f"replicate must be once or local, not {self.replicate!r}")
+        if self.exchange not in ("auto", "on", "off"):
+            raise ConfigError(f"exchange must be auto, on or off, not {self.exchange!r}")
         if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
             raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
 
@@ -125,7 +153,7 @@ class CheckpointConfig:
             ConfigError: A variable with the prefix names no option, or has a bad value.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        options: dict[str, int | str] = {}
+        options: dict[str, float | str] = {}
         for key, text in (os.environ if environ is None else environ).items():
             if not key.startswith(_ENV_PREFIX):
                 continue
@@ -137,6 +165,15 @@ class CheckpointConfig:
                     options[name] = int(text, 0)
                 except ValueError:
                     raise ConfigError(f"{key} must be an int, not {text!r}") from None
+            elif isinstance(fields[name].default, float):
+                try:
+                    options[name] = float(text)
+                except ValueError:
+                    raise ConfigError(f"{key} must be a number, not {text!r}") from None
             else:
                 options[name] = text
         return cls(**options)  # type: ignore[arg-type]  # checked by __post_init__
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in {int, float} and 0 < cast("float", value) < math.inf

@@ -9,6 +9,8 @@
     ├── TargetError (ValueError)              a target tensor cannot be filled
     │   └── MismatchError                     target and checkpoint differ in names or shapes
     ├── PlanError (ValueError)                shards that cannot be laid out
+    ├── RankError                             it failed on some rank, so it failed on all
+    │   └── PeerLostError (ConnectionError)   a rank died, froze, left or never came
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
     │   ├── FormatVersionError                a newer format than this version reads
     │   └── CorruptionError                   a checksum or a size is not what the manifest says
@@ -29,7 +31,7 @@ import errno
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class CheckpointError(Exception):
@@ -107,6 +109,48 @@ class MismatchError(TargetError):
 
 class PlanError(CheckpointError, ValueError):
     """Shards that cannot be laid out: gaps, overlaps or disagreement."""
+
+
+class RankError(CheckpointError):
+    """What ranks did together failed on some of them, and so on all of them.
+
+    Every rank raises it with the same text; one whose own failure it was raises it `from`
+    that failure.
+
+    Attributes:
+        causes: What went wrong, by rank; of some ranks, where very many failed. A rank that
+            was only stopped because of another is not among them.
+        in_doubt: The coordinator had begun to decide and nobody heard the decision: what
+            was being decided (a commit, for one) may have happened.
+    """
+
+    def __init__(
+        self, message: str, *, causes: Mapping[int, str] | None = None, in_doubt: bool = False
+    ) -> None:
+        """Say `message`."""
+        super().__init__(message)
+        self.causes = dict(causes or {})
+        self.in_doubt = in_doubt
+
+
+class PeerLostError(RankError, ConnectionError):
+    """A rank died, froze, closed its engine or did not come.
+
+    Attributes:
+        ranks: Which.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int],
+        causes: Mapping[int, str] | None = None,
+        in_doubt: bool = False,
+    ) -> None:
+        """Say `message` about `ranks`."""
+        super().__init__(message, causes=causes, in_doubt=in_doubt)
+        self.ranks = tuple(ranks)
 
 
 class FormatError(CheckpointError, ValueError):

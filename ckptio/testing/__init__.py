@@ -5,12 +5,14 @@ from ckptio.testing.files import RecordingFiles
 from ckptio.testing.loop import DeadlockError, VirtualLoop, run_virtual
 from ckptio.testing.memory import MemoryStorage
 from ckptio.testing.observer import EventLog
+from ckptio.testing.ranks import MemoryRanks
 
 __all__ = [
     "Crash",
     "DeadlockError",
     "EventLog",
     "Fault",
+    "MemoryRanks",
     "MemoryStorage",
     "Operation",
     "RecordingFiles",

@@ -1,0 +1,159 @@
+"""`ranks_of`: find out which ranks there are, and meet them.
+
+In this order: a process group that is initialised; the variables that torchrun sets; else
+this rank is alone. A job whose ranks are told apart by neither (or that has no store) is
+told what to do rather than saved as if each rank were alone: n ranks would write n whole
+checkpoints to one path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from ckptio.errors import ConfigError
+from ckptio.ranks.join import Place, join
+from ckptio.ranks.solo import SoloRanks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor
+
+    from ckptio.ranks.interface import Deadlines, Ranks
+    from ckptio.ranks.join import Store
+
+_GROUP_DIGITS = 16
+
+
+async def ranks_of(
+    group: Any = None,
+    *,
+    environ: Mapping[str, str],
+    deadlines: Deadlines,
+    executor: Executor,
+    host: str | None = None,
+) -> Ranks:
+    """Meet the engines of the other ranks of a job, or of a part of it.
+
+    Every rank of the group has to call this, in the same order where there are several
+    groups. torch is not imported unless it is there or torchrun's store is needed.
+
+    Args:
+        group: A process group of `torch.distributed`; the whole job if not given.
+        environ: Where torchrun has put its variables: `os.environ`.
+        deadlines: How long is waited for the others.
+        executor: Its threads wait for the store.
+        host: Name of this machine, for tests; found out if not given.
+
+    Returns:
+        The ranks, open. The caller closes them, on the same loop.
+
+    Raises:
+        ConfigError: There are several ranks and no way to meet, or this rank is not in
+            the group.
+        PeerLostError: Ranks did not come in time; it names them.
+        RankError: The job's store cannot be used.
+    """
+    place = find_place(group, environ, timeout_s=deadlines.meet_s, host=host)
+    if place is None:
+        return SoloRanks(host)
+    return await join(place, deadlines=deadlines, executor=executor)
+
+
+def find_place(
+    group: Any, environ: Mapping[str, str], *, timeout_s: float, host: str | None = None
+) -> Place | None:
+    """Find out where this rank stands; None if it is alone. Waits for nothing.
+
+    Args:
+        group: See `ranks_of`.
+        environ: See `ranks_of`.
+        timeout_s: For how long to try to connect to the store.
+        host: See `ranks_of`.
+
+    Raises:
+        ConfigError: See `ranks_of`.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if (
+        distributed is not None
+        and distributed.is_available()
+        and (group is not None or distributed.is_initialized())
+    ):
+        return _in_process_group(distributed, group, host)
+    if group is not None:
+        raise ConfigError(f"ranks= is a process group of torch.distributed, not {group!r}")
+    return _in_environment(environ, timeout_s, host)
+
+
+def _in_process_group(distributed: Any, group: Any, host: str | None) -> Place | None:
+    """Stand where the process group says."""
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise ConfigError(f"ranks= is a process group that this rank is in, not {group!r}")
+    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this rank is not in the process group; only its ranks may use it")
+    if world_size == 1:
+        return None
+    members = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    store = cast("Any", distributed).distributed_c10d._get_default_store()  # noqa: SLF001  # the one way to a job's store
+
+    def open_store() -> Store:
+        # a connection of its own: on a shared one, a call of the trainer that waits for
+        # other ranks would keep this rank from ever meeting them
+        try:
+            return cast("Store", store.clone())
+        except (AttributeError, NotImplementedError, RuntimeError):  # not every store can
+            return cast("Store", store)
+
+    name = "world" if len(members) == distributed.get_world_size() else _name(members)
+    return Place(rank=rank, world_size=world_size, group=name, open_store=open_store, host=host)
+
+
+def _name(members: list[int]) -> str:
+    """Name a group by its ranks."""
+    text = ",".join(map(str, members))
+    return hashlib.blake2b(text.encode(), digest_size=_GROUP_DIGITS // 2).hexdigest()
+
+
+def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | None) -> Place | None:
+    """Stand where torchrun says."""
+    world_size = _number(environ, "WORLD_SIZE")
+    if world_size is None or world_size == 1:
+        return None
+    rank, port = _number(environ, "RANK"), _number(environ, "MASTER_PORT")
+    if rank is None or not 0 <= rank < world_size:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size} and RANK is {environ.get('RANK')!r}; set RANK from 0"
+            f" to {world_size - 1}, or pass ranks='solo'"
+        )
+    address = environ.get("MASTER_ADDR")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not address or port is None:
+        raise ConfigError(
+            f"there are {world_size} ranks and no store where they can meet: call"
+            " torch.distributed.init_process_group first, or pass ranks='solo'"
+        )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def open_store() -> Store:
+        from torch.distributed import (  # type: ignore[attr-defined]  # noqa: PLC0415  # imports torch; its stubs leave them out
+            PrefixStore,
+            TCPStore,
+        )
+
+        store = TCPStore(address, port, None, False, timedelta(seconds=timeout_s))  # noqa: FBT003  # as torch has it
+        return cast("Store", PrefixStore(f"ckptio/attempt-{attempt}", store))
+
+    return Place(rank=rank, world_size=world_size, group="env", open_store=open_store, host=host)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be an int, not {text!r}") from None

@@ -1,0 +1,63 @@
+"""Which machine this is, and under which addresses others reach it.
+
+Hosts are told apart by name and by the kernel's boot id: two machines that were cloned
+with one name differ in the second, two containers of one machine in the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_NUM_BOOT_DIGITS = 8
+_DISCARD_PORT = 9
+
+
+def this_host() -> str:
+    """Name this machine: its host name, and the beginning of its boot id where there is one."""
+    name = socket.gethostname() or "localhost"
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return f"{name}-{file.read(_NUM_BOOT_DIGITS)}"
+    except OSError:
+        return name
+
+
+def addresses_towards(peer: str) -> list[str]:
+    """List addresses of this machine that others may reach, the likeliest first.
+
+    Blocks while names are resolved. The interface that leads to `peer` comes first, then
+    what the host name resolves to, then the name itself; loopback is not among them.
+
+    Args:
+        peer: A host that every rank talks to anyway; "" if there is none.
+    """
+    found: list[str] = []
+    if peer:
+        with contextlib.suppress(OSError):  # no route, or no such name: there are other ways
+            for family, kind, number, _, address in socket.getaddrinfo(
+                peer, _DISCARD_PORT, type=socket.SOCK_DGRAM
+            ):
+                with socket.socket(family, kind, number) as probe:
+                    probe.connect(address)  # sends nothing: it only asks for the route
+                    found.append(str(probe.getsockname()[0]))
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        found.extend(str(i[4][0]) for i in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    return [a for a in dict.fromkeys((*found, name)) if a and not is_loopback(a)]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means nothing to other machines."""
+    return address.startswith("127.") or address in {"::1", "localhost"} or "%" in address
+
+
+def listen_everywhere(backlog: int) -> socket.socket:
+    """Open a listening socket on a free port of every interface, for both IP versions."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # no IPv6 here after all
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+    return socket.create_server(("", 0), backlog=backlog)

@@ -1,0 +1,343 @@
+"""The coordinator's table: which ranks are where in which session, and what that means.
+
+Plain functions over a table: frames of ranks go in, frames for ranks come out, and the
+only clock is an argument. A session passes through these states:
+
+- *open*: ranks give messages. The first message of a round opens it; when the last one is
+  there, rank 0 decides, and the answers close it. Ranks that have left are remembered.
+- *failing*: from the first failure on. Every rank that has not left is told to stop, and
+  what it says last is waited for: that it stopped, or a failure of its own.
+- gone: every rank has left, or has said how it ended, or is lost. The ranks that did not
+  leave get the verdict, which is one value for all of them.
+
+A rank that was told to stop a session that it has not entered says at once that it has
+stopped, and remembers. A lost rank fails every session it has not left, and every later
+one; all ranks are told of the first loss, since a rank may be in a session that nobody has
+heard of yet. Of later losses they need not hear: n ranks that close their engines would
+make n² frames of it.
+
+A round costs 2 (n - 1) frames, a session n - 1 more (`Left`), which nobody waits for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptio.ranks.frames import (
+    MAX_CAUSES,
+    Answer,
+    Broken,
+    End,
+    Stop,
+    Verdict,
+    encode_body,
+    failure,
+    loss,
+    lost_cause,
+    name_ranks,
+)
+from ckptio.ranks.interface import Same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.ranks.frames import Head
+    from ckptio.ranks.interface import Deadlines, Json
+
+_MAX_MEETINGS = 1024
+
+
+class Outgoing(NamedTuple):
+    """A frame for a rank: its body as a value, and how it is encoded."""
+
+    head: Head
+    body: Json
+    encoded: Callable[[], bytes]
+
+
+class _Encoding:
+    """A body that is encoded once, and only if somebody needs the bytes."""
+
+    __slots__ = ("_data", "value")
+
+    def __init__(self, value: Json) -> None:
+        self.value = value
+        self._data: bytes | None = None
+
+    def __call__(self) -> bytes:
+        if self._data is None:
+            self._data = encode_body(self.value)
+        return self._data
+
+
+class _Meeting:
+    """A session, as the table sees it."""
+
+    __slots__ = (
+        "causes", "deciding", "ended", "failing_since_s", "in_doubt", "key", "left", "messages",
+        "num_causes", "phase", "reason", "since_s", "strangers",
+    )  # fmt: skip
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.phase = ""
+        self.messages: dict[int, Json] = {}
+        self.since_s = 0.0
+        self.deciding = False
+        self.left: set[int] = set()
+        self.ended: set[int] = set()  # those that left, too
+        self.failing_since_s: float | None = None
+        self.reason = ""
+        self.in_doubt = False
+        self.causes: dict[int, str] = {}
+        self.num_causes = 0
+        self.strangers: list[int] = []  # lost, or did not come
+
+    def blame(self, rank: int, cause: str) -> None:
+        """Note a cause, of the first few ranks."""
+        if rank not in self.causes:
+            self.num_causes += 1
+            if len(self.causes) < MAX_CAUSES:
+                self.causes[rank] = cause
+
+
+class Hub:
+    """The table.
+
+    Args:
+        hosts: Host of each rank.
+        deadlines: How long ranks are waited for.
+        clock: Gives the time in seconds.
+        send: Takes a frame for a rank. It must not call back.
+        ready: Takes the key and the messages of a complete round, for rank 0 to decide.
+            It must not call back.
+
+    Attributes:
+        num_messages: Messages that came from other ranks, and answers that went to them.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        send: Callable[[int, Outgoing], None],
+        ready: Callable[[str, list[Json]], None],
+    ) -> None:
+        self._hosts = tuple(hosts)
+        self._world_size = len(hosts)
+        self._deadlines = deadlines
+        self._clock = clock
+        self._send = send
+        self._ready = ready
+        self._meetings: dict[str, _Meeting] = {}
+        self._lost: dict[int, str] = {}
+        self.num_messages = 0
+
+    @property
+    def num_meetings(self) -> int:
+        """Sessions that some rank has not ended."""
+        return len(self._meetings)
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether a rank is lost."""
+        return rank in self._lost
+
+    def say(self, rank: int, key: str, phase: str, message: Json) -> None:
+        """Take a message of a round."""
+        self.num_messages += rank != 0
+        meeting = self._meeting(key)
+        if meeting.failing_since_s is not None:
+            return
+        problem = _problem(meeting, rank, phase)
+        if problem:
+            self._fail(meeting, problem, {rank: problem})
+            return
+        if not meeting.messages:
+            meeting.phase, meeting.since_s = phase, self._clock()
+        meeting.messages[rank] = message
+        if len(meeting.messages) == self._world_size:
+            messages = [meeting.messages[r] for r in range(self._world_size)]
+            meeting.messages = dict.fromkeys(meeting.messages)
+            meeting.deciding = True
+            self._ready(key, messages)
+
+    def answer(self, key: str, answers: Sequence[Json] | Same) -> bool:
+        """Close a round: send each rank its answer. To rank 0 itself, nothing is sent.
+
+        Args:
+            key: The session.
+            answers: By rank; equal objects are encoded once.
+
+        Returns:
+            Whether they were sent: a session that has failed meanwhile takes none.
+        """
+        meeting = self._meetings.get(key)
+        if meeting is None or not meeting.deciding or meeting.failing_since_s is not None:
+            return False
+        head = Answer(key)
+        encodings: dict[int, _Encoding] = {}
+        outgoing = []
+        for rank in range(1, self._world_size):
+            value = answers.answer if isinstance(answers, Same) else answers[rank]
+            encoding = encodings.setdefault(id(value), _Encoding(value))
+            encoding()  # one that cannot be encoded is found before any is sent
+            outgoing.append(Outgoing(head, value, encoding))
+        meeting.messages = {}
+        meeting.deciding = False
+        self.num_messages += len(outgoing)
+        for rank, frame in enumerate(outgoing, 1):
+            self._send(rank, frame)
+        return True
+
+    def left(self, rank: int, key: str) -> None:
+        """Take note that a rank is through with a session."""
+        meeting = self._meeting(key)
+        meeting.left.add(rank)
+        if meeting.messages and meeting.failing_since_s is None:
+            problem = f"{name_ranks([rank])} left before round {meeting.phase!r}"
+            self._fail(meeting, problem, {rank: "left too early"})
+        self._end(meeting, rank)
+
+    def failed(self, rank: int, key: str, cause: str) -> None:
+        """Take note that a rank's body ended with an error; an empty cause is none."""
+        meeting = self._meeting(key)
+        if cause:
+            meeting.blame(rank, cause)
+        meeting.ended.add(rank)
+        self._fail(meeting, "", {})
+        self._settle(meeting)
+
+    def stopped(self, rank: int, key: str) -> None:
+        """Take note that a rank's body ended because it was told to."""
+        meeting = self._meetings.get(key)
+        if meeting is not None:
+            self._end(meeting, rank)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Take note that a rank is lost, and fail what it has not left."""
+        if rank in self._lost:
+            return
+        self._lost[rank] = reason
+        if len(self._lost) == 1:
+            verdict = loss("the group", [rank], {rank: self._cause(rank)}, in_doubt=False)
+            frame = Outgoing(Broken(), verdict, _Encoding(verdict))
+            for other in range(self._world_size):
+                if other != rank:
+                    self._send(other, frame)
+        for meeting in list(self._meetings.values()):
+            if rank not in meeting.ended:
+                self._miss(meeting, [rank])
+                meeting.ended.add(rank)
+                self._settle(meeting)
+
+    def tick(self) -> None:
+        """Give up on ranks that are waited for too long."""
+        now_s, meet_s = self._clock(), self._deadlines.meet_s
+        for meeting in list(self._meetings.values()):
+            if meeting.failing_since_s is not None:
+                if now_s - meeting.failing_since_s > meet_s:
+                    self._give_up(meeting)
+            elif meeting.messages and not meeting.deciding and now_s - meeting.since_s > meet_s:
+                absent = [r for r in range(self._world_size) if r not in meeting.messages]
+                problem = (
+                    f"{name_ranks(absent)} did not come to round {meeting.phase!r} within"
+                    f" {meet_s:g} s; every rank of the job has to make the same calls, or wait"
+                    " longer with meet_timeout_s"
+                )
+                self._fail(meeting, problem, dict.fromkeys(absent, "did not come"))
+
+    def _meeting(self, key: str) -> _Meeting:
+        """Find a session, or begin it; one that begins in a broken group has failed."""
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = _Meeting(key)
+            if self._lost:
+                self._miss(meeting, list(self._lost))
+                meeting.ended.update(self._lost)
+            elif len(self._meetings) > _MAX_MEETINGS:
+                self._fail(meeting, f"more than {_MAX_MEETINGS} sessions at a time", {})
+        return meeting
+
+    def _miss(self, meeting: _Meeting, lost: list[int]) -> None:
+        """Fail a session because ranks are lost."""
+        if meeting.failing_since_s is None or meeting.strangers:
+            meeting.strangers.extend(lost)
+        for rank in lost:
+            meeting.blame(rank, self._cause(rank))
+        self._fail(meeting, "", {})
+
+    def _fail(self, meeting: _Meeting, reason: str, causes: dict[int, str]) -> None:
+        """Stop every rank that is in a session or has yet to come to it."""
+        if meeting.failing_since_s is not None:
+            return
+        meeting.failing_since_s = self._clock()
+        meeting.in_doubt = meeting.deciding
+        meeting.reason = reason
+        for rank, cause in causes.items():
+            meeting.blame(rank, cause)
+        meeting.messages = {}
+        frame = Outgoing(Stop(meeting.key), None, bytes)
+        for rank in range(self._world_size):
+            if rank not in meeting.ended and rank not in self._lost:
+                self._send(rank, frame)
+
+    def _end(self, meeting: _Meeting, rank: int) -> None:
+        meeting.ended.add(rank)
+        self._settle(meeting)
+
+    def _give_up(self, meeting: _Meeting) -> None:
+        """End a session although ranks have not said that they stopped."""
+        for rank in range(self._world_size):
+            if rank not in meeting.ended:
+                meeting.blame(rank, f"has not stopped within {self._deadlines.meet_s:g} s")
+        meeting.ended.update(range(self._world_size))
+        self._settle(meeting)
+
+    def _settle(self, meeting: _Meeting) -> None:
+        """Give the verdict, when every rank has ended."""
+        if len(meeting.ended) < self._world_size:
+            return
+        self._meetings.pop(meeting.key, None)
+        if meeting.failing_since_s is None:
+            return
+        verdict = _verdict(meeting)
+        frame = Outgoing(End(meeting.key), verdict, _Encoding(verdict))
+        for rank in range(self._world_size):
+            if rank not in meeting.left and rank not in self._lost:
+                self._send(rank, frame)
+
+    def _cause(self, rank: int) -> str:
+        return lost_cause(self._hosts[rank], self._lost[rank])
+
+
+def _verdict(meeting: _Meeting) -> Verdict:
+    where = f"session {meeting.key!r}"
+    causes, in_doubt = dict(sorted(meeting.causes.items())), meeting.in_doubt
+    if meeting.strangers:
+        return loss(where, meeting.strangers, causes, in_doubt=in_doubt)
+    return failure(
+        where,
+        causes,
+        reason=meeting.reason,
+        num_more=meeting.num_causes - len(causes),
+        in_doubt=in_doubt,
+    )
+
+
+def _problem(meeting: _Meeting, rank: int, phase: str) -> str:
+    """Say why a message cannot belong to a session as it is."""
+    if rank in meeting.ended:
+        return f"{name_ranks([rank])} used the key twice"
+    if meeting.left:
+        left = name_ranks(meeting.left)
+        return f"{left} left before round {phase!r}, which {name_ranks([rank])} came to"
+    if rank in meeting.messages:
+        return f"{name_ranks([rank])} came to a round before the last one was over"
+    if meeting.messages and phase != meeting.phase:
+        return (
+            f"{name_ranks([rank])} came to round {phase!r} while"
+            f" {name_ranks(meeting.messages.keys())} came to {meeting.phase!r};"
+            " every rank of the job has to make the same calls"
+        )
+    return ""

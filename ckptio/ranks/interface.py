@@ -1,0 +1,144 @@
+"""What a session of ranks is, whoever carries its messages.
+
+A *round* is one collective step: every rank gives a message, the coordinator (rank 0)
+decides over all of them, every rank gets its answer. A *session* is a few rounds and what
+lies between, under one key. It ends on all ranks alike: a failure of its body on any rank
+stops the bodies of all, and all raise the same `RankError` when every rank has said how it
+ended, so that nobody still writes when somebody cleans up.
+
+Rejected: collectives of `torch.distributed`, which belong to the trainer's thread, know
+no sessions, and hang or take the process down when a peer dies; and a key-value store,
+where n ranks poll for n keys and a dead rank is only silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
+    from typing import Self
+
+#: None, bool, str, int of 64 bits, finite float, lists, and dicts with str keys. What is
+#: given to or by rank 0 may arrive as the same object, so nobody changes it afterwards.
+Json: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """One answer for every rank; it is encoded once."""
+
+    answer: Json
+
+
+#: Makes one answer for each rank of the messages by rank. Runs on the coordinator alone.
+Decide: TypeAlias = Callable[[Sequence[Json]], Awaitable[Sequence[Json] | Same]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long is waited for others.
+
+    Attributes:
+        peer_s: Seconds without a byte after which a peer is lost. It is noticed at most a
+            quarter later.
+        meet_s: Seconds for which a rank that is alive is waited for where others are.
+    """
+
+    peer_s: float = 30.0
+    meet_s: float = 600.0
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between signs of life."""
+        return self.peer_s / 4
+
+
+class Session(Protocol):
+    """A few rounds of all ranks. Made by `Ranks.session`."""
+
+    async def round(self, phase: str, message: Json, decide: Decide) -> Json:
+        """Give a message, get an answer.
+
+        Args:
+            phase: Name of the round, the same on every rank.
+            message: This rank's.
+            decide: Awaited on the coordinator, in the task that called this, when the
+                messages of all ranks are there. Not used on other ranks. It is cancelled
+                when the session fails meanwhile, and must not hold the loop for as long
+                as `Deadlines.peer_s`.
+
+        Returns:
+            This rank's answer.
+
+        Raises:
+            asyncio.CancelledError: The session failed on another rank; the block around
+                it turns this into the `RankError`.
+        """
+
+
+class Ranks(Protocol):
+    """The engines of a group, as one of them sees them. Belongs to one loop.
+
+    Closed by leaving it as an `async with` block, or by `close`; sessions end before.
+
+    Attributes:
+        rank: This one, from 0 to `world_size` - 1; 0 is the coordinator.
+        world_size: How many there are.
+        hosts: The host of each rank, by rank. Equal names are one machine.
+        nonce: 32 hex digits, the same on all ranks, of no other group ever.
+        num_rounds: Rounds this rank has gone into.
+        address: Where other machines reach this rank; empty if it met rank 0 on rank 0's
+            own machine. Ranks of that machine are reached where rank 0 is.
+    """
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102  # documented above
+
+    @property
+    def world_size(self) -> int: ...  # noqa: D102  # as above
+
+    @property
+    def hosts(self) -> tuple[str, ...]: ...  # noqa: D102  # as above
+
+    @property
+    def nonce(self) -> str: ...  # noqa: D102  # as above
+
+    @property
+    def num_rounds(self) -> int: ...  # noqa: D102  # as above
+
+    @property
+    def address(self) -> str: ...  # noqa: D102  # as above
+
+    def session(self, key: str) -> AbstractAsyncContextManager[Session]:
+        """Make a session: `async with ranks.session(key) as session`.
+
+        The block's task is cancelled when the session fails elsewhere. What is left of it
+        then is up to the block: it has all the time it needs to clean up.
+
+        Args:
+            key: The same on every rank, and used once. Several sessions may be open at a
+                time, and be entered in any order.
+
+        Raises:
+            RankError: From the block: it failed on some rank. In a world of one, what the
+                block raised passes unchanged.
+            PeerLostError: From the block: a rank was lost, or did not come.
+            asyncio.CancelledError: From the block: it was cancelled here. Other ranks get
+                a `RankError`. Cancelling a second time stops waiting for the others.
+        """
+
+    async def close(self) -> None:
+        """Leave the group. Sessions that others begin later fail there."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,257 @@
+"""How the engines of a job find each other: through a store that all of them reach.
+
+Rank 0 listens on a free port and writes into the store where, and a token; the others read
+that and connect. After that nobody needs the store: a job that destroys its process group
+keeps its engines.
+
+Engines of one group are told apart by counting: the n-th engine that a rank opens on a
+group meets the n-th of every other rank. The count is kept in the store, since nothing
+else lives as long as the group does. A rank 0 that gives up leaves a note in the place of
+its address, so that a rank that comes too late does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from ckptio._aio import run_blocking
+from ckptio.errors import PeerLostError, RankError
+from ckptio.ranks import frames
+from ckptio.ranks.coordinator import Coordinator
+from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
+from ckptio.ranks.member import Member
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from concurrent.futures import Executor
+
+    from ckptio.ranks.interface import Deadlines
+    from ckptio.ranks.wire import Wire
+
+_TOKEN_NBYTES = 32
+_FIRST_PAUSE_S = 0.005
+_MAX_PAUSE_S = 1.0
+_KNOCK_S = 10.0
+
+
+class Store(Protocol):
+    """A key-value store as c10d has them; `torch.distributed.Store` is one. Blocks."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Get a key that is there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and give its value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Say whether all keys are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands, and where it meets the others.
+
+    Attributes:
+        rank: This one.
+        world_size: How many there are.
+        group: Name of the group, the same on all its ranks, of no other ranks.
+        open_store: Connects to the store. Blocks; called on a thread.
+        host: Name of this machine; found out if not given.
+        addresses: Under which others reach this machine; found out if not given.
+    """
+
+    rank: int
+    world_size: int
+    group: str
+    open_store: Callable[[], Store]
+    host: str | None = None
+    addresses: Sequence[str] | None = None
+
+
+class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where rank 0 listens, or why it does not any more."""
+
+    host: str = ""
+    addresses: list[str] = []
+    port: int = 0
+    token: str = ""
+    gone: str = ""
+
+
+async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coordinator | Member:
+    """Meet the other ranks of a group. Every rank has to call this, as often as the others.
+
+    Args:
+        place: Where this rank stands, in a world of two or more.
+        deadlines: How long is waited for the others: `meet_s`, for all of this.
+        executor: Its threads wait for the store.
+
+    Returns:
+        The group, open. The caller closes it, on the same loop.
+
+    Raises:
+        PeerLostError: Ranks did not come in time; it names them.
+        RankError: The store cannot be used.
+        asyncio.CancelledError: The caller was cancelled; nothing is left open.
+    """
+    until_s = asyncio.get_running_loop().time() + deadlines.meet_s
+    try:
+        board = await run_blocking(executor, _open_board, place)
+        if place.rank == 0:
+            return await _lead(place, board, deadlines, executor, until_s)
+        return await _follow(place, board, deadlines, executor, until_s)
+    except RankError:
+        raise
+    except (RuntimeError, OSError) as error:  # what stores raise; torch's are RuntimeErrors
+        raise RankError(
+            f"the engines of the job cannot meet: {frames.describe(error)}; open the engine"
+            " while the job's store is up, or pass ranks='solo'"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Board:
+    """The store, and the key under which this engine meets the others."""
+
+    store: Store
+    key: str
+    host: str
+
+    def publish(self, address: _Address) -> None:
+        self.store.set(self.key, msgspec.json.encode(address).decode())
+
+    def look(self) -> _Address | None:
+        if not self.store.check([self.key]):
+            return None
+        return msgspec.json.decode(self.store.get(self.key), type=_Address)
+
+
+def _open_board(place: Place) -> _Board:
+    """Connect to the store and find out which engine of the group this is."""
+    store = place.open_store()
+    root = f"ckptio/{place.group}"
+    number = store.add(f"{root}/opened/{place.rank}", 1)
+    return _Board(store, f"{root}/{number}", place.host or this_host())
+
+
+def _store_host(store: object) -> str:
+    """Name the machine that has a store, where the store knows."""
+    while not isinstance(getattr(store, "host", None), str):
+        store = getattr(store, "underlying_store", None)
+        if store is None:
+            return ""
+    return str(store.host)  # type: ignore[attr-defined]  # it was there just now
+
+
+async def _lead(
+    place: Place, board: _Board, deadlines: Deadlines, executor: Executor, until_s: float
+) -> Coordinator:
+    """Listen, say where, and wait for all."""
+    loop = asyncio.get_running_loop()
+    token = secrets.token_hex(_TOKEN_NBYTES)
+    group = Coordinator(place.world_size, token, deadlines, board.host)
+    gone = "it was cancelled"
+    try:
+        listener = await run_blocking(executor, listen_everywhere, place.world_size)
+        server = await loop.create_server(group.guest, sock=listener, backlog=place.world_size)
+        try:
+            addresses = place.addresses
+            if addresses is None:
+                near = _store_host(board.store)
+                addresses = await run_blocking(executor, addresses_towards, near)
+            address = _Address(board.host, [*addresses], listener.getsockname()[1], token)
+            await run_blocking(executor, board.publish, address)
+            await group.gather(max(0.0, until_s - loop.time()))
+        finally:
+            server.close()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            gone = str(error)
+        try:
+            await group.close()
+        finally:
+            with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
+                await run_blocking(executor, board.publish, _Address(gone=gone))
+        raise
+    return group
+
+
+async def _follow(
+    place: Place, board: _Board, deadlines: Deadlines, executor: Executor, until_s: float
+) -> Member:
+    """Look where rank 0 listens, go there, and wait for all."""
+    loop = asyncio.get_running_loop()
+    address = await _find(board, executor, until_s, deadlines.meet_s)
+    group = Member(place.rank, place.world_size, address.token, deadlines, board.host)
+    try:
+        await _reach(group, address, board, deadlines, min(until_s, loop.time() + deadlines.peer_s))
+        # rank 0 says who did not come; it may have begun to wait a moment after this rank
+        await group.gather(max(0.0, until_s - loop.time()) + deadlines.peer_s)
+    except BaseException:
+        await group.close()
+        raise
+    return group
+
+
+async def _find(board: _Board, executor: Executor, until_s: float, meet_s: float) -> _Address:
+    """Wait until rank 0 says where it is.
+
+    By asking again and again, ever less often: a store that is told to wait keeps its
+    connection, and the trainer's next call with it.
+    """
+    loop = asyncio.get_running_loop()
+    pause_s = _FIRST_PAUSE_S
+    while (address := await run_blocking(executor, board.look)) is None:
+        if loop.time() >= until_s:
+            raise frames.absence([0], meet_s).error()
+        await asyncio.sleep(min(pause_s, max(0.0, until_s - loop.time())))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    if address.gone:
+        raise PeerLostError(
+            f"rank 0 waits no longer: {address.gone}; open the engines of all ranks again",
+            ranks=[0],
+            causes={0: address.gone},
+        )
+    return address
+
+
+async def _reach(
+    group: Member, address: _Address, board: _Board, deadlines: Deadlines, until_s: float
+) -> None:
+    """Connect to rank 0 under one of its addresses."""
+    loop = asyncio.get_running_loop()
+    near = ["127.0.0.1"] if address.host == board.host else []
+    candidates = list(dict.fromkeys([*near, *address.addresses, *_names(board.store)]))
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        reasons = []
+        for candidate in candidates:
+
+            def connect(make: Callable[[], Wire], to: str = candidate) -> Awaitable[object]:
+                return loop.create_connection(make, to, address.port)
+
+            reason = await group.knock(connect, min(_KNOCK_S, deadlines.peer_s))
+            if not reason:
+                return
+            reasons.append(f"{candidate}: {reason}")
+        if loop.time() >= until_s:
+            cause = f"cannot be reached on port {address.port} ({'; '.join(reasons)})"
+            raise frames.loss(
+                "joining the group", [0], {0: frames.lost_cause(address.host, cause)}
+            ).error()
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def _names(store: Store) -> list[str]:
+    """Give one more place to look for rank 0: it is mostly where the store is."""
+    return [host for host in (_store_host(store),) if host]

@@ -1,0 +1,313 @@
+"""A rank's side of its sessions: what it is in, and how it gets out.
+
+The block of a session is stopped as `asyncio.timeout` stops one: its task is cancelled,
+and the cancellation is taken back (`uncancel`) and turned into an error where the block
+ends. So a block needs no checks, and cleans up as it does after any cancellation; and one
+that was cancelled from outside as well stays cancelled.
+
+How a block ends is always said before its verdict is waited for: nobody waits for a rank
+that waits. The wait ends with the verdict, with the loss of the coordinator, or with a
+further cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from ckptio.ranks.frames import Answer, Broken, End, Stop, describe, failure, loss
+from ckptio.ranks.interface import Same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from ckptio.ranks.frames import Head, Verdict
+    from ckptio.ranks.interface import Decide, Json
+
+_MAX_DOOMED = 4096
+
+
+class Voice(Protocol):
+    """What a rank tells the coordinator: frames, or calls where it is the coordinator."""
+
+    def say(self, key: str, phase: str, message: Json) -> None:
+        """Give a message of a round."""
+
+    def answer(self, key: str, answers: Sequence[Json] | Same) -> bool:
+        """Give the answers of a round, if it still runs; the coordinator alone."""
+
+    def left(self, key: str) -> None:
+        """Say that a session went well."""
+
+    def failed(self, key: str, cause: str) -> None:
+        """Say that a session failed here."""
+
+    def stopped(self, key: str) -> None:
+        """Say that a session was stopped."""
+
+
+class Sessions:
+    """The sessions of one rank.
+
+    Args:
+        voice: Takes what it says.
+        rank: This one.
+        world_size: How many ranks there are.
+
+    Attributes:
+        num_rounds: Rounds it went into.
+        broken: Why there are no more sessions, once there are none.
+        is_alone: Whether the coordinator is gone.
+    """
+
+    def __init__(self, voice: Voice, rank: int, world_size: int) -> None:
+        self.voice = voice
+        self.rank = rank
+        self.world_size = world_size
+        self.num_rounds = 0
+        self.broken: Verdict | None = None
+        self.is_alone = False
+        self._open: dict[str, RankSession] = {}
+        # sessions that failed before this rank came to them, and what is known of them
+        self._doomed: dict[str, Verdict | None] = {}
+
+    def enter(self, session: RankSession) -> Verdict | None:
+        """Begin a session; give its verdict instead, if there is one already.
+
+        Raises:
+            RuntimeError: One of that name is open.
+        """
+        if session.key in self._open:
+            raise RuntimeError(f"session {session.key!r} is open already; a key is used once")
+        is_doomed = session.key in self._doomed
+        verdict = self._doomed.pop(session.key, None)
+        if verdict is None and (self.is_alone or not is_doomed):
+            verdict = self.broken
+        if verdict is None:
+            session.is_doomed = is_doomed
+            self._open[session.key] = session
+        return verdict
+
+    def leave(self, session: RankSession) -> None:
+        """End a session."""
+        self._open.pop(session.key, None)
+
+    def receive(self, head: Head, body: Json) -> None:
+        """Take a frame of the coordinator.
+
+        Raises:
+            ValueError: It is none for a rank.
+        """
+        match head:
+            case Answer(key):
+                self.message(key, body)
+            case Stop(key):
+                self.stop(key)
+            case End(key):
+                self.end(key, body)
+            case Broken():
+                self.break_up(body)
+            case _:
+                raise ValueError(f"{type(head).__name__} from the coordinator")
+
+    def message(self, key: str, body: Json) -> None:
+        """Take an answer, or on the coordinator the messages of all."""
+        session = self._open.get(key)
+        if session is not None:  # one that was left has no use for it
+            session.message(body)
+
+    def stop(self, key: str) -> None:
+        """Stop a session, entered or not."""
+        session = self._open.get(key)
+        if session is not None:
+            session.stop()
+            return
+        self._doomed[key] = None
+        if len(self._doomed) > _MAX_DOOMED:
+            del self._doomed[next(iter(self._doomed))]
+        self.voice.stopped(key)
+
+    def end(self, key: str, verdict: Verdict) -> None:
+        """Take a session's verdict."""
+        session = self._open.get(key)
+        if session is not None:
+            session.end(verdict)
+        elif key in self._doomed:
+            self._doomed[key] = verdict
+
+    def break_up(self, verdict: Verdict) -> None:
+        """Take note that a rank is lost. Sessions that the coordinator knows of, it ends."""
+        self.broken = self.broken or verdict
+        for session in list(self._open.values()):
+            if not session.has_spoken:
+                session.stop()
+
+    def lose_coordinator(self, verdict: Verdict, *, orderly: bool) -> None:
+        """Take note that nobody will say anything any more.
+
+        Args:
+            verdict: On the group.
+            orderly: The coordinator has left every session that it had entered, so bodies
+                that do not wait for it may go on to their ends.
+        """
+        self.broken, self.is_alone = verdict, True
+        for session in list(self._open.values()):
+            if session.is_waiting or not orderly:
+                session.end(self.loss_in(session, in_doubt=session.has_round))
+
+    def loss_in(self, session: RankSession, *, in_doubt: bool) -> Verdict:
+        """Make the verdict on a session without a coordinator."""
+        assert self.broken is not None  # noqa: S101  # that is why there is none
+        where = f"session {session.key!r}"
+        return loss(where, self.broken.lost, self.broken.causes, in_doubt=in_doubt)
+
+
+class RankSession:
+    """An implementation of `interface.Session`, for one rank; see there.
+
+    Args:
+        sessions: Where it belongs.
+        key: Its key.
+
+    Attributes:
+        key: As given.
+        is_doomed: It failed before it was entered, and the verdict is to come.
+        has_spoken: The coordinator has heard of it from here.
+    """
+
+    def __init__(self, sessions: Sessions, key: str) -> None:
+        self.key = key
+        self.is_doomed = False
+        self.has_spoken = False
+        self._sessions = sessions
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancels = 0
+        self._is_inside = False  # the block runs
+        self._is_stopped = False  # its task was cancelled from here
+        self._round: asyncio.Future[Json] | None = None
+        self._spoilt: BaseException | None = None  # what a round ended with
+        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_round(self) -> bool:
+        """Whether it waits for an answer."""
+        return self._round is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for the coordinator: for an answer or for the verdict."""
+        return self.has_round or not self._is_inside
+
+    async def __aenter__(self) -> Self:
+        verdict = self._sessions.enter(self)
+        if verdict is None and self.is_doomed:
+            try:
+                verdict = await self._verdict
+            finally:
+                self._sessions.leave(self)
+        if verdict is not None:
+            raise verdict.error()
+        self._task = asyncio.current_task()
+        assert self._task is not None  # noqa: S101  # a coroutine runs in a task
+        self._num_cancels = self._task.cancelling()
+        self._is_inside = True
+        return self
+
+    def message(self, body: Json) -> None:
+        """Take the answer of the round, or on the coordinator its messages."""
+        if self._round is not None and not self._round.done():
+            self._round.set_result(body)
+
+    def stop(self) -> None:
+        """Stop the block, if it has not ended."""
+        if self._is_inside and not self._is_stopped and self._task is not None:
+            self._is_stopped = True
+            self._task.cancel()
+
+    def end(self, verdict: Verdict) -> None:
+        """Take the verdict, and stop the block, if it has not ended."""
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+        self.stop()
+
+    async def round(self, phase: str, message: Json, decide: Decide) -> Json:
+        """Give a message, get an answer; see `interface.Session`."""
+        if self._round is not None or not self._is_inside:
+            raise RuntimeError(f"round {phase!r} of {self.key!r}: in another one, or too late")
+        sessions = self._sessions
+        self._round = asyncio.get_running_loop().create_future()
+        try:
+            self._check()
+            sessions.voice.say(self.key, phase, message)
+            self.has_spoken = True
+            sessions.num_rounds += 1
+            body = await self._round
+            return body if sessions.rank else await self._decide(decide, body)
+        except BaseException as error:
+            self._spoilt = error  # even if the block goes on: the others wait for its message
+            raise
+        finally:
+            self._round = None
+
+    def _check(self) -> None:
+        """Go into no round that will not be answered."""
+        if self._is_stopped:  # the block has taken the cancellation for something else
+            raise asyncio.CancelledError
+        if self._sessions.is_alone:
+            verdict = self._sessions.loss_in(self, in_doubt=False)
+            if not self._verdict.done():
+                self._verdict.set_result(verdict)
+            raise verdict.error()
+
+    async def _decide(self, decide: Decide, messages: Sequence[Json]) -> Json:
+        """Decide for all, on the coordinator."""
+        answers = await decide(messages)
+        if not isinstance(answers, Same) and len(answers) != len(messages):
+            raise ValueError(f"{len(answers)} answers for {len(messages)} ranks")
+        if not self._sessions.voice.answer(self.key, answers):
+            # the session has failed a moment ago: nobody hears the answer, so rank 0 must not
+            # act on it either, and the cancellation is on its way
+            await asyncio.get_running_loop().create_future()
+        return answers.answer if isinstance(answers, Same) else answers[0]
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, trace
+        assert self._task is not None  # noqa: S101  # it was entered
+        self._is_inside = False
+        own, self._spoilt = error or self._spoilt, None
+        is_outside = not self._is_stopped or self._task.uncancel() > self._num_cancels
+        try:
+            if own is None and not self._is_stopped:
+                self._sessions.voice.left(self.key)
+                return
+            is_cancel = isinstance(own, asyncio.CancelledError)
+            self._tell(None if is_cancel and not is_outside else own)
+            if not (own is None or is_cancel or isinstance(own, Exception)):
+                return  # the process is about to end: no time for a verdict
+            verdict = await self._verdict
+        finally:
+            self._sessions.leave(self)
+        if not (is_outside and isinstance(error, asyncio.CancelledError)):
+            raise verdict.error() from (own if isinstance(own, Exception) else None)
+
+    def _tell(self, own: BaseException | None) -> None:
+        """Tell the coordinator how the block ended, unless there is a verdict already."""
+        sessions = self._sessions
+        if self._verdict.done():
+            return
+        if sessions.is_alone:  # it had left, so what happens here concerns this rank alone
+            causes = {} if own is None else {sessions.rank: describe(own)}
+            self._verdict.set_result(failure(f"session {self.key!r}", causes))
+        elif own is not None:
+            sessions.voice.failed(self.key, describe(own))
+        elif self.has_spoken:
+            sessions.voice.stopped(self.key)
+        else:  # the group has broken up, and the coordinator may not know of this session
+            sessions.voice.failed(self.key, "")

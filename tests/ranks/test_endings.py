@@ -1,0 +1,545 @@
+"""How sessions end, one way after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from ckptio.errors import PeerLostError, RankError
+from ckptio.ranks.interface import Same
+from ckptio.ranks.solo import SoloRanks
+from ckptio.testing import MemoryRanks
+from tests.ranks.test_sessions import DEADLINES, NOTICED_S, add, run, turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.ranks.interface import Json, Ranks
+
+WORLD = 4
+
+
+def group(seed: int = 0, world_size: int = WORLD) -> MemoryRanks:
+    hosts = [f"h{rank // 2}" for rank in range(world_size)]
+    return MemoryRanks(world_size, hosts=hosts, deadlines=DEADLINES, seed=seed)
+
+
+async def never(messages: Sequence[Json]) -> Same:
+    """Decide nothing, for ever."""
+    await asyncio.Event().wait()
+    return Same(messages)
+
+
+def errors_of(outcomes: Sequence[object]) -> list[RankError]:
+    errors = [outcome for outcome in outcomes if isinstance(outcome, RankError)]
+    assert len(errors) == len(outcomes), outcomes
+    assert len({str(error) for error in errors}) == 1, outcomes
+    return errors
+
+
+@pytest.mark.parametrize("failing", range(WORLD))
+def test_a_failure_stops_all_and_is_the_cause_where_it_was(failing: int) -> None:
+    """Bodies elsewhere are cancelled at once; all raise one error, one of them `from` its own."""
+    stopped: list[int] = []
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank == failing:
+                raise OSError(28, "no space left")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                stopped.append(ranks.rank)
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            for rank, error in enumerate(errors_of(outcomes)):
+                assert str(error) == (
+                    f"session 'save' failed on rank {failing}: OSError: [Errno 28] no space left"
+                )
+                assert error.causes == {failing: "OSError: [Errno 28] no space left"}
+                assert not error.in_doubt
+                assert isinstance(error.__cause__, OSError) == (rank == failing)
+            assert sorted(stopped) == [r for r in range(WORLD) if r != failing]
+            assert asyncio.get_running_loop().time() < 1
+
+    run(scenario())
+
+
+def test_causes_of_several_ranks_are_in_one_error() -> None:
+    """Ranks that fail while they are stopped are named too; equal causes are named together."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank == 1:
+                raise ValueError("first")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if ranks.rank > 1:
+                    raise KeyError("second") from None
+                raise
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors = errors_of(await world.run(body))
+            assert str(errors[0]) == (
+                "session 'save' failed on rank 1: ValueError: first; ranks 2-3: KeyError: 'second'"
+            )
+            assert [type(e.__cause__) for e in errors] == [
+                type(None),
+                ValueError,
+                KeyError,
+                KeyError,
+            ]
+
+    run(scenario())
+
+
+def test_nobody_raises_before_all_have_stopped() -> None:
+    """Who raises may clean up: nobody else still works."""
+    stopped_s: list[float] = []
+
+    async def body(ranks: Ranks) -> None:
+        try:
+            async with ranks.session("save"):
+                if ranks.rank == 2:
+                    raise ValueError
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(ranks.rank)
+                    stopped_s.append(asyncio.get_running_loop().time())
+        finally:
+            assert len(stopped_s) == WORLD - 1
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors_of(await world.run(body))
+
+    run(scenario())
+
+
+def test_a_rank_that_does_not_stop_is_not_waited_for_for_ever() -> None:
+    """After the time for meeting, the others raise and name it."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save"):
+            if ranks.rank == 2:
+                raise ValueError("no")
+            if ranks.rank == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(10 * DEADLINES.meet_s)
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors = errors_of(await world.run(body))
+            assert errors[0].causes == {1: "has not stopped within 60 s", 2: "ValueError: no"}
+
+    run(scenario())
+
+
+def test_a_failed_decision_fails_on_all() -> None:
+    """An error, a wrong number of answers, an answer that is no JSON: all the same."""
+
+    async def scenario() -> None:
+        async with group() as world:
+            for number, (answers, cause) in enumerate(
+                [
+                    (None, "LookupError: nothing"),
+                    ([1, 2], "ValueError: 2 answers for 4 ranks"),
+                    ([1, 2, 3, object()], "TypeError: Encoding objects of type object is unsup"),
+                    (Same(object()), "TypeError: Encoding objects of type object is unsupported"),
+                ]
+            ):
+
+                async def decide(_: Sequence[Json], answers: Any = answers) -> Any:
+                    if answers is None:
+                        raise LookupError("nothing")
+                    return answers
+
+                async def body(ranks: Ranks, key: str = f"s{number}", decide: Any = decide) -> None:
+                    async with ranks.session(key) as session:
+                        await session.round("plan", 1, decide)
+
+                errors = errors_of(await world.run(body))
+                assert errors[0].causes[0].startswith(cause)
+
+    run(scenario())
+
+
+def test_a_decision_that_comes_too_late_is_none() -> None:
+    """Where nobody hears the answers any more, rank 0 does not go on with its own."""
+
+    async def scenario() -> None:
+        async with group() as world:
+            leader: Any = world.ranks[0]
+
+            async def decide(_: Sequence[Json]) -> Same:
+                leader._hub.failed(2, "save", "ValueError: a moment ago")
+                return Same(None)
+
+            async def body(ranks: Ranks) -> None:
+                async with ranks.session("save") as session:
+                    await session.round("commit", 1, decide)
+
+            errors = errors_of(await world.run(body))
+            assert errors[0].causes == {2: "ValueError: a moment ago"}
+            assert errors[0].in_doubt
+
+    run(scenario())
+
+
+def test_a_late_failure_is_of_its_rank_alone() -> None:
+    """Ranks that have left do not hear of it, and the failing one does not wait."""
+
+    async def body(ranks: Ranks) -> Json:
+        async with ranks.session("save") as session:
+            answer = await session.round("commit", 1, add)
+            if ranks.rank == 3:
+                await asyncio.sleep(5)
+                raise ValueError("late")
+        return answer
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert outcomes[:3] == [WORLD] * 3
+            assert str(outcomes[3]) == "session 'save' failed on rank 3: ValueError: late"
+            assert asyncio.get_running_loop().time() < 6
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
+    """Others get an error that names it; a count of cancellations is left as it was."""
+
+    async def body(ranks: Ranks) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if ranks.rank == rank:
+            asyncio.get_running_loop().call_later(1, task.cancel)
+        try:
+            async with ranks.session("save") as session:
+                await session.round("commit", 1, never)
+        finally:
+            assert task.cancelling() == (ranks.rank == rank)
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert isinstance(outcomes.pop(rank), asyncio.CancelledError)
+            errors = errors_of(outcomes)
+            assert errors[0].causes == {rank: "CancelledError"}
+            assert errors[0].in_doubt
+            assert "look whether the checkpoint is there" in str(errors[0])
+
+    run(scenario())
+
+
+def test_cancelling_twice_stops_waiting_for_others() -> None:
+    """A rank that is in a hurry does not wait for one that is slow to stop."""
+
+    async def body(ranks: Ranks) -> float:
+        loop = asyncio.get_running_loop()
+        task: Any = asyncio.current_task()
+        if ranks.rank == 1:
+            loop.call_later(1, task.cancel)
+            loop.call_later(2, task.cancel)
+        try:
+            async with ranks.session("save"):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(30 if ranks.rank == 2 else 0)
+        except asyncio.CancelledError:
+            assert ranks.rank == 1
+        except RankError:
+            assert ranks.rank != 1
+        return loop.time()
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes: Any = await world.run(body)
+            assert outcomes[1] < 3
+            assert min(outcomes[0], outcomes[2]) > 30
+
+    run(scenario())
+
+
+def test_a_timeout_around_a_session_is_a_timeout() -> None:
+    """Scopes of asyncio and anyio around it see their own cancellation."""
+
+    async def body(ranks: Ranks) -> str:
+        try:
+            if ranks.rank == 1:
+                async with asyncio.timeout(1), ranks.session("a") as session:
+                    await session.round("commit", 1, never)
+            async with ranks.session("a") as session:
+                await session.round("commit", 1, never)
+        except TimeoutError:
+            return "timeout"
+        except RankError:
+            pass
+        with anyio.move_on_after(1 if ranks.rank == 2 else 100) as scope:
+            try:
+                async with ranks.session("b") as session:
+                    await session.round("commit", 1, never)
+            except RankError:
+                assert ranks.rank != 2
+        return "moved on" if scope.cancelled_caught else "error"
+
+    async def scenario() -> None:
+        async with group(world_size=3) as world:
+            outcomes = await world.run(body)
+            assert outcomes[1:] == ["timeout", "moved on"]
+
+    run(scenario())
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """Alive, but elsewhere: after the time for meeting, the error says who, what and why."""
+
+    async def body(ranks: Ranks) -> None:
+        if ranks.rank in {1, 3}:
+            await asyncio.sleep(2 * DEADLINES.meet_s)
+        async with ranks.session("save") as session:
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors = errors_of(await world.run(body))
+            assert str(errors[0]) == (
+                "session 'save' failed: ranks 1, 3 did not come to round 'plan' within 60 s;"
+                " every rank of the job has to make the same calls, or wait longer with"
+                " meet_timeout_s"
+            )
+            assert errors[0].causes == {1: "did not come", 3: "did not come"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_that_do_different_things_are_told(seed: int) -> None:
+    """Different rounds, or the end instead of a round: an error at once."""
+
+    async def mixed(ranks: Ranks) -> None:
+        async with ranks.session("a") as session:
+            await session.round("plan" if ranks.rank else "commit", 1, add)
+
+    async def short(ranks: Ranks) -> None:
+        async with ranks.session("b") as session:
+            await session.round("plan", 1, add)
+            if ranks.rank != 2:
+                await session.round("commit", 1, add)
+
+    async def scenario() -> None:
+        async with group(seed) as world:
+            assert "came to round" in str(errors_of(await world.run(mixed))[0])
+            outcomes = await world.run(short)
+            assert outcomes.pop(2) is None
+            assert "left before round 'commit'" in str(errors_of(outcomes)[0])
+            assert asyncio.get_running_loop().time() < 2
+
+    run(scenario(), seed)
+
+
+def test_a_session_that_failed_is_failed_for_who_comes_later() -> None:
+    """The others do not wait for it; it raises the same at its first step."""
+
+    async def body(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            await asyncio.sleep(5)
+        async with ranks.session("save") as session:
+            assert ranks.rank != 1
+            if ranks.rank == 2:
+                raise ValueError("early")
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert errors_of(await world.run(body))[0].causes == {2: "ValueError: early"}
+
+    run(scenario())
+
+
+def test_a_block_that_takes_the_stop_for_something_else_fails_all_the_same() -> None:
+    """Whoever swallows the cancellation meets it again at the next round, or at the end."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            if ranks.rank == 3:
+                raise ValueError("no")
+            try:
+                await session.round("plan", 1, add)
+            except asyncio.CancelledError:
+                if ranks.rank == 1:
+                    await session.round("commit", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert errors_of(await world.run(body))[0].causes == {3: "ValueError: no"}
+
+    run(scenario())
+
+
+def test_a_block_that_gives_up_on_a_round_fails() -> None:
+    """Whoever goes on without the answer has left the others alone."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            try:
+                async with asyncio.timeout(1 if ranks.rank == 3 else None):
+                    await session.round("plan", 1, never)
+            except TimeoutError:
+                pass
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert errors_of(await world.run(body))[0].causes == {3: "CancelledError"}
+
+    run(scenario())
+
+
+def test_a_key_that_is_open_is_not_opened_again() -> None:
+    """A mistake of the caller; the session that is open goes on."""
+
+    async def body(ranks: Ranks) -> Json:
+        async with ranks.session("save") as session:
+            with pytest.raises(RuntimeError, match="a key is used once"):
+                async with ranks.session("save"):
+                    pass
+            return await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert await world.run(body) == [WORLD] * WORLD
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("where", ["outside", "inside", "round"])
+def test_a_lost_rank_is_named_by_all_in_time(how: str, rank: int, where: str) -> None:
+    """Wherever the others are: before a session, between rounds, or waiting for an answer."""
+
+    async def body(ranks: Ranks) -> None:
+        if where == "outside":
+            await asyncio.sleep(NOTICED_S + 1)
+        async with ranks.session("save") as session:
+            if where == "round":
+                await session.round("commit", 1, never)
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with group() as world:
+            asyncio.get_running_loop().call_later(0.5, getattr(world, how), rank)
+            outcomes = await world.run(body)
+            del outcomes[rank]
+            errors = errors_of(outcomes)
+            assert asyncio.get_running_loop().time() <= NOTICED_S + 2
+            for error in errors:
+                assert isinstance(error, PeerLostError)
+                assert error.ranks == (rank,)
+                assert error.in_doubt == (where == "round")
+                assert f"(host 'h{rank // 2}')" in str(error)
+            errors_of([e for r, e in enumerate(await world.run(body)) if r != rank])
+
+    run(scenario())
+
+
+def test_a_rank_that_wakes_up_knows_that_it_was_given_up() -> None:
+    """It hears why from the others, although it heard nothing while it slept."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save"):
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with group() as world:
+            loop = asyncio.get_running_loop()
+            world.freeze(3)
+            running = asyncio.ensure_future(world.run(body))
+            await asyncio.sleep(1.3 * DEADLINES.peer_s)
+            world.thaw(3)
+            errors = errors_of((await running)[:3])
+            assert "nothing was heard of it for 10 s" in str(errors[0])
+            with pytest.raises(PeerLostError):
+                await body(world.ranks[3])
+            assert loop.time() < 2 * DEADLINES.peer_s
+
+    run(scenario())
+
+
+def test_ranks_close_in_any_order() -> None:
+    """Who closes is missed by name, by those who need it; the others go on to their ends."""
+
+    async def body(ranks: Ranks) -> Json:
+        async with ranks.session("save") as session:
+            answer = await session.round("commit", 1, add)
+            await asyncio.sleep(0.1 * ranks.rank)
+        await ranks.close()
+        return answer
+
+    async def more(ranks: Ranks) -> None:
+        async with ranks.session("more") as session:
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        for last in (1, WORLD - 1):
+            async with group() as world:
+                if last == 1:
+                    assert await world.run(body) == [WORLD] * WORLD
+                else:
+                    await world.ranks[1].close()
+                    outcomes = await world.run(more)
+                    errors = errors_of([outcomes[0], *outcomes[2:]])
+                    assert "rank 1: lost, it closed its engine (host 'h0')" in str(errors[0])
+        assert asyncio.get_running_loop().time() < 5
+
+    run(scenario())
+
+
+def test_large_messages_pass() -> None:
+    """Larger than a slice and than what a connection takes at a time; while others talk."""
+    text = "x" * (1 << 20)
+
+    async def body(ranks: Ranks) -> list[int]:
+        async with ranks.session("save") as session:
+            told = await session.round("plan", text + str(ranks.rank), turn)
+            same = await session.round("same", 0, answer)
+        return [int(told[len(text) :]), len(same)]
+
+    async def answer(_: Sequence[Json]) -> Same:
+        return Same(text)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert await world.run(body) == [[(r + 1) % WORLD, len(text)] for r in range(WORLD)]
+
+    run(scenario())
+
+
+async def test_a_world_of_one_decides_alone() -> None:
+    """No copies, and errors as they are."""
+    async with SoloRanks("here") as ranks:
+        async with ranks.session("save") as session:
+            message: dict[str, object] = {"any": object()}
+            assert await session.round("plan", message, turn) is message
+            assert await session.round("add", 3, add) == 3
+        assert (ranks.rank, ranks.world_size, ranks.hosts, ranks.num_rounds) == (0, 1, ("here",), 2)
+        with pytest.raises(ZeroDivisionError):
+            async with ranks.session("fail"):
+                raise ZeroDivisionError
+        assert ranks.nonce != SoloRanks().nonce

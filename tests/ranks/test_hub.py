@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.ranks.frames import (
+    MAX_CAUSES,
+    Answer,
+    End,
+    Stop,
+    Verdict,
+    name_causes,
+    name_ranks,
+    pack_hosts,
+    unpack_hosts,
+)
+from ckptio.ranks.hub import Hub
+from ckptio.ranks.interface import Deadlines
+
+if TYPE_CHECKING:
+    from ckptio.ranks.frames import Head
+    from ckptio.ranks.hub import Outgoing
+    from ckptio.ranks.interface import Json
+
+
+class Post:
+    """Takes what a hub sends."""
+
+    def __init__(self, world_size: int) -> None:
+        self.sent: list[tuple[int, Outgoing]] = []
+        self.ready: dict[str, list[Json]] = {}
+        self.now_s = 0.0
+        self.hub = Hub(
+            ["h"] * world_size,
+            Deadlines(peer_s=10, meet_s=60),
+            lambda: self.now_s,
+            lambda rank, frame: self.sent.append((rank, frame)),
+            self.ready.__setitem__,
+        )
+
+    def heads(self, kind: type[Head]) -> list[int]:
+        return [rank for rank, frame in self.sent if isinstance(frame.head, kind)]
+
+    def verdict(self) -> Verdict:
+        verdicts = {id(f.body): f.body for _, f in self.sent if isinstance(f.head, End)}
+        assert len(verdicts) == 1, "every rank gets the same"
+        verdict = next(iter(verdicts.values()))
+        assert isinstance(verdict, Verdict)
+        return verdict
+
+
+@pytest.mark.parametrize("world_size", [2, 1000, 16_384])
+def test_a_round_is_a_frame_a_rank_and_one_encoding(world_size: int) -> None:
+    """An answer that is the same for all is encoded once, whatever the number of ranks."""
+    post = Post(world_size)
+    for rank in reversed(range(world_size)):
+        post.hub.say(rank, "save", "plan", rank)
+    assert post.ready == {"save": list(range(world_size))}
+    assert post.sent == []
+    plan = {"plan": ["of", "all"]}
+    post.hub.answer("save", [plan] * world_size)
+    assert post.heads(Answer) == list(range(1, world_size))
+    assert len({id(frame.encoded()) for _, frame in post.sent}) == 1
+    assert post.hub.num_messages == 2 * (world_size - 1)
+    for rank in range(world_size):
+        post.hub.left(rank, "save")
+    assert post.hub.num_meetings == 0
+    assert len(post.sent) == world_size - 1
+
+
+def test_when_all_fail_the_verdict_stays_small() -> None:
+    """N causes for n ranks would be n² of them: a few are told, all are counted."""
+    world_size = 16_384
+    post = Post(world_size)
+    for rank in range(world_size):
+        post.hub.failed(rank, "save", f"OSError: of rank {rank}")
+    verdict = post.verdict()
+    assert len(verdict.causes) == MAX_CAUSES
+    assert f"and on {world_size - MAX_CAUSES} more" in verdict.text
+    assert post.heads(End) == list(range(world_size))
+    assert len(post.sent) < 3 * world_size
+    assert post.hub.num_meetings == 0
+
+
+def test_when_all_leave_one_by_one_only_the_first_is_told_of() -> None:
+    """N ranks that close their engines make n frames, not n²."""
+    post = Post(1000)
+    for rank in range(999, 0, -1):
+        post.hub.lose(rank, "it closed its engine")
+    assert len(post.sent) == 999
+
+
+def test_ranks_lost_on_the_way_to_a_verdict_are_not_waited_for() -> None:
+    """The kind of the verdict is that of the first trouble; later ones are among the causes."""
+    post = Post(4)
+    post.hub.say(0, "save", "plan", 1)
+    post.hub.failed(2, "save", "ValueError: no")
+    assert post.heads(Stop) == [0, 1, 3]
+    post.hub.stopped(0, "save")
+    post.hub.lose(3, "its connection ended")
+    post.hub.stopped(1, "save")
+    verdict = post.verdict()
+    assert verdict.kind == "failed"
+    assert verdict.causes == {2: "ValueError: no", 3: "lost, its connection ended (host 'h')"}
+    assert post.heads(End) == [0, 1, 2]
+
+
+def test_several_lost_ranks_are_all_named() -> None:
+    """Those that are lost while the others stop, too."""
+    post = Post(4)
+    post.hub.say(0, "save", "plan", 1)
+    post.hub.lose(2, "gone")
+    post.hub.lose(3, "gone")
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert post.verdict().lost == [2, 3]
+    assert "failed on ranks 2-3: lost, gone (host 'h')" in post.verdict().text
+
+
+def test_a_key_used_twice_fails_the_session() -> None:
+    """A rank that comes back to what it has left is told so, and so are the others."""
+    post = Post(2)
+    post.hub.say(0, "save", "plan", 1)
+    post.hub.say(1, "save", "plan", 1)
+    post.hub.answer("save", [1, 1])
+    post.hub.left(1, "save")
+    post.hub.say(1, "save", "plan", 1)
+    post.hub.stopped(0, "save")
+    assert "rank 1 used the key twice" in post.verdict().text
+
+
+def test_too_many_sessions_at_a_time_are_refused() -> None:
+    """What is kept for ranks that have not come is bounded."""
+    post = Post(2)
+    for number in range(1100):
+        post.hub.say(1, f"s{number}", "plan", 1)
+    assert post.hub.num_meetings <= 1100
+    assert len(post.heads(Stop)) == 2 * (1100 - 1024)
+
+
+def test_ranks_and_causes_are_named_shortly() -> None:
+    """Runs of ranks, equal causes together, a few at most."""
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert name_ranks(range(0, 100, 2)).endswith("30 and more, 50 in all")
+    assert name_causes({4: "b", 0: "a", 1: "a"}) == "ranks 0-1: a; rank 4: b"
+    assert name_causes({i: str(i) for i in range(20)}).endswith("rank 15: 15; and 4 more")
+
+
+def test_hosts_are_sent_as_runs() -> None:
+    """What each rank is sent grows with the hosts, not with the ranks."""
+    hosts = ("a",) * 8 + ("b",) * 8 + ("a",)
+    assert pack_hosts(hosts) == [("a", 8), ("b", 8), ("a", 1)]
+    assert unpack_hosts(pack_hosts(hosts), 17) == hosts
+    for runs, world_size in ([("a", 2)], 3), ([("a", -1), ("b", 4)], 3):
+        with pytest.raises(ValueError, match="hosts of 3 ranks"):
+            unpack_hosts(runs, world_size)

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from ckptio.errors import ConfigError, PeerLostError, RankError
+from ckptio.ranks.discover import find_place, ranks_of
+from ckptio.ranks.host import addresses_towards, this_host
+from ckptio.ranks.interface import Deadlines
+from ckptio.ranks.join import Place, join
+from ckptio.ranks.solo import SoloRanks
+from tests.ranks.test_sessions import add
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.ranks.interface import Ranks
+
+torch_store: Any = dist  # whose stubs leave the stores out
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+SHORT = Deadlines(peer_s=2, meet_s=0.5)
+LONG = Deadlines(peer_s=10, meet_s=20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv() -> None:
+    """What libuv opens once for a process is open before leaks are looked for."""
+    torch_store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def threads() -> Iterator[Executor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+@pytest.fixture
+def store() -> Any:
+    return torch_store.HashStore()
+
+
+def place(store: Any, rank: int, world_size: int = 3, **more: Any) -> Place:
+    return Place(rank=rank, world_size=world_size, group="g", open_store=lambda: store, **more)
+
+
+async def together(*steps: Any) -> list[Any]:
+    """Run steps at a time; give what each returned or raised."""
+
+    async def one(step: Any) -> Any:
+        try:
+            return await step
+        except (RankError, ConfigError) as error:
+            return error
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(step)) for step in steps]
+    return [task.result() for task in running]
+
+
+async def use(ranks: Ranks, key: str = "s") -> object:
+    async with ranks.session(key) as session:
+        return await session.round("add", 1, add)
+
+
+async def test_ranks_meet_through_a_store(store: Any, threads: Executor) -> None:
+    """They find each other on this machine, and each knows the host of all."""
+    for expected in ("again", "and again"):
+        groups = await together(
+            *(
+                join(place(store, r, host=f"h{r}"), deadlines=LONG, executor=threads)
+                for r in range(3)
+            )
+        )
+        assert [g.hosts for g in groups] == [("h0", "h1", "h2")] * 3
+        assert len({g.nonce for g in groups}) == 1
+        assert await together(*(use(g, expected) for g in groups)) == [3, 3, 3]
+        await together(*(g.close() for g in groups))
+
+
+async def test_several_engines_of_a_group_meet_their_likes(store: Any, threads: Executor) -> None:
+    """The n-th that a rank opens meets the n-th of the others, while the first are open."""
+    first = await together(
+        *(join(place(store, r, 2), deadlines=LONG, executor=threads) for r in range(2))
+    )
+    second = await together(
+        *(join(place(store, r, 2), deadlines=LONG, executor=threads) for r in range(2))
+    )
+    assert first[0].nonce == first[1].nonce != second[0].nonce == second[1].nonce
+    done = await together(*(use(g) for g in (*second, *first)))
+    assert done == [2, 2, 2, 2]
+    await together(*(g.close() for g in (*first, *second)))
+
+
+async def test_who_does_not_come_is_named_by_all(store: Any, threads: Executor) -> None:
+    """By those who came in time, and by who comes too late, at once."""
+    errors = await together(
+        *(join(place(store, r), deadlines=SHORT, executor=threads) for r in (0, 2))
+    )
+    assert len({str(e) for e in errors}) == 1
+    assert all(isinstance(e, PeerLostError) and e.ranks == (1,) for e in errors)
+    assert str(errors[0]).startswith("rank 1 did not come within 0.")
+    began_s = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 0 waits no longer: rank 1 did not come"):
+        await join(place(store, 1), deadlines=LONG, executor=threads)
+    assert time.monotonic() - began_s < LONG.meet_s / 2
+
+
+async def test_a_rank_0_that_does_not_come_is_named(store: Any, threads: Executor) -> None:
+    """Nobody else can say so."""
+    with pytest.raises(PeerLostError, match=r"rank 0 did not come within 0\.5 s") as caught:
+        await join(place(store, 1), deadlines=SHORT, executor=threads)
+    assert caught.value.ranks == (0,)
+
+
+async def test_a_rank_0_that_cannot_be_reached_is_named(store: Any, threads: Executor) -> None:
+    """With every address that was tried, and what came of it."""
+    store.set("ckptio/g/1", '{"host":"far","addresses":["127.0.0.1"],"port":1,"token":"t"}')
+    with pytest.raises(PeerLostError, match=r"rank 0: lost, cannot be reached on port 1 \(127"):
+        await join(place(store, 1), deadlines=SHORT, executor=threads)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_cancelled_rank_leaves_nothing_open(
+    store: Any, threads: Executor, rank: int
+) -> None:
+    """And the others need not wait for it."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await join(place(store, rank), deadlines=LONG, executor=threads)
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
+            await join(place(store, 1), deadlines=LONG, executor=threads)
+
+
+async def test_a_broken_store_is_said_so(threads: Executor) -> None:
+    """What the store said is in the error, and its cause."""
+
+    def fail() -> Any:
+        raise RuntimeError("connection to the store was reset")
+
+    with pytest.raises(RankError, match="cannot meet: RuntimeError: connection to the") as caught:
+        await join(
+            Place(rank=1, world_size=2, group="g", open_store=fail), deadlines=SHORT,
+            executor=threads,
+        )  # fmt: skip
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+ENV = {
+    "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": "0"}])
+async def test_a_rank_without_others_is_alone(environ: dict[str, str], threads: Executor) -> None:
+    """No process group, and no word of torchrun: a world of one."""
+    ranks = await ranks_of(environ=environ, deadlines=SHORT, executor=threads)
+    assert isinstance(ranks, SoloRanks)
+    assert ranks.hosts == (this_host(),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"RANK": "2"}, "WORLD_SIZE is 2 and RANK is '2'; set RANK from 0 to 1"),
+        ({"RANK": None}, "RANK is None"),
+        ({"RANK": "one"}, "RANK must be an int, not 'one'"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, "init_process_group first, or pass ranks='s"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": None}, "there are 2 ranks and no store"),
+        ({"MASTER_ADDR": None}, "no store where they can meet"),
+    ],
+)
+def test_several_ranks_that_cannot_meet_are_an_error(
+    changes: dict[str, str | None], problem: str
+) -> None:
+    """Rather than n ranks that write n checkpoints to one path."""
+    environ = {k: v for k, v in {**ENV, **changes}.items() if v is not None}
+    with pytest.raises(ConfigError, match=problem):
+        find_place(None, environ, timeout_s=1)
+
+
+async def test_ranks_meet_through_the_store_of_torchrun(threads: Executor) -> None:
+    """Without a process group; every rank is a client of the agent's store."""
+    agent = torch_store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environs = [{**ENV, "RANK": str(rank), "MASTER_PORT": str(agent.port)} for rank in range(2)]
+    groups = await together(
+        *(ranks_of(environ=e, deadlines=LONG, executor=threads) for e in environs)
+    )
+    assert await together(*(use(group) for group in groups)) == [2, 2]
+    await together(*(group.close() for group in groups))
+
+
+def test_what_is_no_process_group_is_refused() -> None:
+    """As is a group that this rank is not in, which torch shows as an object of its own."""
+    with pytest.raises(ConfigError, match="is a process group"):
+        find_place("group", {}, timeout_s=1)
+
+
+async def test_a_process_group_of_one_is_alone(tmp_path: Path, threads: Executor) -> None:
+    """Initialised or given, in whatever world torchrun speaks of."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        for group in (None, dist.group.WORLD):
+            ranks = await ranks_of(group, environ=ENV, deadlines=SHORT, executor=threads)
+            assert isinstance(ranks, SoloRanks)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_addresses_of_this_machine_are_no_loopback() -> None:
+    """Others would reach themselves under one; a peer that does not exist does not matter."""
+    for peer in ("", "127.0.0.1", "no-such-host.invalid"):
+        assert not any(a.startswith("127.") or a == "::1" for a in addresses_towards(peer))
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        assert this_host().endswith(file.read(8))

@@ -1,0 +1,263 @@
+"""What strangers may send, and what becomes of a group then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.ranks.coordinator import Coordinator
+from ckptio.ranks.frames import (
+    MAX_HELLO_NBYTES,
+    PREFIX,
+    PROTOCOL_VERSION,
+    Beat,
+    Bye,
+    Hello,
+    Refused,
+    Say,
+    Taken,
+    Welcome,
+    decode_verdict,
+    encode_body,
+    pack_head,
+    parse_head,
+)
+from ckptio.ranks.member import Member
+from ckptio.testing.ranks import MemoryRanks, MemoryTransport
+from tests.ranks.test_sessions import DEADLINES, add, run, seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.ranks.frames import AnyHead
+
+
+class Stranger(asyncio.Protocol):
+    """The other end of a connection: keeps the frames that come."""
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self.is_over = False
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self.is_over = True
+
+    def heads(self) -> list[AnyHead]:
+        found, data = [], bytes(self.received)
+        while data:
+            head_nbytes, body_nbytes = PREFIX.unpack_from(data)
+            found.append(parse_head(data[PREFIX.size : PREFIX.size + head_nbytes]))
+            data = data[PREFIX.size + head_nbytes + body_nbytes :]
+        return found
+
+
+class Door:
+    """A coordinator of two ranks, and connections to it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.world = MemoryRanks(2, seed=seed)
+        self.leader = Coordinator(2, "secret", DEADLINES, "h0")
+
+    def enter(self, *pieces: bytes) -> tuple[Stranger, MemoryTransport]:
+        stranger = Stranger()
+        end, _ = self.world.connect(stranger, self.leader.guest())
+        for piece in pieces:
+            end.write(piece)
+        return stranger, end
+
+    async def meet(self) -> None:
+        """Let the true rank 1 come, and have a round with it."""
+        member = Member(1, 2, "secret", DEADLINES, "h1")
+
+        async def connect(make: Callable[[], asyncio.Protocol]) -> None:
+            self.world.connect(make(), self.leader.guest())
+
+        assert await member.knock(connect, 5) == ""
+        await member.gather(5)
+        await self.leader.gather(5)
+        async with asyncio.TaskGroup() as tasks:
+            for ranks in (self.leader, member):
+                tasks.create_task(self.add(ranks))
+        async with asyncio.TaskGroup() as tasks:
+            for ranks in (self.leader, member):
+                tasks.create_task(ranks.close())
+
+    async def add(self, ranks: Any) -> None:
+        async with ranks.session("s") as session:
+            assert await session.round("add", 1, add) == 2
+
+
+def hello(**changes: Any) -> bytes:
+    fields = {
+        "version": PROTOCOL_VERSION, "rank": 1, "world_size": 2, "token": "secret", "host": "h1",
+    }  # fmt: skip
+    return pack_head(Hello(**{**fields, **changes}), b"")
+
+
+@given(data=st.binary(max_size=200), seed=seeds)
+def test_strangers_do_not_keep_a_group_from_meeting(data: bytes, seed: int) -> None:
+    """Whatever bytes come first, the group meets and works."""
+
+    async def scenario() -> None:
+        door = Door(seed)
+        door.enter(data)
+        door.enter(PREFIX.pack(len(data), 0), data)
+        await door.meet()
+
+    run(scenario(), seed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token": "guess"}, "not a member of this group"),
+        ({"token": "guess", "version": 99}, "not a member of this group"),
+        ({"token": "sécret"}, "not a member of this group"),
+        ({"version": 99}, f"protocol 99 instead of {PROTOCOL_VERSION}; run one version of ckptio"),
+        ({"world_size": 3}, "rank 1 of 3 in a world of 2"),
+        ({"rank": 0}, "rank 0 of 2 in a world of 2"),
+        ({"rank": -1}, "rank -1 of 2 in a world of 2"),
+        ({"rank": 2}, "rank 2 of 2 in a world of 2"),
+    ],
+)
+def test_a_wrong_hello_is_refused(changes: dict[str, Any], reason: str) -> None:
+    """Those who do not know the token learn nothing else; the group goes on."""
+
+    async def scenario() -> None:
+        door = Door()
+        stranger, _ = door.enter(hello(**changes))
+        await asyncio.sleep(1)
+        assert stranger.heads() == [Refused(reason)]
+        assert stranger.is_over
+        await door.meet()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PREFIX.pack(MAX_HELLO_NBYTES + 1, 0),
+        PREFIX.pack(10, 1 << 60),
+        PREFIX.pack(2, 0) + b"{}",
+        PREFIX.pack(16, 0) + b'{"type":"magic"}',
+        PREFIX.pack(4000, 0) + b"[" * 4000,
+        pack_head(Beat(), b""),
+        pack_head(Say("s", "p"), b"1") + b"1",
+        hello()[:-1] + b',"more":1}',
+    ],
+    ids=range(8),
+)
+def test_what_is_no_hello_ends_the_connection(data: bytes) -> None:
+    """Too long, no JSON, another kind, unknown fields: refused, or cut off unread."""
+
+    async def scenario() -> None:
+        door = Door()
+        stranger, _ = door.enter(data)
+        await asyncio.sleep(1)
+        assert stranger.is_over
+        await door.meet()
+
+    run(scenario())
+
+
+def test_a_guest_that_says_nothing_is_shown_out() -> None:
+    """A byte now and then does not help it."""
+
+    async def scenario() -> None:
+        door = Door()
+        stranger, end = door.enter(hello()[:4])
+        for _ in range(20):
+            await asyncio.sleep(1)
+            end.write(b" ")
+        assert stranger.is_over
+        await door.meet()
+
+    run(scenario())
+
+
+def test_a_rank_is_let_in_once_and_again_when_it_has_gone() -> None:
+    """Until all are there, a rank that lost its connection may come back."""
+
+    async def scenario() -> None:
+        door = Door()
+        door.leader.world_size = 3
+        first, end = door.enter(hello(world_size=3))
+        await asyncio.sleep(1)
+        second, _ = door.enter(hello(world_size=3))
+        await asyncio.sleep(1)
+        assert first.heads() == [Taken()]
+        assert second.heads() == [Refused("rank 1 is here already")]
+        end.abort()
+        await asyncio.sleep(1)
+        third, _ = door.enter(hello(world_size=3), hello(world_size=3, rank=2))
+        await asyncio.sleep(1)
+        assert Taken() in third.heads()
+        await door.leader.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PREFIX.pack(2, 1 << 40),
+        pack_head(Hello(version=1, rank=1, world_size=2, token="", host=""), b""),
+        pack_head(Welcome("", []), b""),
+        pack_head(Say("s", "add"), b"{") + b"{",
+        pack_head(Say("s", "add"), b"[" * 9000) + b"[" * 9000,
+    ],
+    ids=["length", "hello", "welcome", "json", "depth"],
+)
+def test_a_member_that_sends_nonsense_is_lost(data: bytes) -> None:
+    """Its connection ends, and the others are told."""
+
+    async def scenario() -> None:
+        door = Door()
+        stranger, end = door.enter(hello())
+        await door.leader.gather(5)
+        end.write(data)
+        with pytest.raises(ConnectionError, match="rank 1: lost, it sent what is no frame"):
+            await door.add(door.leader)
+        await asyncio.sleep(1)
+        assert stranger.is_over
+        await door.leader.close()
+
+    run(scenario())
+
+
+def test_who_did_not_come_is_named_on_every_rank() -> None:
+    """By rank 0 to those who came, in the same words."""
+
+    async def scenario() -> None:
+        leader = Coordinator(4, "secret", DEADLINES, "h0")
+        door = Door()
+        door.leader = leader
+        stranger, _ = door.enter(hello(world_size=4, rank=2))
+        with pytest.raises(ConnectionError) as caught:
+            await leader.gather(5)
+        assert str(caught.value).startswith("ranks 1, 3 did not come within 5 s; every rank of")
+        await asyncio.sleep(1)
+        assert encode_body(str(caught.value)) in stranger.received
+        await leader.close()
+        await asyncio.sleep(1)
+        assert stranger.is_over
+
+    run(scenario())
+
+
+def test_a_verdict_is_parsed_strictly() -> None:
+    """It comes from another machine."""
+    assert decode_verdict(b'{"kind":"lost","text":"t","lost":[1]}').lost == [1]
+    for data in (b"{}", b'{"kind":"lost","text":"t","x":1}', b'{"kind":"other","text":"t"}'):
+        with pytest.raises(ValueError, match=r"(?i)object|invalid"):
+            decode_verdict(data)
+    assert parse_head(b'{"type":"bye"}') == Bye()
