@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ckptio import sync
@@ -55,7 +56,7 @@ def counted(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def golden_state() -> dict[Any, Any]:
-    """Give a state with every kind of value that version 1 has."""
+    """Give a state with every kind of value that every version has."""
     base = counted(torch.float32, 6, 5)
     complex_base = torch.arange(8, dtype=torch.float32).view(torch.complex64)
     buffer = counted(torch.uint8, 64)
@@ -121,25 +122,39 @@ def write_golden(directory: str) -> None:
     sync.save(golden_state(), directory, config=CONFIG)
 
 
+versions = pytest.mark.parametrize("version", ["v1", "v2"])
+
+
 def test_there_is_a_checkpoint_of_every_version() -> None:
     """A change of the format adds one."""
     found = sorted(int(path.name.removeprefix("v")) for path in GOLDEN.iterdir() if path.is_dir())
     assert found == list(range(1, FORMAT_VERSION + 1))
 
 
-def test_version_1_is_what_was_saved() -> None:
+def test_data_files_of_one_rank_are_those_of_version_1() -> None:
+    """What version 2 added is in the manifest alone, for who saves alone."""
+    first, second = (
+        [path.read_bytes() for path in sorted((GOLDEN / version).glob("*.safetensors"))]
+        for version in ("v1", "v2")
+    )
+    assert first == second
+
+
+@versions
+def test_a_checkpoint_is_what_was_saved(version: str) -> None:
     """Every kind of value, bit for bit, and every block verified."""
-    result = sync.load_with_report(GOLDEN / "v1", types=CLASSES)
+    result = sync.load_with_report(GOLDEN / version, types=CLASSES)
     assert_same(result.state, golden_state())
     assert result.report.notes == ()
-    assert sync.verify(GOLDEN / "v1").is_whole
+    assert sync.verify(GOLDEN / version).is_whole
     ties = result.state["ties"]
     assert ties["base"] is ties["same"]
     addresses = {tensor.untyped_storage().data_ptr() for tensor in ties["types"]}
     assert len(addresses) == 1
 
 
-def test_version_1_fills_a_target() -> None:
+@versions
+def test_a_checkpoint_fills_a_target(version: str) -> None:
     """The tensors of a state of today take the values of the checkpoint."""
     target = golden_state()
     target.pop("classes")
@@ -150,20 +165,21 @@ def test_version_1_fills_a_target() -> None:
             for tensor in tensors:
                 tensor.view(torch.uint8).zero_()
     state["large"].zero_()
-    sync.load(GOLDEN / "v1", state, select=list(state))
+    sync.load(GOLDEN / version, state, select=list(state))
     expected = golden_state()
     assert_same(state, {key: expected[key] for key in state})
 
 
-def test_version_1_has_these_names() -> None:
+@versions
+def test_a_checkpoint_has_these_names(version: str) -> None:
     """Names are part of the format: scripts select by them."""
-    names = {tensor.name for tensor in sync.inspect(GOLDEN / "v1").tensors}
+    names = {tensor.name for tensor in sync.inspect(GOLDEN / version).tensors}
     expected = {
         "dtypes.bfloat16", "large", "ties.base", "ties.window.0~storage", "names.a.b",
         "names.a.b~2", "__metadata__~2", "arrays.1", "bytes.2", "classes.0.y",
     }  # fmt: skip
     assert expected <= names
-    found = sync.load(GOLDEN / "v1", select=["ties.transposed", "keys.red", "scalars.0"])
+    found = sync.load(GOLDEN / version, select=["ties.transposed", "keys.red", "scalars.0"])
     assert list(found) == ["ties", "scalars", "keys"]
     assert list(found["ties"]) == ["transposed"]
     assert found["keys"] == {"red": "enum"}

@@ -21,12 +21,14 @@ from ckptio.errors import FormatError
 from ckptio.layout import DTYPES, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: What safetensors itself accepts as a header, in bytes.
 MAX_HEADER_NBYTES = 100 * MiB
 _LENGTH_NBYTES = 8
 _METADATA = "__metadata__"
+#: Where torch.distributed.checkpoint's safetensors writer notes the place of each shard.
+_SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,27 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
             f" readers take {MAX_HEADER_NBYTES}; lower bucket_nbytes"
         )
     return padded.to_bytes(_LENGTH_NBYTES, "little") + text.ljust(padded)
+
+
+def sharding_note(
+    shards: Iterable[tuple[str, str, tuple[int, ...], tuple[int, ...] | None]],
+) -> dict[str, str]:
+    """Say in `__metadata__` where shards lie in their tensors, as DCP's own writer does.
+
+    Its reader and its consolidation to whole tensors take what is written this way.
+
+    Args:
+        shards: Of every tensor of the bucket: its name there, torch's name of its element
+            type, its offset in the whole tensor, and the shape of that; `None` if it is
+            the whole tensor.
+    """
+    info: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, dtype, offset, global_shape in shards:
+        inner = DTYPES[dtype].inner
+        info[name] = {"saved_offsets": (*offset, *(0 for _ in inner))}
+        if global_shape is not None:
+            info[name]["global_shape"] = (*global_shape, *inner)
+    return {_SHARDING_INFO: msgspec.json.encode(info).decode()}
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,6 @@ parser needs to doubt it, and no allocation is larger than files whose sizes are
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +21,21 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c, pack_checksums, unpack_checksums
 from ckptio.layout import DTYPES, numel
+from ckptio.tiling import find_overlap, is_grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORMAT_VERSION = 1
+#: Version that is written, and the last that is read; all before it are read too.
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 #: A larger manifest is refused unread. One million chunks take about 100 MB.
 MAX_MANIFEST_NBYTES = 1 << 30
 #: Dimensions, elements and offsets stay below this, so that sums never overflow 64 bits.
 MAX_EXTENT = 1 << 56
 _MAX_DIMS = 64
-_MAX_COMPARISONS = 64
-_Region = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
+_HOST = re.compile(r"[\x21-\x7e]{1,255}\Z")
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TAIL_NBYTES = len(b',"crc32c":"00000000"}\n')
 
@@ -47,11 +47,13 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         name: Its name inside the checkpoint's directory.
         nbytes: Its size.
         packed_checksums: crc32c of each block, as little-endian 32-bit words.
+        rank: The rank that wrote it.
     """
 
     name: str
     nbytes: int
     packed_checksums: bytes
+    rank: int = 0
 
     def checksums(self) -> tuple[int, ...]:
         """Give the crc32c of each block."""
@@ -66,12 +68,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unkno
         start: Where it starts in the file, in bytes.
         global_offset: Its first index in the tensor; all zeros if not given.
         local_shape: Its shape; the tensor's if not given.
+        copies: Other places of the same bytes: file and start.
     """
 
     file: int
     start: int
     global_offset: tuple[int, ...] | None = None
     local_shape: tuple[int, ...] | None = None
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class TensorEntry(
@@ -83,7 +87,8 @@ class TensorEntry(
         name: Its fully qualified name.
         dtype: torch's name of its element type.
         shape: Its global shape.
-        chunks: Where its parts lie. Parts do not overlap and fill the tensor.
+        chunks: Where its parts lie. Parts do not overlap and fill the tensor; one
+            without elements may have none.
     """
 
     name: str
@@ -109,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: Data files.
         tensors: Tensors, in the order in which the tree refers to them.
         tree: The state with its tensors by index, as `format.encode` writes it.
+        hosts: Host of each rank that took part in the save; none if it was one rank alone.
     """
 
     ckptio: int
@@ -119,6 +125,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     tree: msgspec.Raw
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that took part in the save."""
+        return len(self.hosts) or 1
 
     @property
     def nbytes(self) -> int:
@@ -138,9 +150,10 @@ def encode_manifest(
     save_id: str,
     created: str,
     block_nbytes: int,
-    files: Sequence[tuple[str, int, Sequence[int]]],
+    files: Sequence[tuple[str, int, Sequence[int]] | tuple[str, int, Sequence[int], int]],
     tensors: bytes,
     tree: bytes,
+    hosts: Sequence[str] = (),
 ) -> bytes:
     """Write a manifest.
 
@@ -149,11 +162,17 @@ def encode_manifest(
         save_id: Id of the save.
         created: When, ISO 8601, UTC.
         block_nbytes: Bytes under one checksum.
-        files: Name, size and checksums of each data file.
+        files: Name, size and checksums of each data file, and the rank that wrote it; 0
+            if that is left out.
         tensors: What `encode_tensors` gave; kept with the plan, since it does not change
             from save to save.
         tree: The tree, as JSON.
+        hosts: Host of each rank that took part; none for one rank alone.
+
+    Raises:
+        FormatError: A host has no name that readers take.
     """
+    _check_hosts(hosts)
     head = msgspec.json.encode(
         {
             "ckptio": FORMAT_VERSION,
@@ -161,8 +180,13 @@ def encode_manifest(
             "save_id": save_id,
             "created": created,
             "block_nbytes": block_nbytes,
-            "files": [(name, nbytes, pack_checksums(crcs)) for name, nbytes, crcs in files],
+            "files": [
+                # a rank of 0 is left out
+                (name, nbytes, pack_checksums(crcs), *(rank for rank in ranks if rank))
+                for name, nbytes, crcs, *ranks in files
+            ],
             "tensors": msgspec.Raw(tensors),
+            **({"hosts": tuple(hosts)} if hosts else {}),
             "tree": msgspec.Raw(tree),
         }
     )
@@ -172,13 +196,20 @@ def encode_manifest(
 
 def encode_tensors(tensors: Sequence[TensorEntry]) -> bytes:
     """Write the tensor table of a manifest. Defaults of chunks are left out."""
-    return msgspec.json.encode(
+    return encode_rows(
         [(t.name, t.dtype, t.shape, [_short(chunk) for chunk in t.chunks]) for t in tensors]
     )
 
 
+def encode_rows(rows: Sequence[tuple[str, str, tuple[int, ...], list[tuple[Any, ...]]]]) -> bytes:
+    """Write a tensor table whose rows are those of the manifest already, a million of them."""
+    return msgspec.json.encode(rows)
+
+
 def _short(chunk: Chunk) -> tuple[Any, ...]:
-    """Leave out what a chunk that is its whole tensor does not need."""
+    """Leave out what a chunk does not need: copies it has not, the place of a whole tensor."""
+    if chunk.copies:
+        return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape, chunk.copies)
     if chunk.global_offset is None:
         return (chunk.file, chunk.start)
     return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape)
@@ -200,10 +231,10 @@ def decode_manifest(data: bytes) -> Manifest:
     document = bytes(body) + b"}"
     try:
         version = _version_decoder.decode(document).ckptio  # type: ignore[attr-defined]  # defstruct
-        if version != FORMAT_VERSION:
+        if not 1 <= version <= FORMAT_VERSION:
             raise FormatVersionError(
                 f"the checkpoint has format {version} and this version of ckptio reads"
-                f" {FORMAT_VERSION}; upgrade ckptio"
+                f" 1 to {FORMAT_VERSION}; upgrade ckptio"
             )
         manifest = _decoder.decode(document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -219,6 +250,9 @@ def _check_head(manifest: Manifest) -> None:
         raise FormatError(f"bad save id {manifest.save_id!r} in the manifest")
     if not 0 < manifest.block_nbytes < MAX_EXTENT or manifest.block_nbytes % PAGE_NBYTES:
         raise FormatError(f"bad block size {manifest.block_nbytes} in the manifest")
+    _check_hosts(manifest.hosts)
+    if manifest.ckptio == 1 and _has_ranks(manifest):
+        raise FormatError("the manifest has format 1 and ranks or copies, which format 2 brought")
     names: set[str] = set()
     for file in manifest.files:
         if not _FILE_NAME.match(file.name) or file.name == MANIFEST_NAME or file.name in names:
@@ -230,6 +264,29 @@ def _check_head(manifest: Manifest) -> None:
                 f"file {file.name!r} of {file.nbytes} bytes has"
                 f" {len(file.packed_checksums)} bytes of checksums in the manifest"
             )
+        if not 0 <= file.rank < manifest.num_ranks:
+            raise FormatError(
+                f"file {file.name!r} is of rank {file.rank} in a manifest of"
+                f" {manifest.num_ranks} ranks"
+            )
+
+
+def _check_hosts(hosts: Sequence[str]) -> None:
+    """Check that names of hosts are short and printable."""
+    for host in hosts:
+        if not _HOST.match(host):
+            raise FormatError(
+                f"bad host {host!r}: a name has 1 to 255 printable ASCII characters, no spaces"
+            )
+
+
+def _has_ranks(manifest: Manifest) -> bool:
+    """Whether a manifest has anything that version 1 did not know."""
+    return bool(
+        manifest.hosts
+        or any(file.rank for file in manifest.files)
+        or any(chunk.copies for tensor in manifest.tensors for chunk in tensor.chunks)
+    )
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -242,7 +299,7 @@ def _check_tensors(manifest: Manifest) -> None:
     num_files = len(spans)
     names: set[str] = set()
     for tensor in manifest.tensors:
-        name, shape = tensor.name, tensor.shape
+        name, shape, chunks = tensor.name, tensor.shape, tensor.chunks
         itemsize = itemsizes.get(tensor.dtype, 0)
         count = _checked_numel(shape)
         if count < 0 or not itemsize or name in names:
@@ -251,19 +308,29 @@ def _check_tensors(manifest: Manifest) -> None:
                 " an unknown element type or an impossible shape"
             )
         names.add(name)
-        covered = 0
-        for chunk in tensor.chunks:
-            is_whole = chunk.global_offset is None and chunk.local_shape is None
-            part = count if is_whole else _part_numel(shape, chunk)
-            start = chunk.start
-            if part < 0 or not 0 <= chunk.file < num_files or start < 0 or start % itemsize:
-                raise FormatError(f"tensor {name!r} has an impossible chunk in the manifest")
-            covered += part
-            if part:
-                spans[chunk.file].append((start, start + part * itemsize))
-        if covered != count or (len(tensor.chunks) > 1 and _overlap(tensor)):
-            raise FormatError(f"the chunks of tensor {name!r} do not fill it exactly")
+        chunk = chunks[0] if len(chunks) == 1 else None
+        if chunk and chunk.global_offset is chunk.local_shape is None and not chunk.copies:
+            # nearly all chunks of nearly all checkpoints
+            file, start = chunk.file, chunk.start
+            if 0 <= file < num_files and start >= 0 and not start % itemsize:
+                if count:
+                    spans[file].append((start, start + count * itemsize))
+                continue
+        _take_places(tensor, count, itemsize, spans)
     _check_spans(manifest, spans)
+
+
+def _take_places(
+    tensor: TensorEntry, count: int, itemsize: int, spans: list[list[tuple[int, int]]]
+) -> None:
+    """Add the bytes of every chunk of a tensor, and of every copy, to those of its file."""
+    counts = _part_numels(tensor, count)
+    for chunk, part in zip(tensor.chunks, counts, strict=True):
+        for file, start in ((chunk.file, chunk.start), *chunk.copies):
+            if not 0 <= file < len(spans) or start < 0 or start % itemsize:
+                raise FormatError(f"tensor {tensor.name!r} has an impossible chunk in the manifest")
+            if part:
+                spans[file].append((start, start + part * itemsize))
 
 
 def _check_spans(manifest: Manifest, spans: list[list[tuple[int, int]]]) -> None:
@@ -294,62 +361,25 @@ def _checked_numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _part_numel(shape: tuple[int, ...], chunk: Chunk) -> int:
-    """Elements of a chunk that is part of a tensor of `shape`, or -1 if it is not inside."""
-    offset, local = chunk.global_offset or (), chunk.local_shape or ()
-    if not len(shape) == len(offset) == len(local):
-        return -1
-    for extent, first, count in zip(shape, offset, local, strict=True):
-        if first < 0 or count < 0 or first + count > extent:
-            return -1
-    return numel(local)
-
-
-def _overlap(tensor: TensorEntry) -> bool:
-    """Whether two chunks of `tensor` share an element.
-
-    Nearly all shardings are grids, seen in one pass. Others take a sweep along the
-    dimension with the most distinct offsets. A tiling that takes more comparisons than
-    `_MAX_COMPARISONS` for each chunk is none anybody makes, and counts as overlapping.
-    """
-    boxes = [
-        (c.global_offset or (0,) * len(tensor.shape), c.local_shape or tensor.shape)
-        for c in tensor.chunks
-        if 0 not in (c.local_shape or tensor.shape)
-    ]
-    if not tensor.shape:
-        return len(boxes) > 1
-    if _is_grid(boxes):
-        return False
-    num_offsets = [len({offset[dim] for offset, _ in boxes}) for dim in range(len(tensor.shape))]
-    dim = num_offsets.index(max(num_offsets))
-    boxes.sort(key=lambda box: box[0][dim])
-    active: list[_Region] = []
-    num_comparisons = 0
-    for offset, shape in boxes:
-        num_comparisons += len(active)
-        if num_comparisons > _MAX_COMPARISONS * len(boxes):
-            return True
-        active = [(o, s) for o, s in active if o[dim] + s[dim] > offset[dim]]
-        for other_offset, other_shape in active:
-            if all(
-                a < b + t and b < a + s
-                for a, s, b, t in zip(offset, shape, other_offset, other_shape, strict=True)
-            ):
-                return True
-        active.append((offset, shape))
-    return False
-
-
-def _is_grid(boxes: Sequence[_Region]) -> bool:
-    """Whether boxes are all cells of a grid, each there once, and so apart from each other."""
-    num_cells = 1
-    for dim in range(len(boxes[0][0]) if boxes else 0):
-        extents = {offset[dim]: shape[dim] for offset, shape in boxes}
-        if any(extents[offset[dim]] != shape[dim] for offset, shape in boxes):
-            return False
-        edges = sorted(extents.items())
-        if any(a + extent > b for (a, extent), (b, _) in itertools.pairwise(edges)):
-            return False
-        num_cells *= len(edges)
-    return num_cells == len(boxes) == len({offset for offset, _ in boxes})
+def _part_numels(tensor: TensorEntry, count: int) -> list[int]:
+    """Elements of each chunk of a tensor of `count` elements, which they fill exactly."""
+    shape, chunks = tensor.shape, tensor.chunks
+    offsets = [c.global_offset for c in chunks if c.global_offset is not None]
+    shapes = [c.local_shape for c in chunks if c.local_shape is not None]
+    if not offsets and not shapes:  # whole, each of them
+        offsets, shapes = [(0,) * len(shape)] * len(chunks), [shape] * len(chunks)
+    if not len(offsets) == len(shapes) == len(chunks) or not (
+        {*map(len, offsets), *map(len, shapes)} <= {len(shape)}
+    ):
+        raise FormatError(f"tensor {tensor.name!r} has an impossible chunk in the manifest")
+    counts = [numel(local) for local in shapes]
+    if chunks and is_grid(shape, offsets, shapes):
+        return counts
+    for offset, local in zip(offsets, shapes, strict=True):
+        for extent, first, part in zip(shape, offset, local, strict=True):
+            if first < 0 or part < 0 or first + part > extent:
+                raise FormatError(f"tensor {tensor.name!r} has an impossible chunk in the manifest")
+    boxes = [box for box in zip(offsets, shapes, strict=True) if 0 not in box[1]]
+    if sum(counts) != count or find_overlap(boxes):
+        raise FormatError(f"the chunks of tensor {tensor.name!r} do not fill it exactly")
+    return counts

@@ -4,6 +4,9 @@ A bucket is a file; a segment is the part of it that one slab of the staging poo
 and so the unit that is copied, summed and written. Segments of one file are written by
 several writers at once, so that even a single huge tensor uses all of them.
 
+What is laid out are whole leaves, or, where many ranks save, the parts of them that this
+rank writes (`plan.job` has decided which).
+
 Pure, and a function of its arguments alone: the same leaves give the same plan on every
 rank and in every process, for any order of dicts or hash seed.
 """
@@ -11,19 +14,22 @@ rank and in every process, for any order of dicts or hash seed.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptio.config import PAGE_NBYTES
-from ckptio.format.bucket import StoredTensor, encode_header
-from ckptio.format.manifest import Chunk, TensorEntry, encode_tensors
+from ckptio.errors import PlanError
+from ckptio.format.bucket import StoredTensor, encode_header, sharding_note
+from ckptio.format.manifest import encode_rows
 from ckptio.layout import DTYPES
+from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.config import CheckpointConfig
-    from ckptio.shards import LeafSpec
+    from ckptio.shards import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,15 @@ class SavePlan:
 
     Attributes:
         buckets: Files to write, largest first.
+        places: Of each leaf, or of each part if there are parts: bucket, and start in its
+            file.
         tensor_table: The manifest's tensors, encoded; file indices are bucket indices.
-        num_tensors: Tensors in it.
+            Empty if there are parts: then it takes those of all ranks to make one.
+        num_tensors: Tensors that have bytes here.
     """
 
     buckets: tuple[Bucket, ...]
+    places: tuple[tuple[int, int], ...]
     tensor_table: bytes
     num_tensors: int
 
@@ -79,46 +89,61 @@ class SavePlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
-def plan_save(leaves: Sequence[LeafSpec], config: CheckpointConfig) -> SavePlan:
+def plan_save(
+    leaves: Sequence[LeafSpec],
+    config: CheckpointConfig,
+    parts: Sequence[Part] | None = None,
+) -> SavePlan:
     """Plan the files of one rank.
 
     Args:
-        leaves: Tensors to write, names distinct. Their order is that of the manifest.
+        leaves: Blocks of tensors that the rank holds. Without `parts` they are whole
+            tensors, names distinct, and their order is that of the manifest.
         config: For the sizes of buckets and slabs.
+        parts: What to write of them; all of them, and all of each, if not given.
 
     Returns:
         A plan whose buckets have about `config.bucket_nbytes` each and differ by little.
 
     Raises:
         FormatError: A bucket would have more tensors than a safetensors header holds.
+        PlanError: A leaf is a shard and there are no parts.
     """
-    chunks: list[Chunk | None] = [None] * len(leaves)
+    if parts is None:
+        _check_whole(leaves)
+        blocks, origins = leaves, [(i, 0) for i in range(len(leaves))]
+    else:
+        blocks = [_as_block(leaves[part.leaf], part) for part in parts]
+        origins = [(part.leaf, part.start) for part in parts]
+    sizes = [block.nbytes for block in blocks]
+    places = [(0, 0)] * len(blocks)
     buckets = []
-    for index, members in enumerate(pack_buckets(leaves, config.bucket_nbytes)):
-        members.sort(key=lambda i: _data_order(leaves[i]))
+    notes: dict[str, str] = {}
+    for index, members in enumerate(_pack(blocks, sizes, config.bucket_nbytes)):
+        members.sort(key=lambda i: _data_order(blocks[i], sizes[i]))
+        if parts is None:
+            names = [blocks[i].name for i in members]
+        else:
+            names, notes = _names_and_notes([blocks[i] for i in members])
         stored = []
-        starts = []
         start = 0
-        for i in members:
-            leaf = leaves[i]
-            stored.append(StoredTensor(leaf.name, leaf.dtype, leaf.shape, start))
-            starts.append(start)
-            start += leaf.nbytes
-        header = encode_header(stored, {"format": "pt"})
-        for i, start_in_data in zip(members, starts, strict=True):
-            chunks[i] = Chunk(index, len(header) + start_in_data)
-        spans = [
-            (len(header) + s, i, leaves[i].nbytes) for i, s in zip(members, starts, strict=True)
-        ]
+        for name, i in zip(names, members, strict=True):
+            stored.append(StoredTensor(name, blocks[i].dtype, blocks[i].shape, start))
+            start += sizes[i]
+        header = encode_header(stored, {"format": "pt", **notes})
+        spans = []
+        for i, tensor in zip(members, stored, strict=True):
+            places[i] = (index, len(header) + tensor.start)
+            spans.append((len(header) + tensor.start, *origins[i], sizes[i]))
         nbytes = len(header) + start
         segments = _cut(header, spans, nbytes, config.slab_nbytes)
         buckets.append(Bucket(index, nbytes, tuple(segments)))
-    table = [
-        TensorEntry(leaf.name, leaf.dtype, leaf.shape, (chunk,))
-        for leaf, chunk in zip(leaves, chunks, strict=True)
-        if chunk is not None
-    ]
-    return SavePlan(tuple(buckets), encode_tensors(table), len(table))
+    table = b""
+    if parts is None:
+        rows = zip(leaves, places, strict=True)
+        table = encode_rows([(leaf.name, leaf.dtype, leaf.shape, [at]) for leaf, at in rows])
+    num_tensors = len({block.name for block in blocks})
+    return SavePlan(tuple(buckets), tuple(places), table, num_tensors)
 
 
 def pack_buckets(leaves: Sequence[LeafSpec], bucket_nbytes: int) -> list[list[int]]:
@@ -130,8 +155,16 @@ def pack_buckets(leaves: Sequence[LeafSpec], bucket_nbytes: int) -> list[list[in
     Returns:
         Indices of leaves for each bucket, largest bucket first; none for no leaves.
     """
-    sizes = [leaf.nbytes for leaf in leaves]
-    order = sorted(range(len(leaves)), key=lambda i: (-sizes[i], leaves[i].name))
+    return _pack(leaves, [leaf.nbytes for leaf in leaves], bucket_nbytes)
+
+
+def _pack(leaves: Sequence[LeafSpec], sizes: Sequence[int], bucket_nbytes: int) -> list[list[int]]:
+    """Share leaves of these sizes out."""
+
+    def identity(i: int) -> tuple[str, tuple[int, ...] | None]:
+        return leaves[i].name, leaves[i].global_offset
+
+    order = sorted(range(len(leaves)), key=lambda i: (-sizes[i], *identity(i)))
     alone = [i for i in order if sizes[i] >= bucket_nbytes]
     shared = order[len(alone) :]
     num_shared = -(-sum(sizes[i] for i in shared) // bucket_nbytes) or bool(shared)
@@ -142,36 +175,86 @@ def pack_buckets(leaves: Sequence[LeafSpec], bucket_nbytes: int) -> list[list[in
         packed[k].append(i)
         heapq.heappush(heap, (load + sizes[i], k))
     packed += [[i] for i in alone]
-    packed.sort(key=lambda members: (-sum(sizes[i] for i in members), leaves[members[0]].name))
+    packed.sort(key=lambda members: (-sum(sizes[i] for i in members), *identity(members[0])))
     return packed
 
 
-def _data_order(leaf: LeafSpec) -> tuple[bool, int, int, str]:
+def _data_order(leaf: LeafSpec, nbytes: int) -> tuple[Any, ...]:
     """Whole pages first, then by falling element size: every tensor lies aligned."""
-    nbytes = leaf.nbytes
-    return (nbytes % PAGE_NBYTES != 0, -DTYPES[leaf.dtype].itemsize, -nbytes, leaf.name)
+    itemsize = DTYPES[leaf.dtype].itemsize
+    return (nbytes % PAGE_NBYTES != 0, -itemsize, -nbytes, leaf.name, leaf.global_offset)
+
+
+def _check_whole(leaves: Sequence[LeafSpec]) -> None:
+    """Check that leaves are whole tensors.
+
+    Raises:
+        PlanError: One of them is a shard.
+    """
+    for leaf in leaves:
+        if leaf.global_shape is not None and leaf.global_shape != leaf.shape:
+            raise PlanError(
+                f"{leaf.name!r} of shape {leaf.shape} is a shard of a tensor of shape"
+                f" {leaf.global_shape}; save it from all ranks that hold shards of it, together"
+            )
+
+
+def _as_block(leaf: LeafSpec, part: Part) -> LeafSpec:
+    """Describe a part as a block of its own."""
+    shape = leaf.shape if leaf.global_shape is None else leaf.global_shape
+    return LeafSpec(leaf.name, leaf.dtype, part.shape, shape, part.global_offset)
+
+
+def _names_and_notes(blocks: Sequence[LeafSpec]) -> tuple[list[str], dict[str, str]]:
+    """Name the parts in a bucket, and say in its metadata where they lie in their tensors.
+
+    A part has the name of its tensor if it is the only one of it there. Of several each
+    has its offset behind it, and so many `@` as make it a name nobody has.
+    """
+    counts = Counter(block.name for block in blocks)
+    taken = set(counts)
+    names = []
+    for block in blocks:
+        name = block.name
+        if counts[name] > 1:
+            at = "@" + ",".join(map(str, block.global_offset or ()))
+            while (name := block.name + at) in taken:
+                at = "@" + at
+            taken.add(name)
+        names.append(name)
+    note = sharding_note(
+        (
+            name,
+            block.dtype,
+            block.global_offset or (),
+            None if block.shape == block.global_shape else block.global_shape,
+        )
+        for name, block in zip(names, blocks, strict=True)
+    )
+    return names, note
 
 
 def _cut(
-    header: bytes, spans: list[tuple[int, int, int]], nbytes: int, slab_nbytes: int
+    header: bytes, spans: list[tuple[int, int, int, int]], nbytes: int, slab_nbytes: int
 ) -> list[Segment]:
     """Cut a file into segments.
 
     Args:
         header: The file's first bytes.
-        spans: Start in the file, leaf and size of each tensor, in order, without holes.
+        spans: Of each tensor, in order and without holes: start in the file, leaf, start in
+            the leaf, size.
         nbytes: Size of the file.
         slab_nbytes: Size of a segment.
     """
     pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(-(-nbytes // slab_nbytes))]
-    for start, leaf, size in spans:
+    for start, leaf, offset, size in spans:
         stop = start + size
         position = start
         while position < stop:
             index = position // slab_nbytes
             end = min(stop, (index + 1) * slab_nbytes)
-            piece = (position - index * slab_nbytes, leaf, position - start, end - position)
-            pieces[index].append(piece)
+            at = offset + position - start
+            pieces[index].append((position - index * slab_nbytes, leaf, at, end - position))
             position = end
     return [
         Segment(

@@ -16,6 +16,7 @@ from ckptio.format.bucket import (
     decode_header,
     encode_header,
     header_nbytes,
+    sharding_note,
 )
 from ckptio.layout import DTYPES
 from tests.strategies import shapes
@@ -76,6 +77,19 @@ def test_kinds_that_older_readers_refuse_are_noted_in_the_metadata() -> None:
         "ckptio.dtype.a": "complex64",
         "ckptio.dtype.b": "float8_e5m2fnuz",
     }
+
+
+def test_shards_are_noted_as_dcp_notes_them() -> None:
+    """Offsets by name, with as many dimensions as the stored kind has."""
+    note = sharding_note(
+        [("a", "float32", (4, 0), (8, 2)), ("b", "complex64", (3,), (5,)), ("c", "int8", (), None)]
+    )
+    assert json.loads(note.pop("DCP_SHARDING_INFO")) == {
+        "a": {"saved_offsets": [4, 0], "global_shape": [8, 2]},
+        "b": {"saved_offsets": [3, 0], "global_shape": [5, 2]},
+        "c": {"saved_offsets": []},
+    }
+    assert not note
 
 
 def test_a_header_above_the_limit_is_refused() -> None:

@@ -99,7 +99,7 @@ def test_every_bit_of_a_manifest_counts() -> None:
         data[i // 8] ^= 1 << i % 8
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, -1, 2**80])
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 99, -1, 2**80])
 def test_another_version_is_named(version: int) -> None:
     """A checkpoint of a later version says so, whatever else stands in it."""
     document = {"ckptio": version, "unknown": [1, 2, 3]}
@@ -108,6 +108,104 @@ def test_another_version_is_named(version: int) -> None:
     if version < 2**64:
         assert isinstance(caught.value, FormatVersionError)
         assert f"has format {version}" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
+def test_every_version_so_far_is_read(version: int) -> None:
+    """What one rank writes has been the same since version 1."""
+    found = decode_manifest(sealed(as_document() | {"ckptio": version}))
+    assert (found.ckptio, found.tensors, found.num_ranks) == (version, tuple(TENSORS), 1)
+
+
+def test_ranks_hosts_and_copies_are_read_back() -> None:
+    """Who wrote a file, where each rank ran, and where else the same bytes lie."""
+    tensors = [
+        TensorEntry("w", "int16", (4,), (
+            Chunk(0, 0, (0,), (3,), ((1, 8), (2, 0))), Chunk(2, 100, (3,), (1,)),
+        )),
+        TensorEntry("b", "int16", (4,), (Chunk(1, 100, copies=((2, 50),)),)),
+    ]  # fmt: skip
+    data = manifest(
+        files=[("a", 100, [1], 1), ("b", 200, [2], 0), ("c", 300, [3], 2)],
+        tensors=encode_tensors(tensors),
+        hosts=("n0", "n0", "n1.local:5"),
+    )
+    found = decode_manifest(data)
+    assert found.tensors == tuple(tensors)
+    assert [file.rank for file in found.files] == [1, 0, 2]
+    assert found.hosts == ("n0", "n0", "n1.local:5")
+    assert found.num_ranks == 3
+    document = json.loads(data)
+    assert [len(file) for file in document["files"]] == [4, 3, 4]
+    assert [len(chunk) for t in document["tensors"] for chunk in t[3]] == [5, 4, 5]
+
+
+HOSTED = {"hosts": ["n0", "n1"]}
+COPIED = ["a", "uint8", [4], [[0, 0, None, None, [[0, 4]]]]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [HOSTED, {"files": [["f", 9000, "AQAAAAIAAAADAAAA", 1]], **HOSTED}, {"tensors": [COPIED]}],
+    ids=["hosts", "ranks", "copies"],
+)
+def test_version_1_knows_no_ranks_and_no_copies(changes: dict[str, Any]) -> None:
+    """A manifest that says it is of version 1 and has more is no manifest."""
+    assert decode_manifest(sealed(as_document() | {"tensors": []} | changes))
+    with pytest.raises(FormatError, match="format 1"):
+        decode_manifest(sealed(as_document() | {"tensors": []} | changes | {"ckptio": 1}))
+
+
+@pytest.mark.parametrize("host", ["", "a b", "é", "a\n", "x" * 256, "\0", "\x7f"])
+def test_a_host_is_short_and_printable(host: str) -> None:
+    """It is shown to people; neither written nor read otherwise."""
+    with pytest.raises(FormatError, match="bad host"):
+        manifest(hosts=("n0", host))
+    with pytest.raises(FormatError, match="bad host"):
+        decode_manifest(sealed(as_document() | {"hosts": ["n0", host]}))
+
+
+@pytest.mark.parametrize("hosts", [None, [1], "n0", ["n0", None], {}])
+def test_hosts_are_a_list_of_names(hosts: object) -> None:
+    """Nothing else is taken for it."""
+    with pytest.raises(FormatError):
+        decode_manifest(sealed(as_document() | {"hosts": hosts}))
+
+
+@pytest.mark.parametrize(("rank", "num_hosts"), [(1, 0), (1, 1), (2, 2), (-1, 2), (2**70, 2)])
+def test_a_file_is_of_a_rank_that_took_part(rank: int, num_hosts: int) -> None:
+    """One rank alone is rank 0."""
+    document = as_document() | {"tensors": [], "hosts": ["n"] * num_hosts}
+    document["files"][0].append(rank)
+    with pytest.raises(FormatError):
+        decode_manifest(sealed(document))
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        [[0, 0]], [[0, 3]], [[0, 100], [0, 102]], [[0, 8999]], [[1, 0]], [[2, 0]], [[-1, 0]],
+        [[0, -4]], [[0, 2**70]], [[0]], [[0, 100, 0]], [0], None, [[0, 100], [0, 100]], [["0", 8]],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_copy_lies_in_a_file_and_apart_from_all_else(copies: object) -> None:
+    """Copies are checked as the first place is: a byte belongs to one of them."""
+    with pytest.raises(FormatError):
+        decode_manifest(with_tensors(["a", "uint8", [4], [[0, 0, None, None, copies]]]))
+
+
+def test_a_copy_starts_on_its_element() -> None:
+    """As every chunk does."""
+    assert decode_manifest(with_tensors(["a", "int32", [2], [[0, 0, None, None, [[0, 8]]]]]))
+    with pytest.raises(FormatError):
+        decode_manifest(with_tensors(["a", "int32", [2], [[0, 0, None, None, [[0, 10]]]]]))
+
+
+def test_a_tensor_without_elements_needs_no_chunk() -> None:
+    """Where nobody holds a byte of it, nobody writes it."""
+    found = decode_manifest(with_tensors(["a", "int32", [0, 3], []]))
+    assert found.tensors == (TensorEntry("a", "int32", (0, 3), ()),)
 
 
 HEADS = [
@@ -278,16 +376,37 @@ def test_chunks_that_are_no_grid_and_overlap_are_refused() -> None:
         decode_manifest(tiled(tuple(tiles), 20))
 
 
+def test_a_grid_whose_cells_are_cut_again_is_read() -> None:
+    """As it is when replicas of some blocks are shared out among their ranks."""
+    num = 64
+    cells = [((i, 2 * j), (1, 2)) for i in range(num) for j in range(num)]
+    cells[7:8] = [((0, 14), (1, 1)), ((0, 15), (1, 1))]
+    data = written(cells, (num, 2 * num))
+    assert len(decode_manifest(data).tensors[0].chunks) == num * num + 1
+
+
 def test_a_tiling_that_takes_forever_to_check_is_refused() -> None:
     """The work of a check is bounded: a pathological tiling counts as a bad one."""
-    num = 256
-    cells = [((i, 2 * j), (1, 2)) for i in range(num) for j in range(num)]
-    cells[7:8] = [((0, 14), (1, 1)), ((0, 15), (1, 1))]  # one cell is cut: no grid any more
-    chunks = tuple(Chunk(0, 2 * i, *cell) for i, cell in enumerate(cells))
-    entry = TensorEntry("w", "uint8", (num, 2 * num), chunks)
-    file = ("f", 2 * len(cells), [0] * -(-2 * len(cells) // 4096))
+    num = 160  # four blades of a windmill, so that no plane cuts it, around a fine grid
+    cells = [((i + 1, j + 1), (1, 1)) for i in range(num) for j in range(num)]
+    cells += [
+        ((0, 0), (1, num + 1)), ((0, num + 1), (num + 1, 1)),
+        ((num + 1, 1), (1, num + 1)), ((1, 0), (num + 1, 1)),
+    ]  # fmt: skip
     with pytest.raises(FormatError, match="do not fill it exactly"):
-        decode_manifest(manifest(files=[file], tensors=encode_tensors([entry]), tree=b"0"))
+        decode_manifest(written(cells, (num + 2, num + 2)))
+
+
+def written(boxes: list[tuple[tuple[int, int], tuple[int, int]]], shape: tuple[int, int]) -> bytes:
+    """Give a manifest of one tensor of bytes in these boxes."""
+    chunks = []
+    start = 0
+    for offset, local in boxes:
+        chunks.append(Chunk(0, start, offset, local))
+        start += local[0] * local[1]
+    entry = TensorEntry("w", "uint8", shape, tuple(chunks))
+    file = ("f", start, [0] * -(-start // 4096))
+    return manifest(files=[file], tensors=encode_tensors([entry]), tree=b"0")
 
 
 @given(data=st.binary(max_size=200))
@@ -314,6 +433,10 @@ json_values = st.recursive(
 def test_any_change_of_a_manifest_is_a_manifest_or_a_checkpoint_error(data: st.DataObject) -> None:
     """What a parser lets through is consistent, whatever was put in the place of a value."""
     document = as_document()
+    if data.draw(st.booleans()):  # as many ranks write it
+        document["hosts"] = ["n0", "n1"]
+        document["files"][0].append(1)
+        document["tensors"][0][3] = [[0, 4096, None, None, [[0, 8192], [0, 8300]]]]
     for _ in range(data.draw(st.integers(1, 2))):
         holder: Any = document
         key: Any = data.draw(st.sampled_from(sorted(document)))
@@ -350,7 +473,9 @@ def check(found: Manifest) -> None:
         assert tensor.nbytes >= 0
         assert sum(_nbytes(tensor, chunk) for chunk in tensor.chunks) == tensor.nbytes
         for chunk in tensor.chunks:
-            assert chunk.start + _nbytes(tensor, chunk) <= found.files[chunk.file].nbytes
+            for index, start in ((chunk.file, chunk.start), *chunk.copies):
+                assert start + _nbytes(tensor, chunk) <= found.files[index].nbytes
+    assert all(0 <= file.rank < max(1, len(found.hosts)) for file in found.files)
 
 
 def _nbytes(tensor: TensorEntry, chunk: Chunk) -> int:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -10,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import PAGE_NBYTES, CheckpointConfig, KiB
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, PlanError
 from ckptio.format.bucket import MAX_HEADER_NBYTES, decode_header, header_nbytes
 from ckptio.format.manifest import TensorEntry
 from ckptio.layout import DTYPES
+from ckptio.plan.job import plan_job
 from ckptio.plan.save import SavePlan, pack_buckets, plan_save
-from ckptio.shards import LeafSpec
+from ckptio.shards import LeafSpec, Part
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    import pathlib
 
 leaf_shapes = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
     [(4096,), (2, 4096), (20_000,)]
@@ -217,3 +223,172 @@ def test_a_header_no_reader_takes_is_refused() -> None:
     """The way out is in the message."""
     with pytest.raises(FormatError, match="lower bucket_nbytes"):
         plan_save([LeafSpec("n" * MAX_HEADER_NBYTES, "uint8", (1,))], SMALL)
+
+
+# parts
+
+
+@st.composite
+def part_lists(draw: st.DrawFn) -> tuple[list[LeafSpec], list[Part]]:
+    """Draw blocks of tensors, and rows of them to write."""
+    leaves = []
+    parts = []
+    for i, leaf in enumerate(draw(leaf_lists())):
+        before = tuple(draw(st.integers(0, 3)) for _ in leaf.shape)
+        after = tuple(draw(st.integers(0, 3)) for _ in leaf.shape)
+        shape = tuple(map(sum, zip(before, leaf.shape, after, strict=True)))
+        is_whole = shape == leaf.shape and draw(st.booleans())
+        leaves.append(leaf if is_whole else LeafSpec(*leaf[:3], shape, before))
+        cuts = sorted(draw(st.sets(st.integers(0, (leaf.shape or (0,))[0]), max_size=3)))
+        row = leaf.nbytes // leaf.shape[0] if leaf.shape and leaf.shape[0] else 0
+        for first, stop in itertools.pairwise(cuts):
+            offset = (before[0] + first, *before[1:])
+            parts.append(Part(i, first * row, (stop - first, *leaf.shape[1:]), offset))
+        if not leaf.shape:
+            parts.append(Part(i, 0, (), ()))
+    return leaves, draw(st.permutations(parts))
+
+
+@given(given=part_lists(), config=configs)
+def test_the_bytes_of_every_part_are_written_to_its_place(
+    given: tuple[list[LeafSpec], list[Part]], config: CheckpointConfig
+) -> None:
+    """No others are, and each is in the header under a name of its own."""
+    leaves, parts = given
+    plan = plan_save(leaves, config, parts)
+    sizes = [LeafSpec(leaves[p.leaf].name, leaves[p.leaf].dtype, p.shape).nbytes for p in parts]
+    where: dict[tuple[int, int], tuple[int, int]] = {}
+    for bucket in plan.buckets:
+        header = contents(plan, bucket.index)
+        stored, notes = decode_header(header, bucket.nbytes - len(header))
+        info = msgspec.json.decode(notes["DCP_SHARDING_INFO"])
+        assert set(info) == {tensor.name for tensor in stored}
+        assert all(
+            len(info[t.name]["saved_offsets"]) == len(t.shape) + len(DTYPES[t.dtype].inner)
+            for t in stored
+        )
+        for segment in bucket.segments:
+            for offset, leaf, at, nbytes in segment.pieces:
+                for k in range(nbytes):
+                    where[leaf, at + k] = (bucket.index, segment.start + offset + k)
+    expected = {
+        (part.leaf, part.start + k): (bucket, start + k)
+        for part, nbytes, (bucket, start) in zip(parts, sizes, plan.places, strict=True)
+        for k in range(nbytes)
+    }
+    assert where == expected
+    assert plan.num_tensors == len({part.leaf for part in parts})
+
+
+@given(given=part_lists(), config=configs, data=st.data())
+def test_the_layout_does_not_depend_on_the_order_of_parts(
+    given: tuple[list[LeafSpec], list[Part]], config: CheckpointConfig, data: st.DataObject
+) -> None:
+    """The same parts lie in the same places."""
+    leaves, parts = given
+    parts = [part for part in parts if 0 not in part.shape]
+    order = data.draw(st.permutations(range(len(parts))))
+    plan = plan_save(leaves, config, parts)
+    again = plan_save(leaves, config, [parts[i] for i in order])
+    assert again.buckets == plan.buckets
+    assert again.places == tuple(plan.places[i] for i in order)
+
+
+@given(leaves=leaf_lists(), config=configs)
+def test_whole_leaves_lie_as_without_parts(
+    leaves: list[LeafSpec], config: CheckpointConfig
+) -> None:
+    """Only the notes in the headers differ."""
+    parts = [Part(i, 0, leaf.shape, (0,) * len(leaf.shape)) for i, leaf in enumerate(leaves)]
+    alone, together = plan_save(leaves, config), plan_save(leaves, config, parts)
+    for one, other in zip(alone.buckets, together.buckets, strict=True):
+        headers = [contents(plan, one.index) for plan in (alone, together)]
+        data = [
+            decode_header(header, bucket.nbytes - len(header))[0]
+            for header, bucket in zip(headers, (one, other), strict=True)
+        ]
+        assert data[0] == data[1]
+
+
+def names_in(plan: SavePlan) -> set[str]:
+    header = contents(plan, 0)
+    return {t.name for t in decode_header(header, plan.buckets[0].nbytes - len(header))[0]}
+
+
+def test_a_part_has_the_name_of_its_tensor_if_it_is_alone() -> None:
+    """And else its offset behind it, in a way that no other name is taken."""
+    leaves = [
+        LeafSpec("w", "uint8", (4, 2), (8, 2), (4, 0)),
+        LeafSpec("b", "uint8", (4,), (8,), (4,)),
+        LeafSpec("w@6,0", "uint8", (1,)),
+    ]
+    parts = [
+        Part(0, 0, (2, 2), (4, 0)), Part(0, 4, (2, 2), (6, 0)), Part(1, 0, (4,), (4,)),
+        Part(2, 0, (1,), (0,)),
+    ]  # fmt: skip
+    assert names_in(plan_save(leaves, SMALL, parts)) == {"w@4,0", "w@@6,0", "b", "w@6,0"}
+    assert names_in(plan_save(leaves, SMALL, parts[:1])) == {"w"}
+
+
+def test_a_shard_is_not_saved_alone() -> None:
+    """Nobody would miss the rest of it until it is loaded."""
+    with pytest.raises(PlanError, match="save it from all ranks"):
+        plan_save([LeafSpec("w", "uint8", (4,), (8,), (0,))], SMALL)
+
+
+def test_no_parts_make_no_buckets() -> None:
+    """A rank whose blocks others write has no data files."""
+    plan = plan_save([LeafSpec("w", "uint8", (4,))], SMALL, [])
+    assert (plan.buckets, plan.places, plan.num_tensors) == ((), (), 0)
+
+
+def test_torch_puts_sharded_buckets_together(tmp_path: pathlib.Path) -> None:
+    """Its own tool makes whole tensors of the data files of many ranks."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    consolidate = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = {
+        "w": torch.arange(60, dtype=torch.float32).reshape(12, 5),
+        "h": torch.arange(24, dtype=torch.bfloat16).reshape(2, 12),
+        "norm": torch.arange(7, dtype=torch.float64),
+    }
+    world = [
+        [
+            LeafSpec("w", "float32", (4, 5), (12, 5), (4 * rank, 0)),
+            LeafSpec("h", "bfloat16", (2, 4), (2, 12), (0, 4 * rank)),
+            LeafSpec("norm", "float64", (7,)),
+        ]
+        for rank in range(3)
+    ]
+    job = plan_job(world)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    for rank, (leaves, assigned) in enumerate(zip(world, job.assignments, strict=True)):
+        blocks = [
+            state[leaf.name][
+                tuple(
+                    slice(at, at + num)
+                    for at, num in zip(
+                        leaf.global_offset or (0,) * len(leaf.shape), leaf.shape, strict=True
+                    )
+                )
+            ]
+            .contiguous().view(torch.uint8).flatten().numpy().tobytes()
+            for leaf in leaves
+        ]  # fmt: skip
+        plan = plan_save(leaves, SMALL, assigned.parts(leaves))
+        for bucket in plan.buckets:
+            data = bytearray()
+            for segment in bucket.segments:
+                data += segment.header
+                for _, leaf, at, nbytes in segment.pieces:
+                    data += blocks[leaf][at : at + nbytes]
+            (tmp_path / "in" / f"{rank}-{bucket.index}.safetensors").write_bytes(data)
+    consolidate.consolidate_safetensors_files(
+        str(tmp_path / "in"), str(tmp_path / "out"), dict.fromkeys(state, 1)
+    )
+    (out,) = (tmp_path / "out").glob("*.safetensors")
+    found = load_file(out)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
