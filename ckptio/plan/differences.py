@@ -1,0 +1,157 @@
+"""Say where the states of ranks differ, and in what, to somebody who has to mend it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptio.errors import FormatError, PlanError
+from ckptio.format.decode import ObjectDecoder
+from ckptio.format.encode import TAG, join_fqn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    Json = Any
+    #: Where a node is: the place of its container, and its key there; `None` for the root.
+    Place = tuple[Any, Json] | None
+
+DICT_TAGS = ("dict", "odict", "counter")
+RECORD_TAGS = ("namedtuple", "dataclass")
+#: Tag of a `PerRank` value: `"v"` has an entry for each rank.
+RANKS_TAG = "ranks"
+_MAX_LISTED = 10
+_MAX_SHOWN = 60
+
+
+class Differences:
+    """Collects what ranks disagree on: the first few in words, and how many there are."""
+
+    def __init__(self) -> None:
+        self._listed: list[str] = []
+        self._number = 0
+
+    def add(self, text: str) -> None:
+        """Note a difference."""
+        self._number += 1
+        if self._number <= _MAX_LISTED:
+            self._listed.append(text)
+
+    def add_values(
+        self, place: Place, held: Iterable[tuple[Sequence[int], Json]], what: str = "is"
+    ) -> None:
+        """Note that ranks have different values at a place.
+
+        Args:
+            place: Where.
+            held: Ranks, and the node they have; tensors are referred to by `[name]`.
+            what: What the place does with its value.
+        """
+        if self._number >= _MAX_LISTED:
+            self._number += 1
+            return
+        ranks_of: dict[bytes, list[int]] = {}
+        nodes: dict[bytes, Json] = {}
+        for ranks, node in held:
+            same = msgspec.json.encode(node)
+            nodes.setdefault(same, node)
+            ranks_of.setdefault(same, []).extend(ranks)
+        texts = _shorten([_show(node) for node in nodes.values()])
+        parts = [
+            f"{text} on {_show_ranks(ranks_of[same])}"
+            for text, same in zip(texts, nodes, strict=True)
+        ]
+        self.add(f"{_fqn(place)!r} {what} {_list(parts)}")
+
+    def check(self) -> None:
+        """Raise if there is any.
+
+        Raises:
+            PlanError: With the first of them.
+        """
+        if not self._number:
+            return
+        more = self._number - len(self._listed)
+        raise PlanError(
+            f"ranks disagree on {self._number} value{'s' if self._number > 1 else ''}:"
+            f" {'; '.join(self._listed)}{f'; and {more} more' if more else ''};"
+            " make them equal on all ranks that have them, or wrap what is meant to differ in"
+            " ckptio.PerRank"
+        )
+
+
+def decode_key(key: Json) -> Any:
+    """Give a key of a mapping as a value."""
+    return key if type(key) is str else ObjectDecoder(_no_leaf).decode_key("", key)
+
+
+def _no_leaf(fqn: str, node: Json) -> Any:
+    raise FormatError(f"{node} at {fqn!r} is no plain value")
+
+
+def _fqn(place: Place) -> str:
+    """Name a place as tensors are named."""
+    keys = []
+    while place is not None:
+        place, key = place
+        keys.append(key)
+    fqn = ""
+    for key in reversed(keys):
+        fqn = join_fqn(fqn, key if type(key) is int else decode_key(key))
+    return fqn or "state"
+
+
+def _show(node: Json) -> str:
+    """Write a node for people."""
+    if type(node) is list:
+        return f"a list of {len(node)}"
+    if type(node) is not dict:
+        return repr(node)
+    tag = node.get(TAG, "dict")
+    if type(tag) is list:
+        return f"tensor {tag[0]!r}"
+    if tag in DICT_TAGS:
+        return f"a dict of {len(node['v'] if TAG in node else node)}"
+    if tag == "tuple":
+        return f"a tuple of {len(node['v'])}"
+    if tag == RANKS_TAG:
+        return "a PerRank value"
+    if tag in RECORD_TAGS:
+        return f"a {tag} {node['c']!r}"
+    try:
+        return repr(ObjectDecoder(_no_leaf).decode("", node))
+    except FormatError:
+        return msgspec.json.encode(node).decode()
+
+
+def _shorten(texts: Sequence[str]) -> list[str]:
+    """Shorten texts that differ so that they still do: what they begin with goes first."""
+    if max(map(len, texts)) > _MAX_SHOWN:
+        first, last = min(texts), max(texts)
+        pairs = zip(first, last, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+        if common >= _MAX_SHOWN // 2:
+            start = common - _MAX_SHOWN // 4
+            texts = [f"...{text[start:]}" for text in texts]
+    return [t if len(t) <= _MAX_SHOWN else f"{t[: _MAX_SHOWN - 3]}..." for t in texts]
+
+
+def _show_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as ranges: `ranks 0-3 and 7`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {_list(texts)}"
+
+
+def _list(texts: Sequence[str], limit: int = 4) -> str:
+    """Write a list out: the first few, and how many there are besides."""
+    if len(texts) > limit:
+        texts = [*texts[: limit - 1], f"{len(texts) - limit + 1} more"]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

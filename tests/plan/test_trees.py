@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.errors import PlanError
+from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes, join_fqn
+from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees, take_tree
+from ckptio.shards import PerRank
+from ckptio.state.flatten import flatten
+from tests.strategies import Point, Settings, plain_scalars, texts
+from tests.strategies import states as all_states
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
+    Json = Any
+
+
+class Tensor(NamedTuple):
+    """Stands for a tensor: a name, and how the state refers to it."""
+
+    name: str
+    node: Mapping[str, Any] = {}
+
+
+def encode(state: Any) -> tuple[Json, list[str]]:
+    """Take a state apart, as far as its tree goes; what the nodes refer to comes second."""
+    names: list[str] = []
+
+    def per_rank(fqn: str, value: PerRank) -> Json:
+        return {TAG: "ranks", "v": [encoder.encode(fqn, value.value)]}
+
+    def tensor(_: str, value: Tensor) -> Json:
+        if value.name not in names:
+            names.append(value.name)
+        index = names.index(value.name)
+        return {**value.node, "t": index} if value.node else {TAG: index}
+
+    encoder = ObjectEncoder(
+        lambda _, value: encode_bytes(value), {Tensor: tensor, PerRank: per_rank}
+    )
+    return encoder.encode("", state), names
+
+
+def take(state: Any) -> RankTree:
+    return take_tree(*encode(state))
+
+
+def merge(*states: Any) -> Json:
+    """Merge the trees of states, one for each rank, as they arrive over a wire."""
+    sent = msgspec.json.encode([take(state) for state in states])
+    ranks = [RankTree(*message) for message in msgspec.json.decode(sent)]
+    names = {name for state in states for name in encode(state)[1]}
+    return merge_trees(ranks, {name: i for i, name in enumerate(sorted(names))})
+
+
+def refused(*states: Any) -> str:
+    """Give the words with which states are refused."""
+    with pytest.raises(PlanError) as caught:
+        merge(*states)
+    return str(caught.value)
+
+
+keys = st.one_of(
+    texts, texts, st.integers(), st.binary(max_size=2), st.tuples(texts, st.integers())
+)
+tensor_marks = st.builds(Tensor, texts) | st.builds(
+    Tensor, texts, st.just({TAG: "np", "d": "<f4", "s": [2]})
+)
+states = st.recursive(
+    plain_scalars | tensor_marks,
+    lambda inner: st.one_of(
+        st.dictionaries(texts, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(texts, st.integers(), max_size=3).map(Counter),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Point, inner, inner),
+        st.builds(Settings, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def uniquely_named(state: Any, _counter: list[int] | None = None) -> Any:
+    """Give every tensor a name of its own, as flattening does."""
+    counter = _counter if _counter is not None else [0]
+    if isinstance(state, Tensor):
+        counter[0] += 1
+        return state._replace(name=f"{state.name}~{counter[0]}")
+    if isinstance(state, Counter):
+        return state
+    if isinstance(state, dict):
+        return type(state)((key, uniquely_named(item, counter)) for key, item in state.items())
+    if isinstance(state, Point):
+        return Point(*(uniquely_named(item, counter) for item in state))
+    if isinstance(state, (list, tuple)):
+        return type(state)(uniquely_named(item, counter) for item in state)
+    if isinstance(state, Settings):
+        return Settings(uniquely_named(state.rate, counter), uniquely_named(state.name, counter))
+    return state
+
+
+def split(state: Any, ranks: Sequence[int], rng: random.Random) -> dict[int, Any]:
+    """Share the keys of every dict out among ranks; each has at least one holder."""
+    if isinstance(state, dict):
+        parts: dict[int, Any] = {rank: type(state)() for rank in ranks}
+        for key, item in state.items():
+            holders = rng.sample(ranks, rng.randint(1, len(ranks)))
+            for rank, piece in split(item, holders, rng).items():
+                parts[rank][key] = piece
+        return parts
+    if isinstance(state, Settings):
+        rate, name = split(state.rate, ranks, rng), split(state.name, ranks, rng)
+        return {rank: Settings(rate[rank], name[rank]) for rank in ranks}
+    if isinstance(state, (list, tuple)) and not isinstance(state, Tensor):
+        pieces = [split(item, ranks, rng) for item in state]
+        make = Point._make if isinstance(state, Point) else type(state)
+        return {rank: make(piece[rank] for piece in pieces) for rank in ranks}
+    return dict.fromkeys(ranks, state)
+
+
+def without_order(node: Json) -> Json:
+    """Give a tree in a form in which the order of keys is no matter."""
+    if type(node) is list:
+        return [without_order(item) for item in node]
+    if type(node) is not dict:
+        return node
+    tag = node.get(TAG, "dict")
+    if tag not in ("dict", "odict", "counter"):
+        return {key: without_order(item) for key, item in node.items()}
+    pairs = node["v"] if TAG in node else node
+    pairs = list(pairs.items()) if type(pairs) is dict else pairs
+    found = [[msgspec.json.encode(key), without_order(item)] for key, item in pairs]
+    return {"dict": tag, "pairs": sorted(found, key=lambda pair: pair[0])}
+
+
+def same(found: Json, expected: Json) -> bool:
+    """Whether trees are equal bit by bit."""
+    return msgspec.json.encode(found) == msgspec.json.encode(expected)
+
+
+@given(state=states.map(uniquely_named), num_ranks=st.integers(1, 5))
+def test_equal_trees_are_that_tree(state: Any, num_ranks: int) -> None:
+    """However many ranks have it; in its own order."""
+    tree, names = encode(state)
+    order = {name: i for i, name in enumerate(names)}
+    assert same(merge_trees([take(state)] * num_ranks, order), tree)
+
+
+@given(state=all_states)
+def test_what_flattening_makes_passes_unchanged(state: Any) -> None:
+    """Every kind of node, those of arrays and views among them."""
+    flat = flatten(state)
+    order = {name: i for i, name in enumerate(flat.names)}
+    found = merge_trees([take_tree(flat.tree, flat.names)] * 2, order)
+    assert same(found, flat.tree)
+
+
+@given(
+    state=states.map(uniquely_named),
+    num_ranks=st.integers(1, 5),
+    rng=st.randoms(use_true_random=False),
+)
+def test_a_tree_that_was_split_by_keys_is_put_together(
+    state: Any, num_ranks: int, rng: random.Random
+) -> None:
+    """Dicts of any kind at any depth are united; nothing is lost and nothing made up."""
+    tree, names = encode(state)
+    order = {name: i for i, name in enumerate(names)}
+    parts = split(state, range(num_ranks), rng)
+    ranks = [take(parts[rank]) for rank in range(num_ranks)]
+    assert same(without_order(merge_trees(ranks, order)), without_order(tree))
+
+
+def leaves_of(fqn: str, node: Json) -> list[tuple[str, Json]]:
+    """Name every value of an encoded state that is no container, with what holds it."""
+    if type(node) is list:
+        return [x for i, item in enumerate(node) for x in leaves_of(join_fqn(fqn, i), item)]
+    if type(node) is dict and (TAG not in node or node[TAG] in ("odict", "counter")):
+        items = node["v"] if TAG in node else node
+        if type(items) is dict:
+            return [x for k, item in items.items() for x in leaves_of(join_fqn(fqn, k), item)]
+    return [(fqn or "state", node)]
+
+
+def replace_leaf(node: Json, number: int, new: Json) -> tuple[Json, int]:
+    """Put `new` in the place of a leaf, counted as `leaves_of` does."""
+    if type(node) is list:
+        items = []
+        for item in node:
+            changed, number = replace_leaf(item, number, new)
+            items.append(changed)
+        return items, number
+    if type(node) is dict and (TAG not in node or node[TAG] in ("odict", "counter")):
+        inner = node["v"] if TAG in node else node
+        if type(inner) is dict:
+            found = {}
+            for key, item in inner.items():
+                found[key], number = replace_leaf(item, number, new)
+            return ({**node, "v": found} if TAG in node else found), number
+    return (new if number == 0 else node), number - 1
+
+
+@given(data=st.data(), state=states.map(uniquely_named), num_ranks=st.integers(2, 5))
+def test_any_single_difference_is_found_and_named(
+    data: st.DataObject, state: Any, num_ranks: int
+) -> None:
+    """With the name of the value, and the rank that has another."""
+    tree, names = encode(state)
+    found = leaves_of("", tree)
+    if not found:
+        return
+    number = data.draw(st.integers(0, len(found) - 1))
+    odd = data.draw(st.integers(1, num_ranks - 1))
+    fqn, old = found[number]
+    new = data.draw(plain_scalars.map(lambda value: encode(value)[0]))
+    if same(old, new):
+        new = "another"
+    changed, _ = replace_leaf(tree, number, new)
+    ranks = [take_tree(changed if r == odd else tree, names) for r in range(num_ranks)]
+    with pytest.raises(PlanError) as caught:
+        merge_trees(ranks, {name: i for i, name in enumerate(names)})
+    message = str(caught.value)
+    assert f"1 value: {fqn!r} is " in message
+    assert f"on rank {odd};" in message
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.0, -0.0),
+        (1, 1.0),
+        (1, True),
+        (float("nan"), -float("nan")),
+        (None, {}),
+        ((1, 2), [1, 2]),
+        ({1}, frozenset({1})),
+        ({"a"}, {"b"}),
+        ({}, OrderedDict()),
+        (b"", bytearray()),
+        ([1], [1, 2]),
+        (Point(1, 2), (1, 2)),
+        (1 << 80, -(1 << 80)),
+        (Tensor("a"), Tensor("b")),
+        (Tensor("a"), 1),
+        (Tensor("a"), Tensor("a", {TAG: "view", "o": 0})),
+        (Tensor("a", {TAG: "view", "o": 4}), Tensor("a", {TAG: "view", "o": 0})),
+        (PerRank(1), 1),
+    ],
+    ids=str,
+)
+def test_values_that_are_not_the_same_bit_by_bit_are_refused(one: Any, other: Any) -> None:
+    """Kinds and signs count too."""
+    message = refused({"x": {"y": [one]}}, {"x": {"y": [one]}}, {"x": {"y": [other]}})
+    assert "ranks disagree on 1 value: 'x.y.0' is " in message
+    assert " on ranks 0-1 and " in message
+    assert " on rank 2; make them equal" in message
+    assert "ckptio.PerRank" in message
+
+
+def test_nan_equals_nan() -> None:
+    """Equality is that of bits."""
+    assert same(merge({"x": float("nan")}, {"x": float("nan")}), encode({"x": float("nan")})[0])
+
+
+def test_layers_of_a_pipeline_are_united_in_the_order_of_ranks() -> None:
+    """Each stage has its own layers, all have the embedding; inside lists as well."""
+    first = {"model": {"wte": Tensor("wte"), "h.0": Tensor("h.0")}, "groups": [{"lr": 1, 0: "a"}]}
+    last = {"model": {"h.1": Tensor("h.1"), "wte": Tensor("wte")}, "groups": [{"lr": 1, 1: "b"}]}
+    merged = merge(first, last)
+    assert merged == {
+        "model": {"wte": {TAG: 2}, "h.0": {TAG: 0}, "h.1": {TAG: 1}},
+        "groups": [{TAG: "dict", "v": [["lr", 1], [0, "a"], [1, "b"]]}],
+    }
+    assert list(merged["model"]) == ["wte", "h.0", "h.1"]
+
+
+def test_plain_and_other_keys_meet_in_one_dict() -> None:
+    """A rank whose keys are all strings writes its dict in another form."""
+    assert merge({"a": 1}, {"a": 1, 7: 2}) == {TAG: "dict", "v": [["a", 1], [7, 2]]}
+    ordered = merge(OrderedDict(a=1), OrderedDict({7: 2}))
+    assert ordered == {TAG: "odict", "v": [["a", 1], [7, 2]]}
+    assert merge({"~": 1}, {"a": 1}) == {TAG: "dict", "v": [["~", 1], ["a", 1]]}
+
+
+def test_records_are_united_by_field() -> None:
+    """What is in their fields is merged like anything else."""
+    merged = merge(Settings({"a": 1}), Settings({"b": 2}))
+    assert merged["v"] == [["rate", {"a": 1, "b": 2}], ["name", "adam"]]
+    assert "'rate' is 1 on rank 0 and 2 on rank 1" in refused(Point(1, 0), Point(2, 0)).replace(
+        "'x'", "'rate'"
+    )
+    assert "is a namedtuple" in refused([Point(1, 0)], [Settings(1, 0)])
+
+
+def test_keys_that_would_become_one_are_refused() -> None:
+    """One and true are one key of a dict; two ranks must not have them as two."""
+    assert "'x' has equal keys of different kinds, 1 on rank 0 and True on rank 1" in refused(
+        {"x": {1: "a"}}, {"x": {True: "b"}}
+    )
+
+
+def test_a_name_that_stands_for_two_tensors_is_refused() -> None:
+    """Two ranks name different places alike: their tensors would be taken for replicas."""
+    assert "'a.b' names tensors of different keys" in refused(
+        {"a.b": Tensor("a.b")}, {"a": {"b": Tensor("a.b")}}
+    )
+    assert "'1' names tensors" in refused({"1": Tensor("1")}, {1: Tensor("1")})
+
+
+def test_ties_of_one_rank_do_not_trouble_the_others() -> None:
+    """A tensor may be in more places on some ranks, if all have it in one."""
+    merged = merge({"a": Tensor("a"), "b": Tensor("a")}, {"a": Tensor("a")})
+    assert merged == {"a": {TAG: 0}, "b": {TAG: 0}}
+
+
+def test_per_rank_values_are_kept_for_each_rank() -> None:
+    """In the order of ranks, with their tensors; a rank that has none is marked."""
+    ranks = [
+        {"rng": PerRank({"seed": r, "state": Tensor(f"rng.state~rank{r}")}), "lr": 1}
+        for r in range(3)
+    ]
+    ranks[1].pop("rng")
+    merged = merge(*ranks)
+    assert merged["lr"] == 1
+    assert merged["rng"] == {
+        TAG: "ranks",
+        "v": [
+            {"seed": 0, "state": {TAG: 0}},
+            {TAG: "absent"},
+            {"seed": 2, "state": {TAG: 1}},
+        ],
+    }
+
+
+def test_one_rank_alone_keeps_its_per_rank_values() -> None:
+    """A world of one writes what it took."""
+    state = [PerRank(3), {"a": PerRank(Tensor("a"))}]
+    assert merge(state) == encode(state)[0]
+
+
+def test_per_rank_tensors_of_one_name_are_refused() -> None:
+    """They would be taken for replicas of each other."""
+    assert "'rng' names tensors of several ranks" in refused(
+        {"rng": PerRank(Tensor("rng"))}, {"rng": PerRank(Tensor("rng"))}
+    )
+
+
+def test_the_first_of_many_differences_are_listed() -> None:
+    """Ten of them, and how many more there are."""
+    message = refused({f"k{i}": i for i in range(30)}, {f"k{i}": -1 for i in range(30)})
+    assert "ranks disagree on 30 values: 'k0' is 0 on rank 0 and -1 on rank 1; 'k1'" in message
+    assert "'k9' is 9" in message
+    assert "'k10'" not in message
+    assert "and 20 more" in message
+
+
+def test_many_values_and_ranks_are_shortened() -> None:
+    """A message of a thousand ranks has one line still."""
+    message = refused(*({"x": f"{'=' * 5000}{i // 2}"} for i in range(2, 1000)))
+    assert len(message) < 600
+    assert "=1' on ranks 0-1, " in message
+    assert " more" in message
+    scattered = refused(*({"x": i % 2} for i in range(100)))
+    assert "0 on ranks 0, 2, 4 and 47 more and 1 on ranks 1, 3, 5 and 47 more" in scattered
+
+
+def test_digests_leave_per_rank_values_and_numbering_out() -> None:
+    """And nothing else: places, names and order count."""
+    one = take({"a": Tensor("a"), "r": PerRank(1)})
+    two = take_tree({"a": {TAG: 5}, "r": {TAG: "ranks", "v": [{"x": {TAG: 0}}]}}, "bcdeza")
+    assert one.digest == two.digest
+    assert (one.values, two.values) == ([1], [{"x": {TAG: ["b"]}}])
+    others: Sequence[Any] = [
+        {"a": Tensor("b"), "r": PerRank(1)},
+        {"a": Tensor("a"), "r": 1},
+        {"r": PerRank(1), "a": Tensor("a")},
+        {"a": Tensor("a", {TAG: "np", "d": "<f4", "s": []}), "r": PerRank(1)},
+    ]
+    assert len({one.digest, *(take(state).digest for state in others)}) == 5
+
+
+def test_a_tree_is_sent_once_for_each_digest() -> None:
+    """Twins send theirs no more; if the one that did has another now, it is asked for."""
+    states = [{"x": r // 2, "y": PerRank(r)} for r in range(4)]
+    ranks = [take({"s": {str(s["x"]): s["y"]}}) for s in states]
+    twins = find_twins([entry.digest for entry in ranks])
+    assert twins == [0, 0, 2, 2]
+    sent = [entry if r == twins[r] else entry.without_tree() for r, entry in enumerate(ranks)]
+    assert missing_trees(sent) == []
+    assert same(merge_trees(sent, {}), merge_trees(ranks, {}))
+    sent[0] = take({"s": {}})
+    assert missing_trees(sent) == [1]
+
+
+def test_a_state_that_is_no_container_is_merged_too() -> None:
+    """Null is a tree like others, and no missing one."""
+    assert merge(None, None) is None
+    assert missing_trees([take(None)]) == []
+    assert "'state' is None on rank 0 and 1 on rank 1" in refused(None, 1)
