@@ -133,6 +133,8 @@ _TAGS: dict[str, Callable[[Json], Json]] = {
     "set": lambda node: plain(node["v"]),
     "frozenset": lambda node: plain(node["v"]),
     "enum": lambda node: plain(node["v"]),
+    "ranks": lambda node: plain(node["v"]),
+    "absent": lambda _: None,
     "int": _int,
     "float": _float,
     "complex": lambda node: str(_scalar(node)),

@@ -6,27 +6,31 @@ and puts the state together afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from ckptio._gc import collection_paused
 from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel, row_major_strides, shared_runs
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination
-from ckptio.state.flatten import collection_paused
-from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from ckptio.format.manifest import Manifest, TensorEntry
-    from ckptio.state.target import Fill, Match
+    import torch
+
+    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.state.fills import Fill, Match
     from ckptio.state.tree import Predicate
+
+#: Chooses one of the places of a chunk: a file, and where the chunk starts in it.
+Place = Callable[["Chunk"], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +39,13 @@ class LoadRequest:
 
     Attributes:
         into: The target; `None` to make everything new.
-        device: Where new tensors go; the CPU if not given.
+        device: Where new tensors go, those for tensors of `into` on the meta device too;
+            the CPU if not given.
         dtype: Element type for floating-point tensors; their own if not given.
         keep: Accepts the names to load; everything if not given.
         strict: What to do when target and checkpoint disagree.
         types: Classes that may be built.
+        rank: Whose values to take of those that were kept for each rank.
     """
 
     into: Any = None
@@ -48,6 +54,7 @@ class LoadRequest:
     keep: Predicate | None = None
     strict: str = "raise"
     types: Sequence[type] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,31 +83,48 @@ class LoadReport:
 
 
 class Need(NamedTuple):
-    """A stored tensor, or a byte range of it, that a destination takes.
+    """A stored tensor, or a part of it, that a destination takes.
 
     Attributes:
         entry: The tensor.
         destination: Index of the destination.
         span: The range of its row-major bytes; all of them if not given.
+        region: The block of it; all of it if not given. Never with `span`.
     """
 
     entry: TensorEntry
     destination: int
     span: tuple[int, int] | None = None
+    region: Box | None = None
 
-    def expand(self, wanted: list[Wanted]) -> None:
-        """Add the ranges of files that bring it."""
-        entry, destination, span = self
-        if len(entry.chunks) == 1:
+    def expand(self, wanted: list[Wanted], place: Place | None = None) -> None:
+        """Add the ranges of files that bring it.
+
+        Args:
+            wanted: Takes them.
+            place: Chooses the place of each chunk; the first one if not given.
+        """
+        entry, destination, span, region = self
+        if len(entry.chunks) == 1 and region is None:
             chunk = entry.chunks[0]
             first, stop = span or (0, entry.nbytes)
             if first < stop:
-                start = chunk.start + first
-                wanted.append(Wanted(chunk.file, start, stop - first, destination, 0))
+                file, start = (chunk.file, chunk.start) if place is None else place(chunk)
+                wanted.append(Wanted(file, start + first, stop - first, destination, 0))
             return
-        whole: list[Wanted] = []
-        want_region(entry, Box((0,) * len(entry.shape), entry.shape), destination, whole)
-        wanted += whole if span is None else _cut_out(whole, *span)
+        found = wanted if span is None else []
+        want_region(entry, region or _all_of(entry), destination, found, place)
+        if span is not None:
+            wanted += _cut_out(found, *span)
+
+    def chunks(self) -> list[Chunk]:
+        """Give the chunks that have something of it."""
+        region = self.region
+        if region is None or len(self.entry.chunks) == 1:
+            return list(self.entry.chunks)
+        return [
+            chunk for chunk in self.entry.chunks if numel(_shared(self.entry, chunk, region).shape)
+        ]
 
 
 @dataclass(slots=True)
@@ -112,6 +136,7 @@ class Restoration:
         needs: What each takes; `Need.destination` counts `makers`.
         finish: Puts the result together once everything has landed. On the caller's thread.
         has_values: Whether something is loaded that is no tensor.
+        num_tensors: Tensors that are filled or made; several `makers` may be parts of one.
         match: How target and checkpoint agree; `None` without a target.
         notes: Filled in by `finish`.
     """
@@ -120,27 +145,32 @@ class Restoration:
     needs: list[Need] = field(default_factory=list)
     finish: Callable[[], Any] = lambda: None
     match: Match | None = None
+    num_tensors: int = 0
     has_values: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing at all is loaded."""
-        return not self.needs and not self.has_values
+        return not self.num_tensors and not self.has_values
 
-    def files(self) -> list[int]:
-        """Give the files that hold what is needed."""
-        return sorted({chunk.file for need in self.needs for chunk in need.entry.chunks})
+    def files(self, place: Place | None = None) -> list[int]:
+        """Give the files that hold what is needed; see `wanted`."""
+        chunks = (chunk for need in self.needs for chunk in need.chunks())
+        return sorted({chunk.file if place is None else place(chunk)[0] for chunk in chunks})
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self, place: Place | None = None) -> list[Wanted]:
         """Give the ranges that bring what is needed, after the sizes of files were checked.
+
+        Args:
+            place: Chooses the place of each chunk; the first one if not given.
 
         Raises:
             FormatError: The chunks are cut into more pieces than any sharding has.
         """
         wanted: list[Wanted] = []
         for need in self.needs:
-            need.expand(wanted)
+            need.expand(wanted, place)
         return wanted
 
     def destinations(self) -> list[Destination]:
@@ -178,7 +208,7 @@ def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Res
 
 def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
     """Make every tensor of the (selected) tree."""
-    tree = read_tree(manifest)
+    tree = read_tree(manifest, request.rank)
     if request.keep is not None:
         tree = prune(tree, request.keep)
     restoration = Restoration(has_values=request.keep is None or tree != {})
@@ -202,12 +232,16 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
 
 def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     """Fill the caller's tensors; make only what the target does not have."""
-    matcher = Matcher(manifest.tensors, dtype=request.dtype, keep=request.keep)
-    assemble = matcher.merge("", request.into, read_tree(manifest))
+    matcher = Matcher(
+        manifest.tensors, dtype=request.dtype, keep=request.keep, device=request.device
+    )
+    assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match
     if request.strict == "raise" and not match.agrees:
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched)
-    restoration = Restoration(match=match, has_values=match.num_values > 0)
+    restoration = Restoration(
+        match=match, num_tensors=match.num_filled, has_values=match.num_values > 0
+    )
     late: list[Callable[[], None]] = []
     for fill in match.fills:
         _fill(manifest, fill, restoration, late)
@@ -218,6 +252,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     def finish() -> Any:
         for copy in late:
             copy()
+        match.mark_written()
         return assemble(rebuilder)
 
     restoration.finish = finish
@@ -238,8 +273,9 @@ def _make(
         tensors: Takes them, by index.
         restoration: Takes destinations and ranges.
     """
+    restoration.num_tensors += len(kinds)
     for index, kind in kinds.items():
-        entry = _entry(manifest, index)
+        entry = manifest.tensors[index]
         stored = torch_dtype(entry.dtype)
 
         def make(
@@ -255,64 +291,91 @@ def _make(
         restoration.needs.append(Need(entry, len(restoration.makers) - 1))
 
 
-def _entry(manifest: Manifest, index: int) -> TensorEntry:
-    if not 0 <= index < len(manifest.tensors):
-        raise FormatError(f"the tree refers to tensor {index}, which is not there")
-    return manifest.tensors[index]
+def want_region(
+    entry: TensorEntry,
+    region: Box,
+    destination: int,
+    wanted: list[Wanted],
+    place: Place | None = None,
+) -> None:
+    """Want a rectangular part of a stored tensor, in a destination of just that shape.
 
+    Args:
+        entry: The tensor.
+        region: The part.
+        destination: Index of the destination.
+        wanted: Takes the ranges.
+        place: Chooses the place of each chunk; the first one if not given.
 
-def want_region(entry: TensorEntry, region: Box, destination: int, wanted: list[Wanted]) -> None:
-    """Want a rectangular part of a stored tensor, in a destination of just that shape."""
+    Raises:
+        FormatError: The chunks are cut into more pieces than any sharding has.
+    """
     itemsize = DTYPES[entry.dtype].itemsize
-    zeros = (0,) * len(entry.shape)
     for chunk in entry.chunks:
-        offset, local = chunk.global_offset or zeros, chunk.local_shape or entry.shape
-        if chunk.global_offset is None:
-            local = entry.shape
-        first = tuple(map(max, offset, region.offset))
-        last = tuple(
-            min(a + s, b + t)
-            for a, s, b, t in zip(offset, local, region.offset, region.shape, strict=True)
-        )
-        shape = tuple(max(0, b - a) for a, b in zip(first, last, strict=True))
-        in_chunk = tuple(a - b for a, b in zip(first, offset, strict=True))
-        in_region = tuple(a - b for a, b in zip(first, region.offset, strict=True))
-        for start, at, count in shared_runs(shape, (in_chunk, local), (in_region, region.shape)):
+        shared = _shared(entry, chunk, region)
+        if not numel(shared.shape):
+            continue
+        block = _box_of(entry, chunk)
+        file, first = (chunk.file, chunk.start) if place is None else place(chunk)
+        in_chunk = tuple(a - b for a, b in zip(shared.offset, block.offset, strict=True))
+        in_region = tuple(a - b for a, b in zip(shared.offset, region.offset, strict=True))
+        runs = shared_runs(shared.shape, (in_chunk, block.shape), (in_region, region.shape))
+        for start, at, count in runs:
             if len(wanted) >= _MAX_RANGES:
                 raise FormatError(
                     f"{entry.name!r} is cut into more than {_MAX_RANGES} pieces; load a part of it"
                 )
-            wanted.append(
-                Wanted(
-                    chunk.file,
-                    chunk.start + start * itemsize,
-                    count * itemsize,
-                    destination,
-                    at * itemsize,
-                )
-            )
+            begin, nbytes = first + start * itemsize, count * itemsize
+            wanted.append(Wanted(file, begin, nbytes, destination, at * itemsize))
+
+
+def _all_of(entry: TensorEntry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+def _box_of(entry: TensorEntry, chunk: Chunk) -> Box:
+    """Give the block of a tensor that a chunk is."""
+    if chunk.global_offset is None:
+        return _all_of(entry)
+    return Box(chunk.global_offset, chunk.local_shape or entry.shape)
+
+
+def _shared(entry: TensorEntry, chunk: Chunk, region: Box) -> Box:
+    """Give what a chunk has of a region; its shape has a zero if that is nothing."""
+    block = _box_of(entry, chunk)
+    first = tuple(map(max, block.offset, region.offset))
+    shape = tuple(
+        max(0, min(a + s, b + t) - start)
+        for a, s, b, t, start in zip(
+            block.offset, block.shape, region.offset, region.shape, first, strict=True
+        )
+    )
+    return Box(first, shape)
 
 
 def _fill(
     manifest: Manifest, fill: Fill, restoration: Restoration, late: list[Callable[[], None]]
 ) -> None:
     """Want the bytes of one tensor of the target."""
-    entry = _entry(manifest, fill.index)
+    entry = manifest.tensors[fill.index]
     stored = torch_dtype(entry.dtype)
     node = fill.view
+    destination = len(restoration.makers)
     if node is None:
-        restoration.makers.append(lambda: Destination(fill.tensor, stored))
-        restoration.needs.append(Need(entry, len(restoration.makers) - 1))
+        region = None if fill.block is None else fill.block.box
+        restoration.makers.append(lambda: Destination(fill.memory(), stored))
+        restoration.needs.append(Need(entry, destination, region=region))
         return
     shape = tuple(node["s"])
-    if list(row_major_strides(shape)) == node["r"] and not node.get("conj") and not node.get("neg"):
+    is_plain = list(row_major_strides(shape)) == node["r"]
+    if is_plain and fill.block is None and not node.get("conj") and not node.get("neg"):
         dtype = torch_dtype(node["d"])
-        restoration.makers.append(lambda: Destination(fill.tensor, dtype))
+        restoration.makers.append(lambda: Destination(fill.memory(), dtype))
         first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize
-        need = Need(entry, len(restoration.makers) - 1, (first, first + count))
-        restoration.needs.append(need)
+        restoration.needs.append(Need(entry, destination, (first, first + count)))
         return
-    # a strided view: its base is read beside it, and copied from when everything is there
+    # a strided view, or a block of a view: its base is read beside it, and copied from
+    # when everything is there
     bases: list[torch.Tensor] = []
 
     def make() -> Destination:
@@ -320,13 +383,8 @@ def _fill(
         return Destination(bases[0], stored)
 
     restoration.makers.append(make)
-    restoration.needs.append(Need(entry, len(restoration.makers) - 1))
-    late.append(lambda: _copy_view(fill.tensor, bases[0], node))
-
-
-@torch.no_grad()
-def _copy_view(target: torch.Tensor, base: torch.Tensor, node: dict[str, Any]) -> None:
-    target.copy_(view_of(base, node))
+    restoration.needs.append(Need(entry, destination))
+    late.append(lambda: fill.copy_from(bases[0]))
 
 
 def _cut_out(wanted: Sequence[Wanted], first: int, stop: int) -> list[Wanted]:

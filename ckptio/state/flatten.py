@@ -3,39 +3,46 @@
 Runs on the caller's thread, at the call: what is refused is refused before anything is
 written, and what a stateful object answers is its state now. Nothing is copied here;
 the flat state refers to the caller's tensors until they are staged.
+
+A tensor of which this rank holds a part is taken apart into blocks. Every rank names it,
+also one that holds none of it, so that the trees of all ranks have the same references.
 """
 
 from __future__ import annotations
 
-import base64
-import gc
-from contextlib import contextmanager
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
+from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes
-from ckptio.layout import DTYPES
-from ckptio.shards import LeafSpec
+from ckptio.layout import numel
+from ckptio.plan.differences import RANKS_TAG
+from ckptio.shards import LeafSpec, PerRank, Shard
+from ckptio.state.leaves import (
+    DTYPE_NAMES,
+    NUMPY_KINDS,
+    TORCH_DTYPES,
+    as_bytes,
+    encode_scalar,
+    plain_dtype,
+)
+from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
 from ckptio.state.ties import resolve_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
+
+    from ckptio.state.sharded import Sharded
 
     Json = Any
 
-#: torch's element types that can be stored, by name; fewer in older versions of torch.
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 #: Longer `bytes` go to a bucket, like a tensor; shorter ones stay in the manifest.
 MAX_INLINE_NBYTES = 1024
-_NUMPY_KINDS = "biufcSUmM"
 _RESERVED_NAME = "__metadata__"  # safetensors' own
 
 
@@ -62,58 +69,52 @@ class FlatState:
     """A state taken apart.
 
     Attributes:
-        specs: What the plan needs of each tensor, names distinct.
-        sources: The tensors (uint8 views of arrays and bytes among them), same order.
-            They are the caller's memory, not copies.
-        tree: Everything else, JSON-ready, with tensors by index.
+        specs: What the plan needs of each block that this rank holds. A plain tensor is
+            one block. A tensor of which this rank holds nothing has one spec without
+            elements (its shape is zeros), so that every rank knows name, type and shape.
+        sources: What holds the blocks (uint8 views of arrays and bytes among them), same
+            order. They are the caller's memory, not copies.
+        names: Names of the tensors, distinct, in the order in which the tree refers to
+            them. Specs are in the same order: without sharded tensors, one for each.
+        tree: Everything else, JSON-ready, with tensors by index into `names`.
         untied: Names of tensors that may share memory but are saved apart.
     """
 
     specs: tuple[LeafSpec, ...]
     sources: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
     tree: Json
     untied: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all blocks."""
         return sum(spec.nbytes for spec in self.specs)
 
 
-def flatten(state: Any) -> FlatState:
+def flatten(state: Any, rank: int | None = None) -> FlatState:
     """Take a state apart.
 
     Args:
         state: Any nesting of dicts, lists, tuples and sets with tensors, arrays, numbers,
-            strings, bytes and the like; `Stateful` objects stand for their state.
+            strings, bytes and the like; `Stateful` objects stand for their state. Of a
+            DTensor, a ShardedTensor or a `Shard` this rank's blocks are taken. A partial
+            DTensor is reduced here: a collective, which every rank of its mesh has to
+            come to.
+        rank: This rank, if others save the same checkpoint. Tensors inside a `PerRank`
+            value are named `fqn~rank<rank>` then, since each rank has its own.
 
     Returns:
         A flat state that refers to the caller's memory.
 
     Raises:
-        UnsupportedLeafError: A value has no portable form.
+        UnsupportedLeafError: A value has no portable form, or a sharded tensor
+            contradicts itself.
     """
-    flattener = _Flattener()
+    flattener = _Flattener(rank)
     with collection_paused():
         tree = flattener.encoder.encode("", state)
         return flattener.finish(tree)
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from starting inside the block.
-
-    Taking 20,000 tensors apart makes 60,000 small objects, none of them garbage; the
-    collections that this sets off took as long as everything else.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass(slots=True)
@@ -133,15 +134,43 @@ class Occurrence:
     node: dict[str, Any]
 
 
+@dataclass(slots=True)
+class _Held:
+    """A tensor of which this rank holds blocks, or none.
+
+    Attributes:
+        name: Its name.
+        dtype: Its element type.
+        sharded: What is held.
+        owner: What it was made from; while that lives, nobody else has its memory.
+        nodes: Its places in the tree.
+    """
+
+    name: str
+    dtype: str
+    sharded: Sharded
+    owner: object
+    nodes: list[dict[str, Any]]
+
+
 class _Flattener:
     """One walk over one state."""
 
-    def __init__(self) -> None:
-        self._occurrences: list[Occurrence] = []
+    def __init__(self, rank: int | None) -> None:
+        self._suffix = "" if rank is None else f"~rank{rank}"
+        self._in_ranks = False
+        self._shared: list[Occurrence] = []
+        self._per_rank: list[Occurrence] = []
+        self._held: dict[Hashable, _Held] = {}
+        self._describer = Describer()
         self._names: set[str] = {_RESERVED_NAME}
+        cls = dtensor_class()
         self.encoder = ObjectEncoder(
             self._leaf,
             {
+                **({} if cls is None else {cls: self._sharded}),
+                Shard: self._sharded,
+                PerRank: self._ranks,
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._tensor,
                 torch.Size: lambda _, v: {TAG: "torch.Size", "v": list(v)},
@@ -154,16 +183,33 @@ class _Flattener:
         )
 
     def finish(self, tree: Json) -> FlatState:
-        """Settle which tensors share memory, and number those to be stored."""
-        stored, untied = resolve_ties(self._occurrences, self._distinct)
-        specs = tuple(LeafSpec(o.name, o.dtype, tuple(o.tensor.shape)) for o in stored)
-        return FlatState(specs, tuple(o.tensor for o in stored), tree, untied)
+        """Settle which tensors share memory, and number those to be stored.
+
+        What is kept for each rank is tied with its like alone: the name that a tensor is
+        stored under has to be the same on all ranks.
+        """
+        stored, untied = resolve_ties(self._shared, self._distinct)
+        more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
+        stored += more
+        specs = [LeafSpec(o.name, o.dtype, tuple(o.tensor.shape)) for o in stored]
+        sources = [o.tensor for o in stored]
+        names = [o.name for o in stored]
+        for held in self._held.values():
+            for node in held.nodes:
+                node[TAG] = len(names)
+            names.append(held.name)
+            for spec, source in _blocks_of(held):
+                specs.append(spec)
+                sources.append(source)
+        return FlatState(tuple(specs), tuple(sources), tuple(names), tree, untied + more_untied)
 
     def _distinct(self, fqn: str) -> str:
         """Give a name no other tensor has; the first comer has the plain one."""
         name = fqn or "state"
         if not name.isascii():
             name = name.encode("utf-8", "backslashreplace").decode()
+        if self._in_ranks:
+            name += self._suffix
         if name in self._names:
             number = 2
             while f"{name}~{number}" in self._names:
@@ -174,10 +220,12 @@ class _Flattener:
 
     def _leaf(self, fqn: str, value: Any) -> Json:
         """Handle what the encoder has no exact type for."""
+        if is_sharded(value):
+            return self._sharded(fqn, value)
         if isinstance(value, torch.Tensor):
             return self._tensor(fqn, value)
         if isinstance(value, np.generic):
-            return _encode_scalar(fqn, value)
+            return encode_scalar(fqn, value)
         if is_stateful(value):
             return self.encoder.encode(fqn, value.state_dict())
         raise UnsupportedLeafError(
@@ -189,22 +237,45 @@ class _Flattener:
         )
 
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
-        if tensor.is_nested or is_lazy(tensor):
-            raise _refusal(fqn, tensor)
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or not (
-            tensor.is_cpu or tensor.is_cuda
-        ):  # fmt: skip
-            raise _refusal(fqn, tensor)
-        cls = type(tensor)
-        if cls is not torch.Tensor and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
-            raise _refusal(fqn, tensor)
+        return self._store(fqn, tensor, plain_dtype(fqn, tensor), {TAG: None})
+
+    def _sharded(self, fqn: str, value: Any) -> Json:
+        """Take the blocks of a tensor that is held in parts."""
+        refuse = functools.partial(UnsupportedLeafError, fqn)
+        if self._in_ranks:
+            raise refuse(
+                "a sharded tensor inside a PerRank value, where each rank has a whole of its own",
+                "put it outside, where its blocks are saved as parts of one tensor",
+            )
+        reduced = reduce_partial(value, refuse)
+        sharded = self._describer.describe(reduced, refuse)
+        for local in sharded.local:
+            plain_dtype(fqn, local)
+        dtype = DTYPE_NAMES.get(sharded.dtype)
+        if dtype is None:
+            raise refuse(f"elements of type {sharded.dtype}", "save it as a type that is stored")
         node: dict[str, Any] = {TAG: None}
-        self._occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node))
+        held = self._held.get(sharded.identity)
+        if held is None:
+            held = _Held(self._distinct(fqn), dtype, sharded, reduced, [])
+            self._held[sharded.identity] = held
+        held.nodes.append(node)
         return node
 
+    def _ranks(self, fqn: str, value: PerRank) -> Json:
+        """Take apart what is kept for each rank."""
+        if self._in_ranks:
+            raise UnsupportedLeafError(
+                fqn, "a PerRank value inside another one", "mark the outer one alone"
+            )
+        self._in_ranks = True
+        try:
+            return {TAG: RANKS_TAG, "v": [self.encoder.encode(fqn, value.value)]}
+        finally:
+            self._in_ranks = False
+
     def _array(self, fqn: str, array: np.ndarray[Any, Any]) -> Json:
-        if array.dtype.kind not in _NUMPY_KINDS:
+        if array.dtype.kind not in NUMPY_KINDS:
             raise UnsupportedLeafError(
                 fqn,
                 f"a numpy array of dtype {array.dtype} has no portable form",
@@ -213,7 +284,7 @@ class _Flattener:
         packed = np.ascontiguousarray(array)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name
-        raw = _as_bytes(packed)
+        raw = as_bytes(packed)
         if name in TORCH_DTYPES and array.dtype.isnative:
             return self._store(fqn, raw.view(TORCH_DTYPES[name]).view(array.shape), name, node)
         return self._store(fqn, raw, "uint8", node)
@@ -221,83 +292,43 @@ class _Flattener:
     def _bytes(self, fqn: str, value: bytes | bytearray) -> Json:
         if len(value) <= MAX_INLINE_NBYTES:
             return encode_bytes(value)
-        raw = _as_bytes(np.frombuffer(value, dtype=np.uint8))
+        raw = as_bytes(np.frombuffer(value, dtype=np.uint8))
         return self._store(fqn, raw, "uint8", {TAG: type(value).__name__, "t": None})
 
     def _store(self, fqn: str, tensor: torch.Tensor, dtype: str, node: dict[str, Any]) -> Json:
-        self._occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node))
+        occurrences = self._per_rank if self._in_ranks else self._shared
+        occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node))
         return node
 
 
-def _as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """View a contiguous array as a uint8 tensor, read-only memory included.
-
-    torch warns of read-only memory because it could be written; it is only read here.
-    """
-    if not array.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    flat = array.reshape(-1).view(np.uint8)
-    if not flat.flags.writeable:
-        interface = dict(flat.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        flat = np.asarray(_Lender(interface, array))
-    return torch.from_numpy(flat)
-
-
-class _Lender:
-    """Lends an array's memory under another description, and keeps it alive."""
-
-    def __init__(self, interface: dict[str, Any], owner: object) -> None:
-        self.__array_interface__ = interface
-        self._owner = owner
-
-
-def _encode_scalar(fqn: str, value: np.generic) -> Json:
-    """Encode a numpy scalar with its exact type and bytes."""
-    if value.dtype.kind not in _NUMPY_KINDS:
-        raise UnsupportedLeafError(
-            fqn, f"a numpy scalar of dtype {value.dtype}", "save it as a Python value"
+def _blocks_of(held: _Held) -> Iterator[tuple[LeafSpec, torch.Tensor]]:
+    """Give the blocks of a tensor that this rank holds; one without elements for none."""
+    sharded = held.sharded
+    global_shape = sharded.global_shape
+    for block in sharded.blocks:
+        box = block.box
+        is_whole = box.shape == global_shape
+        yield (
+            LeafSpec(
+                held.name,
+                held.dtype,
+                box.shape,
+                None if is_whole else global_shape,
+                None if is_whole else box.offset,
+                sharded.replica,
+            ),
+            block.view(),
         )
-    raw = base64.b64encode(value.tobytes()).decode("ascii")
-    return {TAG: "npscalar", "d": value.dtype.str, "v": raw}
-
-
-def _refusal(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
-    """Say why a tensor cannot be stored, and what to do."""
-    if is_lazy(tensor):
-        return UnsupportedLeafError(
-            fqn, "a lazy module's parameter has no data yet", "run the module once first"
+    if sharded.blocks:
+        return
+    if not numel(global_shape):
+        spec = LeafSpec(held.name, held.dtype, global_shape, replica=sharded.replica)
+    else:  # a scalar has no shape without elements but that of a vector
+        spec = LeafSpec(
+            held.name,
+            held.dtype,
+            (0,) * max(1, len(global_shape)),
+            global_shape,
+            (0,) * len(global_shape),
         )
-    if tensor.is_nested:
-        return UnsupportedLeafError(
-            fqn, "a nested tensor has no portable form", "save the tensors of its unbind()"
-        )
-    if tensor.is_quantized:
-        return UnsupportedLeafError(
-            fqn,
-            "a quantised tensor has no portable form",
-            "save tensor.int_repr() with its scales and zero points",
-        )
-    if tensor.is_meta:
-        return UnsupportedLeafError(
-            fqn, "a tensor on the meta device has no data", "materialise it with to_empty() first"
-        )
-    if tensor.layout is not torch.strided:
-        return UnsupportedLeafError(
-            fqn,
-            f"a tensor of layout {tensor.layout} has no portable form",
-            "save its parts (indices and values), or tensor.to_dense()",
-        )
-    if tensor.dtype not in DTYPE_NAMES:
-        return UnsupportedLeafError(
-            fqn, f"elements of type {tensor.dtype}", "save tensor.view(torch.uint8)"
-        )
-    if not (tensor.is_cpu or tensor.is_cuda):
-        return UnsupportedLeafError(
-            fqn, f"a tensor on {tensor.device.type!r}", "move it with tensor.cpu()"
-        )
-    return UnsupportedLeafError(
-        fqn,
-        f"a tensor subclass {type(tensor).__qualname__!r} may hold its data elsewhere",
-        "save the plain tensors it is made of (for a DTensor, to_local() or full_tensor())",
-    )
+    yield spec, torch.empty(spec.shape, dtype=sharded.dtype)

@@ -18,7 +18,9 @@ from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel
-from ckptio.state.flatten import TORCH_DTYPES
+from ckptio.plan.differences import RANKS_TAG
+from ckptio.state.leaves import TORCH_DTYPES
+from ckptio.state.tree import is_absent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,12 +84,15 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
     """Give the device that an option names.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: It names none, or one whose tensors have no memory.
     """
     try:
-        return None if device is None else torch.device(device)
+        named = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r} is no device: {error}") from None
+    if named is not None and named.type == "meta":
+        raise ConfigError("device='meta' has no memory to load into; name the device to load to")
+    return named
 
 
 @dataclass(slots=True)
@@ -137,6 +142,8 @@ class Rebuilder:
         if tag in ("bytes", "bytearray"):
             data = self._stored(node["t"]).numpy().tobytes()
             return bytearray(data) if tag == "bytearray" else data
+        if tag == RANKS_TAG:
+            return self._own(fqn, node)
         if tag == "npscalar":
             return _numpy_scalar(_numpy_dtype(node["d"]), node["v"])
         if tag == "torch.Size":
@@ -146,6 +153,16 @@ class Rebuilder:
         if tag == "torch.device":
             return _device_word(node["v"])
         raise FormatError(f"unknown tag {tag!r} at {fqn!r} in the manifest")
+
+    def _own(self, fqn: str, node: Json) -> Any:
+        """Make this rank's value of those that were kept for each rank; `None` for none."""
+        if is_absent(node):
+            self.notes.append(
+                f"{fqn}: was kept for each rank and came back as None; this rank had no value"
+                " when it was saved"
+            )
+            return None
+        return self.rebuild(fqn, node["v"][0])
 
     def _stored(self, index: int) -> torch.Tensor:
         try:

@@ -4,28 +4,46 @@ Matching changes nothing: it lists what to fill and what disagrees, and hands ba
 function that puts the result together once every byte has landed.
 
 Rules: tensors and arrays of the target are filled in place, and must have the shape and
-element type of the checkpoint. Dicts and lists are matched by key and index and updated
+element type of the checkpoint. Of a tensor that is held in parts, the target's blocks are
+filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
+meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
 in place. A stateful object gives its state as a template, its tensors are filled in
 place, and what else the checkpoint has under it is made new (but a module takes no names
 that it does not have); then it takes the whole, unless nothing of it was selected.
 Any other value of the target is a placeholder for the checkpoint's.
+
+Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
+when the checkpoint was saved), the name is missing and the target's value stays.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError, UnsupportedLeafError
-from ckptio.format.encode import TAG, encode_key, join_fqn
-from ckptio.state.flatten import DTYPE_NAMES, TORCH_DTYPES, is_stateful
+from ckptio.errors import TargetError
+from ckptio.format.encode import TAG, join_fqn
+from ckptio.shards import PerRank, Shard
+from ckptio.state.fills import Blank, Fill, Match, check_fillable, take_over
+from ckptio.state.flatten import is_stateful
+from ckptio.state.leaves import as_tensor
 from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
-from ckptio.state.tree import children, prune_at, tensor_index, walk
+from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
+from ckptio.state.tree import (
+    children,
+    identity_of,
+    identity_of_key,
+    is_absent,
+    is_ranks,
+    keys_of,
+    leaves,
+    prune_at,
+    tensor_index,
+    walk,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -39,47 +57,6 @@ if TYPE_CHECKING:
 _DICT_TAGS = (None, "dict", "odict", "counter")
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """A tensor of the target and what goes into it.
-
-    Attributes:
-        index: The stored tensor.
-        tensor: The target's memory.
-        view: The node of the view, if the target takes a part of the stored tensor.
-    """
-
-    index: int
-    tensor: torch.Tensor
-    view: Json | None
-
-
-@dataclass(slots=True)
-class Match:
-    """What came out of matching.
-
-    Attributes:
-        fills: Tensors to fill in place.
-        fresh: Stored tensors that have to be made, by index.
-        missing: Names of the target that the checkpoint does not have.
-        unexpected: Names of the checkpoint that the target does not have.
-        mismatched: One line for each name that is there in another shape, type or kind.
-        num_values: Values taken from the checkpoint that are not filled in place.
-    """
-
-    fills: list[Fill] = field(default_factory=list)
-    fresh: set[int] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    num_values: int = 0
-
-    @property
-    def agrees(self) -> bool:
-        """Whether nothing is missing, unexpected or mismatched."""
-        return not (self.missing or self.unexpected or self.mismatched)
-
-
 class Matcher:
     """Matches one target with one tree.
 
@@ -87,6 +64,8 @@ class Matcher:
         tensors: The manifest's tensors.
         dtype: Floating-point element type that targets may have instead of the stored one.
         keep: Accepts the names to load; everything if not given.
+        device: Where tensors are made for those on the meta device; the CPU if not given.
+            DTensors are made where their mesh is.
     """
 
     def __init__(
@@ -95,14 +74,24 @@ class Matcher:
         *,
         dtype: torch.dtype | None = None,
         keep: Predicate | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._keep = keep
+        self._device = device
+        self._blanks: dict[Hashable, Blank] = {}
+        self._num_blanks = 0
+        self._describer = Describer()
         self.match = Match()
 
     def merge(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a value of the target with a node of the tree.
+
+        Args:
+            fqn: The name of both.
+            target: The value.
+            node: The node, in a tree of this rank alone (`read_tree` with a rank).
 
         Returns:
             What makes the value that belongs there, once everything has landed.
@@ -110,6 +99,15 @@ class Matcher:
         Raises:
             TargetError: The target holds something that cannot be filled.
         """
+        if isinstance(target, PerRank):
+            return self._ranks(fqn, target, node)
+        if is_ranks(node):
+            if is_absent(node):
+                self._note_missing(fqn, target)
+                return lambda _: target
+            node = node["v"][0]
+        if is_sharded(target):
+            return self._sharded(fqn, target, node)
         if isinstance(target, torch.Tensor):
             return self._tensor(fqn, target, node)
         if isinstance(target, np.ndarray):
@@ -133,28 +131,82 @@ class Matcher:
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
         return lambda rebuilder: rebuilder.rebuild(fqn, node)
 
+    def _ranks(self, fqn: str, target: PerRank, node: Json) -> Assemble:
+        """Match what the target keeps for each rank."""
+        if not is_ranks(node):
+            found = "a value for each rank in the target, one for all in the checkpoint"
+            return self._mismatch(fqn, target, found)
+        assemble = self.merge(fqn, target.value, node)
+
+        def wrap(rebuilder: Rebuilder) -> Any:
+            value = assemble(rebuilder)
+            return target if value is target.value else PerRank(value)
+
+        return wrap
+
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
+        problem = self._differs(node, tuple(target.shape), target.dtype)
+        if problem is not None:
+            return self._mismatch(fqn, target, problem)
+        view = node if node[TAG] == "view" else None
+        self.match.num_filled += 1
+        if target.is_meta:
+            blank = self._blank(fqn, target, memory_of(target))
+            self.match.fills.append(Fill(_index(node), blank, view))
+            return lambda _: blank.value()
+        check_fillable(fqn, target)
+        self.match.fills.append(Fill(_index(node), target, view))
+        return lambda _: target
+
+    def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Match a tensor of which this rank holds blocks."""
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        sharded = self._describer.describe(
+            target,
+            lambda problem, way_out: TargetError(f"cannot fill {fqn!r}: {problem}; {way_out}"),
+        )
+        problem = self._differs(node, sharded.global_shape, sharded.dtype)
+        if problem is not None:
+            return self._mismatch(fqn, target, problem)
+        blank = None
+        if len(sharded.local) == 1 and sharded.local[0].is_meta:
+            blank = self._blank(fqn, target, sharded.identity)
+        for local in sharded.local if blank is None else ():
+            check_fillable(fqn, local)
+        view = node if node[TAG] == "view" else None
+        self.match.num_filled += 1
+        self.match.fills += [
+            Fill(_index(node), blank or block.local, view, block) for block in sharded.blocks
+        ]
+        if blank is not None:
+            return lambda _: blank.value()
+        if is_dtensor(target):
+            self.match.wrapped.append(target)
+        return lambda _: target
+
+    def _differs(self, node: Json, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+        """Say how a node differs from a tensor of the target, if it does."""
         entry = self._entry(node)
         if entry is None or node.get(TAG) in ("bytes", "bytearray", "np"):
-            return self._mismatch(fqn, target, "a tensor in the target, not in the checkpoint")
+            return "a tensor in the target, not in the checkpoint"
         is_view = node.get(TAG) == "view"
         if is_view:
             check_view(node, entry.nbytes)
-        shape = tuple(node["s"]) if is_view else entry.shape
+        stored_shape = tuple(node["s"]) if is_view else entry.shape
         stored = torch_dtype(node["d"] if is_view else entry.dtype)
-        if tuple(target.shape) != shape:
-            found = f"shape {tuple(target.shape)} in the target, {shape} in the checkpoint"
-            return self._mismatch(fqn, target, found)
-        if target.dtype != stored and not (
-            self._dtype == target.dtype and stored.is_floating_point
-        ):
-            found = f"{target.dtype} in the target, {stored} in the checkpoint"
-            return self._mismatch(fqn, target, found)
-        _check_fillable(fqn, target)
-        self.match.fills.append(Fill(_index(node), target, node if is_view else None))
-        return lambda _: target
+        if shape != stored_shape:
+            return f"shape {shape} in the target, {stored_shape} in the checkpoint"
+        if dtype != stored and not (self._dtype == dtype and stored.is_floating_point):
+            return f"{dtype} in the target, {stored} in the checkpoint"
+        return None
+
+    def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
+        """Give what takes the place of a tensor on the meta device; tied ones get one."""
+        self._num_blanks += 1
+        return self._blanks.setdefault(identity, Blank(fqn, target, self._device))
 
     def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
@@ -168,7 +220,7 @@ class Matcher:
             return self._mismatch(fqn, target, f"{found} in the checkpoint")
         if not target.flags.writeable:
             raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
-        tensor = _as_tensor(target)
+        tensor = as_tensor(target)
         entry = self._entry(node)
         if tensor is not None and entry is not None and entry.shape == target.shape:
             self.match.fills.append(Fill(_index(node), tensor, None))
@@ -185,10 +237,16 @@ class Matcher:
         if not self._selects(fqn, node):
             return lambda _: target
         is_module = isinstance(target, torch.nn.Module)
+        num_blanks = self._num_blanks
         assemble = self._dict(fqn, target.state_dict(), node, closed=is_module, flat=is_module)
+        has_blanks = self._num_blanks > num_blanks
 
         def hand_over(rebuilder: Rebuilder) -> Any:
-            target.load_state_dict(assemble(rebuilder))
+            values = assemble(rebuilder)
+            if is_module and has_blanks:
+                take_over(target, values)
+            else:
+                target.load_state_dict(values)
             return target
 
         return hand_over
@@ -209,13 +267,14 @@ class Matcher:
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
         stored = {
-            _identity(key): (key, name, item)
-            for key, (name, item) in zip(_keys(node), children(fqn, node), strict=True)
+            identity_of(key): (key, name, item)
+            for key, (name, item) in zip(keys_of(node), children(fqn, node), strict=True)
+            if not is_absent(item)
         }
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
-            found = stored.pop(_target_identity(fqn, key), None)
+            found = stored.pop(identity_of_key(fqn, key), None)
             if found is not None:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
@@ -242,6 +301,10 @@ class Matcher:
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
+        if isinstance(value, (PerRank, Shard)):
+            return self.merge(fqn, value, node)
+        if is_ranks(node):
+            node = node["v"][0]
         if flat and not isinstance(value, torch.Tensor):
             return self._value(fqn, value, node)
         if not closed and type(value) in (dict, OrderedDict, Counter) and type(node) is dict:
@@ -298,12 +361,12 @@ class Matcher:
         self.match.missing += names
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
-        names = [name for name, _ in _leaves(fqn, node)]
+        names = [name for name, _ in leaves(fqn, node)]
         self.match.unexpected += [n for n in names if self._keep is None or self._keep(n)]
 
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
-        return self._keep is None or any(self._keep(name) for name, _ in _leaves(fqn, node))
+        return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
 
     def _entry(self, node: Json) -> TensorEntry | None:
         index = tensor_index(node)
@@ -312,86 +375,18 @@ class Matcher:
         )
 
 
-def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """View an array as the tensor it was stored as, if torch knows such elements and strides."""
-    if array.dtype.name not in TORCH_DTYPES or not array.dtype.isnative or not array.nbytes:
-        return None
-    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        return None
-    return torch.from_numpy(array)
-
-
 def _index(node: Json) -> int:
     index = tensor_index(node)
     assert index is not None  # noqa: S101  # the caller found an entry by it
     return index
 
 
-def _keys(node: Json) -> list[Json]:
-    """Give the encoded keys of a mapping node."""
-    value = node if node.get(TAG) is None else node["v"]
-    return list(value) if type(value) is dict else [pair[0] for pair in value]
-
-
-def _identity(encoded_key: Json) -> Hashable:
-    """Give what tells a key from others; plain keys stand for themselves."""
-    return encoded_key if type(encoded_key) is str else msgspec.json.encode(encoded_key)
-
-
-def _target_identity(fqn: str, key: object) -> Hashable:
-    """Give the same for a key of the target, enums and records among them."""
-    if type(key) is str and key.isascii():
-        return key
-    try:
-        return _identity(encode_key(fqn, key))
-    except UnsupportedLeafError:
-        return None  # no checkpoint has such a key
-
-
-def _leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
-    """Name everything in a node that is no container; the node itself if it is empty."""
-    found: list[tuple[str, Json]] = []
-    items: list[tuple[str, Json]] = []
-    if type(node) is list:
-        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-    elif type(node) is dict and tensor_index(node) is None:
-        items = list(children(fqn, node))
-    for name, item in items:
-        found += _leaves(name, item)
-    return found or [(fqn, node)]
-
-
 def _target_names(fqn: str, target: Any) -> list[str]:
     """Name everything in a value of the target that is no container."""
+    if isinstance(target, PerRank):
+        return _target_names(fqn, target.value)
     if isinstance(target, dict) and target:
         return [n for k, v in target.items() for n in _target_names(join_fqn(fqn, k), v)]
     if isinstance(target, (list, tuple)) and target:
         return [n for i, v in enumerate(target) for n in _target_names(join_fqn(fqn, i), v)]
     return [fqn]
-
-
-def _check_fillable(fqn: str, target: torch.Tensor) -> None:
-    """Refuse targets whose memory cannot take every element."""
-    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.dtype in DTYPE_NAMES
-    if plain and target.is_cpu and target.is_contiguous() and not target.is_inference():
-        return  # by far the most, and there are thousands
-    if target.is_meta:
-        raise TargetError(
-            f"cannot fill {fqn!r}: it is on the meta device; use to_empty(device=...) first"
-        )
-    if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
-        raise TargetError(
-            f"cannot fill {fqn!r}: {target.layout} {target.dtype} is not dense memory"
-        )
-    if not (target.is_cpu or target.is_cuda):
-        raise TargetError(f"cannot fill {fqn!r} on {target.device}: use a CPU or CUDA tensor")
-    if type(target).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
-        raise TargetError(
-            f"cannot fill {fqn!r}: the subclass {type(target).__qualname__!r} may hold its data"
-            " elsewhere; pass the plain tensors it is made of"
-        )
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
-    strides = zip(target.shape, target.stride(), strict=True)
-    if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
-        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")

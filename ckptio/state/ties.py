@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 def resolve_ties(
-    occurrences: Sequence[Occurrence], distinct: Callable[[str], str]
+    occurrences: Sequence[Occurrence], distinct: Callable[[str], str], first: int = 0
 ) -> tuple[list[Occurrence], tuple[str, ...]]:
     """Settle what is stored, and write each occurrence's reference into its node.
 
     Args:
         occurrences: Tensors in the order of the state.
         distinct: Makes a name that no other tensor has.
+        first: Index of the first one that is stored.
 
     Returns:
         What is stored, in order; and the names of tensors that may share memory but are
@@ -41,7 +42,7 @@ def resolve_ties(
     """
     spans = [_span(o.tensor) for o in occurrences]
     if not _any_shared(spans, occurrences):
-        for index, occurrence in enumerate(occurrences):
+        for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
         return list(occurrences), ()
     bases: dict[int, Occurrence] = {}  # of each member of a settled cluster, by its index
@@ -54,7 +55,7 @@ def resolve_ties(
         elif len(members) > 1:
             untied += [member.name for member in members]
     stored = list({id(o): o for o in _in_order(occurrences, bases)}.values())
-    place = {id(occurrence): position for position, occurrence in enumerate(stored)}
+    place = {id(occurrence): position for position, occurrence in enumerate(stored, first)}
     for i, occurrence in enumerate(occurrences):
         if i in bases:
             _view(occurrence, bases[i], place[id(bases[i])])

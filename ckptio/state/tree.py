@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio.errors import ConfigError, FormatError
+from ckptio.errors import ConfigError, FormatError, UnsupportedLeafError
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, TAG, encode_key, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
 from ckptio.layout import DTYPES
+from ckptio.plan.differences import RANKS_TAG
+from ckptio.plan.trees import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,11 +38,16 @@ _SCALAR_TAGS = frozenset(
 _MAX_LEVELS = 4 * MAX_DEPTH
 
 
-def read_tree(manifest: Manifest) -> Json:
+def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
     """Parse the tree of a manifest, and check that it is made of what `flatten` makes.
 
     Values of scalars are checked when they are built; what containers and references
     have is checked here, so that nobody behind this needs to doubt it.
+
+    Args:
+        manifest: The manifest.
+        rank: Whose tree to give: of what was kept for each rank, only its own is left,
+            and nothing (see `is_absent`) of a rank that had none. All ranks' if not given.
 
     Raises:
         FormatError: It is no JSON, has an unknown tag, lacks a member, refers to a tensor
@@ -50,13 +57,41 @@ def read_tree(manifest: Manifest) -> Json:
         tree = msgspec.json.decode(manifest.tree)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
-    _check(tree, len(manifest.tensors))
-    return tree
+    has_ranks = _check([tree], len(manifest.tensors), may_have_ranks=True)
+    return tree if rank is None or not has_ranks else take_rank(tree, rank)
 
 
-def _check(tree: Json, num_tensors: int) -> None:
-    """Check every node of a tree."""
-    level = [tree]
+def take_rank(node: Json, rank: int) -> Json:
+    """Give the tree of one rank: of what was kept for each rank, only its own is left.
+
+    It stays marked: `{"~": "ranks", "v": [value]}`.
+    """
+    if type(node) is list:
+        return [take_rank(item, rank) for item in node]
+    if type(node) is not dict:
+        return node
+    tag = node.get(TAG, _MISSING)
+    if tag is _MISSING:
+        return {key: take_rank(item, rank) for key, item in node.items()}
+    if tag == RANKS_TAG:
+        values = node["v"]
+        return {TAG: RANKS_TAG, "v": [values[rank] if rank < len(values) else ABSENT]}
+    return {**node, "v": take_rank(node["v"], rank)} if "v" in node else node
+
+
+def is_ranks(node: Json) -> bool:
+    """Whether a node is a value that was kept for each rank."""
+    return type(node) is dict and node.get(TAG) == RANKS_TAG
+
+
+def is_absent(node: Json) -> bool:
+    """Whether a node of one rank's tree is a value that only other ranks had."""
+    return is_ranks(node) and node["v"] == [ABSENT]
+
+
+def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool:
+    """Check every node of a tree, or of several; say whether any was kept for each rank."""
+    has_ranks = False
     for _ in range(_MAX_LEVELS):
         below: list[Json] = []
         for node in level:
@@ -70,12 +105,20 @@ def _check(tree: Json, num_tensors: int) -> None:
                     type(tag) is str and _fits(tag, node, num_tensors, below)
                 ):
                     continue
+                elif may_have_ranks and tag == RANKS_TAG and _is_list_of_ranks(node):
+                    values = [value for value in node["v"] if value != ABSENT]
+                    _check(values, num_tensors, may_have_ranks=False)
+                    has_ranks = True
                 else:
                     raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")
         if not below:
-            return
+            return has_ranks
         level = below
     raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+
+
+def _is_list_of_ranks(node: dict[str, Json]) -> bool:
+    return len(node) == 2 and type(node.get("v")) is list and bool(node["v"])  # noqa: PLR2004  # tag and values
 
 
 def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) -> bool:
@@ -149,6 +192,9 @@ def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
             yield f"{prefix}{i}", item
     elif tag == "enum":
         yield fqn, node.get("v")
+    elif tag == RANKS_TAG and type(value) is list:
+        for i, item in enumerate(value):
+            yield (fqn if len(value) == 1 else f"{fqn}~rank{i}"), item
 
 
 def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
@@ -160,6 +206,40 @@ def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
 
 def _no_leaf(fqn: str, _: Json) -> Any:
     raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
+
+
+def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
+    """Name everything in a node that is no container; the node itself if it is empty."""
+    found: list[tuple[str, Json]] = []
+    items: list[tuple[str, Json]] = []
+    if type(node) is list:
+        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
+    elif type(node) is dict and tensor_index(node) is None:
+        items = list(children(fqn, node))
+    for name, item in items:
+        found += leaves(name, item)
+    return found or [(fqn, node)]
+
+
+def keys_of(node: Json) -> list[Json]:
+    """Give the encoded keys of a mapping node."""
+    value = node if node.get(TAG) is None else node["v"]
+    return list(value) if type(value) is dict else [pair[0] for pair in value]
+
+
+def identity_of(encoded_key: Json) -> Hashable:
+    """Give what tells a key from others; plain keys stand for themselves."""
+    return encoded_key if type(encoded_key) is str else msgspec.json.encode(encoded_key)
+
+
+def identity_of_key(fqn: str, key: object) -> Hashable:
+    """Give the same for a key of the target, enums and records among them."""
+    if type(key) is str and key.isascii():
+        return key
+    try:
+        return identity_of(encode_key(fqn, key))
+    except UnsupportedLeafError:
+        return None  # no checkpoint has such a key
 
 
 def make_predicate(select: Select) -> Predicate:
@@ -229,7 +309,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
         found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
         left = {key: item for key, item in found.items() if item is not _MISSING}
         return left if left or (not node and keep(fqn)) else _MISSING
-    if tag not in (*_MAPPING_TAGS, "tuple"):
+    if tag not in (*_MAPPING_TAGS, "tuple", RANKS_TAG):
         return node if keep(fqn) else _MISSING
     return _prune_tagged(fqn, node, keep)
 
@@ -239,6 +319,9 @@ def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
     value = node["v"]
     kept_empty = not value and keep(fqn)
     items = [_prune(name, item, keep) for name, item in children(fqn, node)]
+    if node[TAG] == RANKS_TAG:
+        kept = [ABSENT if item is _MISSING else item for item in items]
+        return _MISSING if all(item is _MISSING for item in items) else {**node, "v": kept}
     if node[TAG] in ("tuple", "namedtuple", "dataclass"):
         found = _in_place(items, kept_empty=kept_empty)
         if found is _MISSING:

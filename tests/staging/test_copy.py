@@ -13,7 +13,7 @@ from ckptio.plan.save import plan_save
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState, TargetState
 from ckptio.staging.pool import Slab
-from ckptio.state.flatten import DTYPE_NAMES
+from ckptio.state.leaves import DTYPE_NAMES
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:

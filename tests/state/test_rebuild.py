@@ -10,10 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 
-from ckptio.errors import FormatError, TargetError
+from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.manifest import TensorEntry
 from ckptio.state.flatten import flatten
-from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
+from ckptio.state.rebuild import (
+    Rebuilder,
+    allocate,
+    check_view,
+    device_of,
+    torch_dtype,
+    view_of,
+)
 from tests.strategies import CLASSES, assert_same, states
 
 
@@ -175,3 +182,10 @@ def test_only_floating_point_tensors_take_another_dtype() -> None:
         torch.bfloat16
     )
     assert allocate(TensorEntry("n", "int64", (2,), ()), dtype=torch.bfloat16).dtype == torch.int64
+
+
+def test_a_device_without_memory_is_refused() -> None:
+    """Everything that landed there would be lost without a word."""
+    assert device_of("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="has no memory to load into"):
+        device_of("meta")

@@ -14,7 +14,15 @@ from ckptio.format.encode import MAX_DEPTH
 from ckptio.format.manifest import Manifest, TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
-from ckptio.state.tree import make_predicate, prune, read_tree, tensor_index, walk
+from ckptio.state.tree import (
+    is_absent,
+    is_ranks,
+    make_predicate,
+    prune,
+    read_tree,
+    tensor_index,
+    walk,
+)
 from tests.strategies import Point, Settings, states
 
 
@@ -59,6 +67,10 @@ BAD = [
     {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1]},
     {"~": "view", "t": 9, "d": "uint8", "o": 0, "s": [1], "r": [1]},
     {"~": "view", "t": [], "d": "uint8", "o": 0, "s": [1], "r": [1]},
+    {"~": "absent"}, {"~": "ranks"}, {"~": "ranks", "v": []}, {"~": "ranks", "v": {"a": 1}},
+    {"~": "ranks", "v": [1], "x": 1}, {"~": "ranks", "v": [{"~": 1}]}, {"~": "ranks", "t": 0},
+    {"~": "ranks", "v": [{"~": "absent", "v": 1}]}, {"~": "ranks", "v": [[{"~": "absent"}]]},
+    {"~": "ranks", "v": [{"~": "ranks", "v": [1]}]},
 ]  # fmt: skip
 
 
@@ -71,6 +83,38 @@ def test_a_node_that_lacks_something_is_refused(node: Any, around: str) -> None:
     """Wherever it is: unknown tags, missing members, tensors that are not there."""
     with pytest.raises(FormatError):
         read_tree(manifest_with((around % json.dumps(node)).encode()))
+
+
+OWN = {"~": "ranks", "v": [7, {"~": 0}, {"~": "absent"}]}
+RANKS = {
+    "a": OWN, "b": [1, {"~": "tuple", "v": [OWN]}], "c": {"~": "dict", "v": [[1, OWN]]},
+    "d": {"~": "odict", "v": {"x": OWN}}, "e": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_of_what_each_rank_has_one_rank_gets_its_own(rank: int) -> None:
+    """Wherever it is; it stays marked. A rank that was not there has nothing."""
+    tree = read_tree(manifest_with(json.dumps(RANKS).encode()), rank)
+    own = {"~": "ranks", "v": [OWN["v"][min(rank, 2)]]}
+    assert tree == {
+        "a": own, "b": [1, {"~": "tuple", "v": [own]}], "c": {"~": "dict", "v": [[1, own]]},
+        "d": {"~": "odict", "v": {"x": own}}, "e": None,
+    }  # fmt: skip
+    assert is_ranks(tree["a"])
+    assert is_absent(tree["a"]) == (rank >= 2)
+    names = [name for name, _ in walk("", tree)]
+    assert names == (["a", "b.1.0", "c.1", "d.x"] if rank == 1 else [])
+
+
+def test_values_of_all_ranks_are_named_after_their_rank() -> None:
+    """The tree of all ranks has each; pruning takes some of them."""
+    tree = read_tree(manifest_with(json.dumps(RANKS).encode()))
+    assert tree == RANKS
+    assert [n for n, _ in walk("", tree)] == ["a~rank1", "b.1.0~rank1", "c.1~rank1", "d.x~rank1"]
+    absent = {"~": "absent"}
+    assert prune(tree, lambda n: n == "a~rank0") == {"a": {"~": "ranks", "v": [7, absent, absent]}}
+    assert prune(tree, lambda n: n == "x") == {}
 
 
 @pytest.mark.parametrize("tree", [b"", b"{", b"nul", b'"\\ud800', b"[1] 2", b"1e999"])

@@ -1,0 +1,197 @@
+"""What of a target is filled, and with what.
+
+A tensor of the target is filled where it is. One on the meta device has no memory yet: a
+new one like it is made when the sizes of files were checked, and takes its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.errors import TargetError
+from ckptio.shards import Shard
+from ckptio.state.leaves import DTYPE_NAMES
+from ckptio.state.rebuild import view_of
+from ckptio.state.sharded import is_dtensor, local_of, part_of
+
+if TYPE_CHECKING:
+    from ckptio.state.sharded import Block
+
+    Json = Any
+
+
+@dataclass(slots=True, eq=False)
+class Blank:
+    """A tensor to make in place of one on the meta device; once, whoever asks.
+
+    Attributes:
+        name: Its name, for errors.
+        template: The tensor, DTensor or `Shard` on the meta device.
+        device: Where to make it, the CPU if not given. A DTensor's mesh says where.
+    """
+
+    name: str
+    template: Any
+    device: torch.device | None
+    _value: Any = None
+
+    def value(self) -> Any:
+        """Give what takes the template's place.
+
+        Raises:
+            TargetError: There is no such device, or not enough memory on it.
+        """
+        if self._value is None:
+            self._value = self._make()
+        return self._value
+
+    def local(self) -> torch.Tensor:
+        """Give the memory of it that this rank holds."""
+        value = self.value()
+        if isinstance(value, Shard):
+            return value.tensor
+        local: torch.Tensor = local_of(value) if is_dtensor(value) else value
+        return local
+
+    def _make(self) -> Any:
+        template = self.template
+        if isinstance(template, Shard):
+            return dataclasses.replace(template, tensor=self._empty(template.tensor, self.device))
+        if is_dtensor(template):
+            return self._empty(template, torch.device(template.device_mesh.device_type))
+        return self._empty(template, self.device)
+
+    @torch.no_grad()
+    def _empty(self, template: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        device = device or torch.device("cpu")
+        try:
+            made = torch.empty_like(template, device=device)
+        except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
+            shape = tuple(template.shape)
+            raise TargetError(
+                f"cannot make {self.name!r} of shape {shape} on {device}: {error}"
+            ) from error
+        if isinstance(template, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=template.requires_grad)
+        return made.requires_grad_(template.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A piece of memory of the target and what goes into it.
+
+    Attributes:
+        index: The stored tensor.
+        tensor: The target's memory.
+        view: The node of the view, if the target takes a part of the stored tensor.
+        block: The part of the memory that is filled, and the block of the tensor that it
+            takes; all and all if not given.
+    """
+
+    index: int
+    tensor: torch.Tensor | Blank
+    view: Json | None = None
+    block: Block | None = None
+
+    def memory(self) -> torch.Tensor:
+        """Give what is filled, of the shape of what it takes. Makes what is blank.
+
+        Raises:
+            TargetError: It cannot be made.
+        """
+        tensor = self.tensor.local() if isinstance(self.tensor, Blank) else self.tensor
+        return tensor if self.block is None else self.block.view(tensor)
+
+    @torch.no_grad()
+    def copy_from(self, base: torch.Tensor) -> None:
+        """Fill it from the whole stored tensor that its view is a part of."""
+        view = view_of(base, self.view)
+        self.memory().copy_(view if self.block is None else part_of(view, self.block.box))
+
+
+@dataclass(slots=True)
+class Match:
+    """What came out of matching.
+
+    Attributes:
+        fills: Memory to fill; several pieces for one sharded tensor, or none.
+        fresh: Stored tensors that have to be made, by index.
+        wrapped: Tensors of the target whose memory is filled behind their back.
+        missing: Names of the target that the checkpoint does not have.
+        unexpected: Names of the checkpoint that the target does not have.
+        mismatched: One line for each name that is there in another shape, type or kind.
+        num_filled: Tensors of the target that are filled, or take nothing since this rank
+            holds no element of them.
+        num_values: Values taken from the checkpoint that are not filled in place.
+    """
+
+    fills: list[Fill] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
+    wrapped: list[torch.Tensor] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    num_filled: int = 0
+    num_values: int = 0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing is missing, unexpected or mismatched."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def mark_written(self) -> None:
+        """Tell autograd that wrapped tensors changed, as any in-place operation does."""
+        for tensor in self.wrapped:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def take_over(module: torch.nn.Module, values: dict[str, Any]) -> None:
+    """Let a module take new tensors for those it has on the meta device.
+
+    What was one parameter under several names stays one: torch's own `assign=True` makes
+    a parameter of each name, and an optimizer would step their common memory twice.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    module.load_state_dict(values, assign=True)
+    for tied in names.values():
+        if len(tied) == 1:
+            continue
+        taken = [module.get_parameter(name) for name in tied]
+        one = next((parameter for parameter in taken if not parameter.is_meta), taken[0])
+        for name in tied:
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, one)
+
+
+def check_fillable(fqn: str, target: torch.Tensor) -> None:
+    """Refuse targets whose memory cannot take every element.
+
+    Raises:
+        TargetError: With the reason.
+    """
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.dtype in DTYPE_NAMES
+    if plain and target.is_cpu and target.is_contiguous() and not target.is_inference():
+        return  # by far the most, and there are thousands
+    if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
+        raise TargetError(
+            f"cannot fill {fqn!r}: {target.layout} {target.dtype} is not dense memory"
+        )
+    if not (target.is_cpu or target.is_cuda):
+        raise TargetError(f"cannot fill {fqn!r} on {target.device}: use a CPU or CUDA tensor")
+    if type(target).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        raise TargetError(
+            f"cannot fill {fqn!r}: the subclass {type(target).__qualname__!r} may hold its data"
+            " elsewhere; pass the plain tensors it is made of"
+        )
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
+    strides = zip(target.shape, target.stride(), strict=True)
+    if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
+        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")

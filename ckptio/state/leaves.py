@@ -1,0 +1,127 @@
+"""Which tensors, arrays and scalars can be stored, and as what."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from ckptio.errors import UnsupportedLeafError
+from ckptio.format.encode import TAG
+from ckptio.layout import DTYPES
+
+if TYPE_CHECKING:
+    Json = Any
+
+#: torch's element types that can be stored, by name; fewer in older versions of torch.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+#: Kinds of numpy's element types that can be stored.
+NUMPY_KINDS = "biufcSUmM"
+
+
+def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
+    """Name the element type of a tensor whose memory can be read.
+
+    Raises:
+        UnsupportedLeafError: It has none that is dense and holds its elements.
+    """
+    if tensor.is_nested or is_lazy(tensor):
+        raise _refusal(fqn, tensor)
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or not (
+        tensor.is_cpu or tensor.is_cuda
+    ):  # fmt: skip
+        raise _refusal(fqn, tensor)
+    cls = type(tensor)
+    if cls is not torch.Tensor and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        raise _refusal(fqn, tensor)
+    return dtype
+
+
+def as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """View a contiguous array as a uint8 tensor, read-only memory included.
+
+    torch warns of read-only memory because it could be written; it is only read here.
+    """
+    if not array.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = array.reshape(-1).view(np.uint8)
+    if not flat.flags.writeable:
+        interface = dict(flat.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        flat = np.asarray(_Lender(interface, array))
+    return torch.from_numpy(flat)
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """View an array as the tensor it was stored as, if torch knows such elements and strides."""
+    if array.dtype.name not in TORCH_DTYPES or not array.dtype.isnative or not array.nbytes:
+        return None
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        return None
+    return torch.from_numpy(array)
+
+
+class _Lender:
+    """Lends an array's memory under another description, and keeps it alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__ = interface
+        self._owner = owner
+
+
+def encode_scalar(fqn: str, value: np.generic) -> Json:
+    """Encode a numpy scalar with its exact type and bytes."""
+    if value.dtype.kind not in NUMPY_KINDS:
+        raise UnsupportedLeafError(
+            fqn, f"a numpy scalar of dtype {value.dtype}", "save it as a Python value"
+        )
+    raw = base64.b64encode(value.tobytes()).decode("ascii")
+    return {TAG: "npscalar", "d": value.dtype.str, "v": raw}
+
+
+def _refusal(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
+    """Say why a tensor cannot be stored, and what to do."""
+    if is_lazy(tensor):
+        return UnsupportedLeafError(
+            fqn, "a lazy module's parameter has no data yet", "run the module once first"
+        )
+    if tensor.is_nested:
+        return UnsupportedLeafError(
+            fqn, "a nested tensor has no portable form", "save the tensors of its unbind()"
+        )
+    if tensor.is_quantized:
+        return UnsupportedLeafError(
+            fqn,
+            "a quantised tensor has no portable form",
+            "save tensor.int_repr() with its scales and zero points",
+        )
+    if tensor.is_meta:
+        return UnsupportedLeafError(
+            fqn, "a tensor on the meta device has no data", "materialise it with to_empty() first"
+        )
+    if tensor.layout is not torch.strided:
+        return UnsupportedLeafError(
+            fqn,
+            f"a tensor of layout {tensor.layout} has no portable form",
+            "save its parts (indices and values), or tensor.to_dense()",
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        return UnsupportedLeafError(
+            fqn, f"elements of type {tensor.dtype}", "save tensor.view(torch.uint8)"
+        )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return UnsupportedLeafError(
+            fqn, f"a tensor on {tensor.device.type!r}", "move it with tensor.cpu()"
+        )
+    return UnsupportedLeafError(
+        fqn,
+        f"a tensor subclass {type(tensor).__qualname__!r} may hold its data elsewhere",
+        "save the plain tensors it is made of",
+    )
