@@ -144,6 +144,61 @@ def _merge(
     yield first, last, wanted[begin:]
 
 
+def plan_spans(
+    manifest: Manifest, wanted: Iterable[Wanted], spans: Iterable[tuple[int, int, int]]
+) -> list[ReadSegment]:
+    """Say what lands from given ranges of files, whoever reads them.
+
+    Args:
+        manifest: A parsed manifest.
+        wanted: Ranges, in any order, that lie in `spans`.
+        spans: File, start and size of each range: whole blocks but at the end of the file,
+            each block at most once, in any order.
+
+    Returns:
+        A segment for each of `spans`, in their order.
+    """
+    block = manifest.block_nbytes
+    by_file: dict[int, list[Wanted]] = {}
+    for want in sorted(wanted):
+        by_file.setdefault(want.file, []).append(want)
+    landings = {file: _landings(members, block) for file, members in by_file.items()}
+    checksums: dict[int, tuple[int, ...]] = {}
+    segments = []
+    for file, start, nbytes in spans:
+        if file not in checksums:
+            checksums[file] = manifest.files[file].checksums()
+        landing = landings.get(file, {})
+        numbers = range(start // block, -(-(start + nbytes) // block))
+        segments.append(
+            ReadSegment(
+                file,
+                start,
+                nbytes,
+                checksums[file][numbers.start : numbers.stop],
+                tuple(tuple(landing.get(number, ())) for number in numbers),
+            )
+        )
+    return segments
+
+
+def _landings(wanted: Iterable[Wanted], block: int) -> dict[int, list[Piece]]:
+    """Cut ranges of one file at its blocks, and say what lands from each that has any."""
+    landings: dict[int, list[Piece]] = {}
+    for want in wanted:
+        position = want.start
+        end = want.start + want.nbytes
+        while position < end:
+            number = position // block
+            base = number * block
+            upto = min(end, base + block)
+            offset = want.offset + position - want.start
+            piece = (position - base, want.destination, offset, upto - position)
+            landings.setdefault(number, []).append(piece)
+            position = upto
+    return landings
+
+
 def _cut(
     file: int,
     start: int,
@@ -154,31 +209,18 @@ def _cut(
     limit: int,
 ) -> list[ReadSegment]:
     """Cut a run of blocks into segments of at most `limit` bytes, with what lands from each."""
-    num_blocks = -(-(stop - start) // block)
-    pieces: list[list[Piece]] = [[] for _ in range(num_blocks)]
-    for want in wanted:
-        position = want.start
-        end = want.start + want.nbytes
-        while position < end:
-            index = (position - start) // block
-            base = start + index * block
-            upto = min(end, base + block)
-            offset = want.offset + position - want.start
-            pieces[index].append((position - base, want.destination, offset, upto - position))
-            position = upto
-    first_block = start // block
-    per_segment = limit // block
+    landings = _landings(wanted, block)
     segments = []
-    for first in range(0, num_blocks, per_segment):
-        last = min(first + per_segment, num_blocks)
-        begin = start + first * block
+    for begin in range(start, stop, limit):
+        end = min(begin + limit, stop)
+        numbers = range(begin // block, -(-end // block))
         segments.append(
             ReadSegment(
                 file,
                 begin,
-                min(start + last * block, stop) - begin,
-                tuple(checksums[first_block + first : first_block + last]),
-                tuple(tuple(landing) for landing in pieces[first:last]),
+                end - begin,
+                tuple(checksums[numbers.start : numbers.stop]),
+                tuple(tuple(landings.get(number, ())) for number in numbers),
             )
         )
     return segments

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.config import KiB, MiB
+from ckptio.errors import PeerLostError
+from ckptio.exchange.gloo import GlooLink, gloo_link, is_available, serve_store
+from ckptio.staging.pool import Slab
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 20.0
+
+
+def test_gloo_is_there() -> None:
+    """On Linux it comes with every build of torch: nothing below is skipped."""
+    assert is_available()
+
+
+@contextlib.asynccontextmanager
+async def links(num_ranks: int) -> AsyncIterator[list[GlooLink]]:
+    """Open the links of all ranks, in one process; what carries them are real sockets."""
+    async with serve_store(LOOPBACK, TIMEOUT_S) as address:
+        stack = contextlib.AsyncExitStack()
+        opened: dict[int, GlooLink] = {}
+
+        async def hold(rank: int, until: asyncio.Event, ready: asyncio.Barrier) -> None:
+            async with gloo_link(rank, num_ranks, address, LOOPBACK, TIMEOUT_S) as link:
+                opened[rank] = link
+                await ready.wait()
+                await until.wait()
+
+        async with stack, asyncio.TaskGroup() as group:
+            until, ready = asyncio.Event(), asyncio.Barrier(num_ranks + 1)
+            for rank in range(num_ranks):
+                group.create_task(hold(rank, until, ready))
+            await ready.wait()
+            try:
+                yield [opened[rank] for rank in range(num_ranks)]
+            finally:
+                until.set()
+
+
+@contextlib.contextmanager
+def slab_of(data: bytes = b"", nbytes: int = 0) -> Iterator[Slab]:
+    slab = Slab(max(4 * KiB, -(-max(len(data), nbytes) // 4096) * 4096))
+    slab.view[: len(data)] = data
+    with contextlib.closing(slab):
+        yield slab
+
+
+async def take(link: GlooLink, rank: int, tag: int, nbytes: int) -> bytes:
+    with slab_of(nbytes=nbytes) as room:
+        async with link.receive(rank, tag, room, nbytes) as slab:
+            assert slab is room
+            return bytes(slab.view[:nbytes])
+
+
+async def give(link: GlooLink, ranks: list[int], tag: int, data: bytes) -> None:
+    with slab_of(data) as slab:
+        await link.send(ranks, tag, slab, len(data))
+
+
+async def test_messages_find_their_way_by_their_tags() -> None:
+    """To several takers, from several senders at a time, in whatever order they are taken."""
+    async with links(3) as (a, b, c):
+        data = {tag: os.urandom(1 + tag * 300 * KiB) for tag in range(5)}
+        async with asyncio.TaskGroup() as group:
+            for tag in range(5):
+                group.create_task(give(a, [1, 2], tag, data[tag]))
+                group.create_task(give(b, [0], tag, data[tag][::-1]))
+            takes = [
+                group.create_task(take(link, 0, tag, len(data[tag])))
+                for link in (b, c)
+                for tag in (3, 0, 4, 2, 1)
+            ]
+            back = [group.create_task(take(a, 1, tag, len(data[tag]))) for tag in (4, 1, 0, 2, 3)]
+        assert [t.result() for t in takes] == [data[tag] for tag in (3, 0, 4, 2, 1)] * 2
+        assert [t.result() for t in back] == [data[tag][::-1] for tag in (4, 1, 0, 2, 3)]
+
+
+async def test_a_cancelled_wait_ends_at_once_and_breaks_the_link() -> None:
+    """Its memory is free by then, and whoever waits for the rank hears of it."""
+    async with links(3) as (a, b, c):
+        with slab_of(nbytes=MiB) as room:
+
+            async def wait_for_ever() -> None:
+                async with b.receive(0, 7, room, MiB):
+                    raise AssertionError("nothing was sent")
+
+            waiting = asyncio.create_task(wait_for_ever())
+            others = [
+                asyncio.create_task(take(c, 1, 8, 10)),
+                asyncio.create_task(take(a, 1, 9, 10)),
+            ]
+            while len(b._threads._threads) < 1:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            async with asyncio.timeout(TIMEOUT_S / 2):
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                with pytest.raises(PeerLostError, match="broken off before"):
+                    await give(b, [0], 1, b"x")
+                for other in others:
+                    with pytest.raises(PeerLostError, match="exchange with rank 1") as caught:
+                        await other
+                    assert caught.value.ranks == (1,)
+
+
+async def test_one_lost_taker_does_not_leave_the_slab_with_another() -> None:
+    """A send to two, of which one has gone: it ends for both before it raises."""
+    async with links(3) as (a, b, _):
+        b._break_off()
+        with slab_of(b"x" * MiB) as slab:
+            async with asyncio.timeout(TIMEOUT_S / 2):
+                with pytest.raises(PeerLostError, match="exchange with ranks 1, 2"):
+                    await a.send([1, 2], 1, slab, MiB)
+
+
+async def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
+    """The error says where they were to meet."""
+    async with serve_store(LOOPBACK, 1.0) as address:
+        with pytest.raises(PeerLostError, match=f"{LOOPBACK}:{address.port}"):
+            async with gloo_link(0, 2, address, LOOPBACK, 1.0):
+                raise AssertionError("there is nobody else")

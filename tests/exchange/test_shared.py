@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.config import KiB
+from ckptio.errors import PeerLostError
+from ckptio.exchange.shared import SharedLink, shared_link
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+SLAB = 64 * KiB
+TIMEOUT_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def links(num_ranks: int, num_slabs: int = 2) -> AsyncIterator[list[SharedLink]]:
+    """Open the links of all ranks, in one process; sockets and memory are as between several."""
+    token = uuid.uuid4().hex
+    opened: dict[int, SharedLink] = {}
+    until, ready = asyncio.Event(), asyncio.Barrier(num_ranks + 1)
+
+    async def hold(rank: int) -> None:
+        async with shared_link(
+            rank, num_ranks, token, num_slabs=num_slabs, slab_nbytes=SLAB, timeout_s=TIMEOUT_S
+        ) as link:
+            opened[rank] = link
+            await ready.wait()
+            await until.wait()
+
+    before = set(os.listdir("/proc/self/fd"))
+    async with asyncio.TaskGroup() as group:
+        for rank in range(num_ranks):
+            group.create_task(hold(rank))
+        await ready.wait()
+        try:
+            yield [opened[rank] for rank in range(num_ranks)]
+        finally:
+            until.set()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+async def give(link: SharedLink, ranks: Sequence[int], tag: int, data: bytes, slot: int) -> None:
+    slab = link.slabs[slot]
+    slab.view[: len(data)] = data
+    await link.send(ranks, tag, slab, len(data))
+
+
+async def take(link: SharedLink, rank: int, tag: int, nbytes: int) -> bytes:
+    async with link.receive(rank, tag, None, nbytes) as slab:
+        return bytes(slab.view[:nbytes])
+
+
+async def test_messages_find_their_way_by_their_tags() -> None:
+    """To several takers, from several senders at a time, in whatever order they are taken."""
+    async with links(3, num_slabs=5) as (a, b, c):
+        data = {tag: os.urandom(1 + tag * 10 * KiB) for tag in range(5)}
+        async with asyncio.TaskGroup() as group:
+            for tag in range(5):
+                group.create_task(give(a, [1, 2], tag, data[tag], tag))
+                group.create_task(give(b, [0], tag, data[tag][::-1], tag))
+            takes = [
+                group.create_task(take(link, 0, tag, len(data[tag])))
+                for link in (b, c)
+                for tag in (3, 0, 4, 2, 1)
+            ]
+            back = [group.create_task(take(a, 1, tag, len(data[tag]))) for tag in (4, 1, 0, 2, 3)]
+        assert [t.result() for t in takes] == [data[tag] for tag in (3, 0, 4, 2, 1)] * 2
+        assert [t.result() for t in back] == [data[tag][::-1] for tag in (4, 1, 0, 2, 3)]
+
+
+async def test_a_slab_is_the_senders_again_when_all_have_looked() -> None:
+    """Not before: takers look at the very memory."""
+    async with links(3) as (a, b, c):
+        sending = asyncio.create_task(give(a, [1, 2], 1, b"first", 0))
+        async with b.receive(0, 1, None, 5) as slab:
+            assert await take(c, 0, 1, 5) == b"first"
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            a.slabs[0].view[:5] = b"other"
+            assert bytes(slab.view[:5]) == b"other"
+        await sending
+
+
+async def test_a_cancelled_wait_breaks_the_link() -> None:
+    """Whoever waits for the rank hears of it at once."""
+    async with links(3) as (a, b, c):
+        waiting = asyncio.create_task(take(b, 0, 7, 10))
+        others = [asyncio.create_task(take(c, 1, 8, 10)), asyncio.create_task(take(a, 1, 9, 10))]
+        giving = asyncio.create_task(give(a, [1], 3, b"x", 0))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(PeerLostError, match="exchange with rank 0"):
+                await give(b, [0], 1, b"x", 0)
+            for other in (*others, giving):
+                with pytest.raises(PeerLostError, match="exchange with rank"):
+                    await other
+
+
+async def test_what_is_not_what_was_planned_is_refused() -> None:
+    """Another size than expected: the plans of the ranks differ."""
+    async with links(2) as (a, b):
+        giving = asyncio.create_task(give(a, [1], 1, b"12345", 0))
+        with pytest.raises(PeerLostError, match="something else than was planned"):
+            await take(b, 0, 1, 4)
+        with pytest.raises(PeerLostError):
+            await giving
+
+
+async def test_ranks_that_do_not_come_are_named() -> None:
+    """And nothing is left open."""
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(PeerLostError, match="did not come") as caught:
+        async with shared_link(
+            1, 3, uuid.uuid4().hex, num_slabs=1, slab_nbytes=SLAB, timeout_s=0.2
+        ):
+            raise AssertionError("there is nobody else")
+    assert caught.value.ranks == (0, 2)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_stranger_at_the_door_does_no_harm() -> None:
+    """Who connects and says nothing, or nonsense, is let go; ranks that come later are taken."""
+    token = uuid.uuid4().hex
+
+    async def hold(rank: int) -> None:
+        async with shared_link(
+            rank, 2, token, num_slabs=1, slab_nbytes=SLAB, timeout_s=TIMEOUT_S
+        ) as link:
+            if rank:
+                await give(link, [0], 1, b"hello", 0)
+            else:
+                assert await take(link, 1, 1, 5) == b"hello"
+
+    first = asyncio.create_task(hold(0))
+    with socket.socket(socket.AF_UNIX) as stranger:
+        while stranger.connect_ex(f"\0ckptio-{token}-0"):
+            await asyncio.sleep(0.01)
+        stranger.sendall(b"nonsense")
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hold(1))
+        await first

@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB, MiB
+from ckptio.errors import PlanError
+from ckptio.format.manifest import Chunk, Manifest, decode_manifest, encode_manifest
+from ckptio.plan.exchange import (
+    ExchangePlan,
+    Runs,
+    block_runs,
+    choose_places,
+    decode_part,
+    decode_runs,
+    is_worth_exchanging,
+    plan_exchange,
+)
+from ckptio.plan.explain import explain, explain_text
+from ckptio.plan.load import Wanted, plan_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BLOCK = 4 * KiB
+
+
+def manifest_of(
+    sizes: Sequence[int], writers: Sequence[int] = (), hosts: Sequence[str] = ()
+) -> Manifest:
+    """Give a manifest of files of given sizes, written by given ranks on given hosts."""
+    files = [
+        (f"f{i}", nbytes, [1000 * i + j for j in range(-(-nbytes // BLOCK))], writer)
+        for i, (nbytes, writer) in enumerate(itertools.zip_longest(sizes, writers, fillvalue=0))
+    ]
+    data = encode_manifest(
+        writer="1", save_id="0" * 32, created="", block_nbytes=BLOCK, files=files,
+        tensors=b"[]", tree=b"{}", hosts=hosts,
+    )  # fmt: skip
+    return decode_manifest(data)
+
+
+def pairs(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Give first and end block of each run."""
+    return zip(bounds[::2], bounds[1::2], strict=True)
+
+
+class World(NamedTuple):
+    """Some files, and some ranks that want some of their blocks."""
+
+    manifest: Manifest
+    wants: list[Runs]
+    hosts: list[str]
+
+    def plan(self, slab_nbytes: int = 4 * BLOCK) -> ExchangePlan:
+        return plan_exchange(self.manifest, self.wants, self.hosts, slab_nbytes)
+
+    def blocks(self, rank: int) -> set[tuple[int, int]]:
+        return {
+            (file, block)
+            for file, bounds in self.wants[rank]
+            for first, stop in pairs(bounds)
+            for block in range(first, stop)
+        }
+
+    def nbytes(self, blocks: set[tuple[int, int]]) -> int:
+        files = self.manifest.files
+        return sum(min(BLOCK, files[file].nbytes - block * BLOCK) for file, block in blocks)
+
+
+def runs_of(blocks: set[tuple[int, int]]) -> Runs:
+    return block_runs([Wanted(f, b * BLOCK, 1, 0, 0) for f, b in blocks], BLOCK)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, max_blocks: int = 40) -> World:
+    num_ranks = draw(st.integers(1, 5))
+    names = st.sampled_from(["a", "b", "c"])
+    saved_hosts = draw(st.lists(names, min_size=1, max_size=5))
+    hosts = draw(st.lists(names, min_size=num_ranks, max_size=num_ranks))
+    sizes = draw(st.lists(st.integers(1, max_blocks * BLOCK), min_size=1, max_size=5))
+    writers = [draw(st.integers(0, len(saved_hosts) - 1)) for _ in sizes]
+    wants = []
+    for _ in range(num_ranks):
+        blocks: set[tuple[int, int]] = set()
+        for file, nbytes in enumerate(sizes):
+            count = -(-nbytes // BLOCK)
+            for _ in range(draw(st.integers(0, 3))):
+                first = draw(st.integers(0, count - 1))
+                stop = draw(st.integers(first + 1, count))
+                blocks |= {(file, block) for block in range(first, stop)}
+        wants.append(runs_of(blocks))
+    return World(manifest_of(sizes, writers, saved_hosts), wants, hosts)
+
+
+def replicated(sizes: Sequence[int], num_ranks: int, **options: Sequence[str]) -> World:
+    """All ranks want everything."""
+    manifest = manifest_of(sizes, **options)  # type: ignore[arg-type]  # only `hosts` is given
+    everything = runs_of({(f, b) for f, n in enumerate(sizes) for b in range(-(-n // BLOCK))})
+    return World(manifest, [everything] * num_ranks, ["h"] * num_ranks)
+
+
+@given(world=worlds(), slab=st.integers(1, 6))
+def test_each_wanted_block_is_read_once_and_reaches_all_who_want_it(
+    world: World, slab: int
+) -> None:
+    """No byte is read twice or for nobody; nobody is sent what it does not want."""
+    plan = world.plan(slab * BLOCK)
+    reaches: dict[int, set[tuple[int, int]]] = {rank: set() for rank in range(len(world.wants))}
+    seen: set[tuple[int, int]] = set()
+    for unit in plan.units:
+        assert unit.start % BLOCK == 0
+        assert 0 < unit.nbytes <= slab * BLOCK
+        first = unit.start // BLOCK
+        blocks = {(unit.file, first + i) for i in range(-(-unit.nbytes // BLOCK))}
+        assert world.nbytes(blocks) == unit.nbytes
+        assert not blocks & seen
+        seen |= blocks
+        assert unit.reader not in unit.takers
+        assert list(unit.takers) == sorted(set(unit.takers))
+        for rank in (unit.reader, *unit.takers):
+            reaches[rank] |= blocks
+    assert reaches == {rank: world.blocks(rank) for rank in reaches}
+    assert sum(plan.read_nbytes()) == world.nbytes(seen)
+    assert [unit.number for unit in plan.units] == list(range(len(plan.units)))
+
+
+def best_possible(world: World) -> float:
+    """Give the least that the busiest rank can read, if blocks could be cut anywhere.
+
+    The bytes that only some ranks want are read by them, however they share them out.
+    """
+    wanted_by: dict[tuple[int, int], set[int]] = {}
+    for rank in range(len(world.wants)):
+        for block in world.blocks(rank):
+            wanted_by.setdefault(block, set()).add(rank)
+    ranks = range(len(world.wants))
+    return max(
+        world.nbytes({block for block, by in wanted_by.items() if by <= set(some)}) / len(some)
+        for count in range(1, len(world.wants) + 1)
+        for some in itertools.combinations(ranks, count)
+    )
+
+
+@given(world=worlds())
+def test_no_rank_reads_much_more_than_it_must(world: World) -> None:
+    """At most 1.10 times the mean where wants allow that, else as little as is possible."""
+    loads = world.plan().read_nbytes()
+    mean = sum(loads) / len(loads)
+    # blocks are not cut, and the short ones at the ends of files even less
+    slack = 2 * BLOCK
+    assert max(loads) <= max(1.1 * mean, best_possible(world)) + slack
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_what_all_want_is_read_evenly(num_ranks: int) -> None:
+    """Whoever wrote it: no rank reads more than 1.10 times the mean."""
+    for writers in ([0], [0] * 7, range(7)):
+        sizes = [300 * BLOCK + 17] * len(writers)
+        world = World(
+            manifest_of(sizes, writers, ["h"] * 7),
+            [runs_of({(f, b) for f in range(len(sizes)) for b in range(301)})] * num_ranks,
+            ["h"] * num_ranks,
+        )
+        loads = world.plan().read_nbytes()
+        assert max(loads) <= 1.1 * sum(loads) / num_ranks
+        assert min(loads) > 0
+
+
+def test_many_small_files_are_shared_out() -> None:
+    """Files that are shorter than a block cannot be cut, and are evened out all the same."""
+    sizes = [37 * (i % 90 + 1) for i in range(400)]
+    loads = replicated(sizes, 4).plan().read_nbytes()
+    assert max(loads) <= 1.1 * sum(loads) / 4
+
+
+def test_what_only_one_wants_is_not_exchanged() -> None:
+    """It reads it itself, however busy it is."""
+    manifest = manifest_of([100 * BLOCK], [1], ["h", "h"])
+    wants = [runs_of({(0, b) for b in range(90)}), runs_of({(0, b) for b in range(80, 100)})]
+    plan = World(manifest, wants, ["h", "h"]).plan()
+    assert plan.read_nbytes() == [80 * BLOCK, 20 * BLOCK]
+    assert plan.shared_nbytes() == plan.sent_nbytes() == 10 * BLOCK
+    assert all(unit.reader == 1 for unit in plan.units if unit.takers)
+
+
+def test_blocks_move_along_a_chain_of_ranks() -> None:
+    """A busy rank passes blocks to one who passes others on, if it cannot do it directly."""
+    manifest = manifest_of([120 * BLOCK, 60 * BLOCK], [0, 1], ["h", "h", "h"])
+    first = {(0, b) for b in range(120)}
+    second = {(1, b) for b in range(60)}
+    wants = [runs_of(first), runs_of(first | second), runs_of(second)]
+    loads = World(manifest, wants, ["h"] * 3).plan().read_nbytes()
+    assert max(loads) <= 1.1 * 60 * BLOCK
+
+
+def test_own_files_go_first_then_the_same_host() -> None:
+    """As long as that leaves the ranks evenly busy."""
+    sizes = [100 * BLOCK] * 4
+    everything = runs_of({(f, b) for f in range(4) for b in range(100)})
+    manifest = manifest_of(sizes, [0, 1, 2, 3], ["a", "a", "b", "b"])
+    unchanged = World(manifest, [everything] * 4, ["a", "a", "b", "b"]).plan()
+    assert all(unit.reader == unit.file for unit in unchanged.units)
+    assert set(unchanged.reasons) == {"own file"}
+    moved = World(manifest, [everything] * 4, ["b", "b", "a", "a"]).plan()
+    assert all((unit.reader in (2, 3)) == (unit.file in (0, 1)) for unit in moved.units)
+    assert set(moved.reasons) == {"same host"}
+    elsewhere = World(manifest, [everything] * 4, ["c"] * 4).plan()
+    assert set(elsewhere.reasons) == {"nobody nearer wants it"}
+    lopsided = manifest_of(sizes, [0, 0, 0, 0], ["a", "a", "b", "b"])
+    balanced = World(lopsided, [everything] * 4, ["a", "a", "b", "b"]).plan()
+    assert set(balanced.reasons) == {"own file", "balance"}
+    assert max(balanced.read_nbytes()) <= 110 * BLOCK
+
+
+@given(world=worlds(), data=st.data())
+def test_a_plan_is_a_function_of_what_is_wanted(world: World, data: st.DataObject) -> None:
+    """Not of the order in which a rank wants it, nor of the process."""
+    again = []
+    for rank in range(len(world.wants)):
+        blocks = data.draw(st.permutations(sorted(world.blocks(rank))))
+        again.append(block_runs([Wanted(f, b * BLOCK, 5, 0, 0) for f, b in blocks], BLOCK))
+    assert again == world.wants
+    assert world._replace(wants=again).plan() == world.plan()
+
+
+@given(world=worlds())
+def test_parts_and_wants_survive_the_network(world: World) -> None:
+    """Each rank gets just the units that it reads or takes, in the common order."""
+    plan = world.plan()
+    parts = json.loads(json.dumps(plan.parts()))
+    for rank, part in enumerate(parts):
+        assert decode_part(part) == plan.of_rank(rank)
+    assert [decode_runs(json.loads(json.dumps(want))) for want in world.wants] == world.wants
+
+
+@given(world=worlds())
+def test_units_land_where_they_are_wanted(world: World) -> None:
+    """What a rank wants lies in its units, cut at their blocks."""
+    plan = world.plan()
+    for rank, want in enumerate(world.wants):
+        wanted = [
+            Wanted(file, first * BLOCK + 3, (stop - first) * BLOCK - BLOCK + 1 - 3, file, 7)
+            for file, bounds in want
+            for first, stop in pairs(bounds)
+            if stop - first > 1
+        ]
+        units = plan.of_rank(rank)
+        segments = plan_spans(world.manifest, wanted, [unit[1:4] for unit in units])
+        landed = []
+        for unit, segment in zip(units, segments, strict=True):
+            assert (segment.file, segment.start, segment.nbytes) == unit[1:4]
+            first = unit.start // BLOCK
+            numbers = range(first, first + len(segment.pieces))
+            assert segment.checksums == tuple(1000 * unit.file + n for n in numbers)
+            for index, pieces in enumerate(segment.pieces):
+                for position, destination, offset, nbytes in pieces:
+                    assert position + nbytes <= BLOCK
+                    start = unit.start + index * BLOCK + position
+                    landed += [
+                        (unit.file, start + i, destination, offset + i) for i in range(nbytes)
+                    ]
+        expected = [
+            (w.file, w.start + i, w.destination, w.offset + i)
+            for w in wanted
+            for i in range(w.nbytes)
+        ]
+        assert sorted(landed) == sorted(expected)
+
+
+@example(wanted=[(0, 0, 1), (0, 2 * BLOCK, 1), (0, BLOCK, 1)])
+@given(
+    wanted=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 20 * BLOCK), st.integers(1, 5 * BLOCK)),
+        max_size=8,
+    )
+)
+def test_runs_hold_what_is_wanted_and_no_block_more(wanted: list[tuple[int, int, int]]) -> None:
+    """Merged and in order, whatever the order of what is wanted."""
+    runs = block_runs([Wanted(f, s, n, 0, 0) for f, s, n in wanted], BLOCK)
+    assert [file for file, _ in runs] == sorted({f for f, _, _ in wanted})
+    found = set()
+    for file, bounds in runs:
+        assert list(bounds) == sorted(set(bounds))
+        for first, stop in pairs(bounds):
+            found |= {(file, block) for block in range(first, stop)}
+    assert found == {
+        (f, block) for f, s, n in wanted for block in range(s // BLOCK, (s + n - 1) // BLOCK + 1)
+    }
+
+
+def test_local_copies_let_each_rank_open_its_own_file_only() -> None:
+    """32 ranks, TP4 x DP8, replicated norms, as they were saved: 32 opens."""
+    num_ranks, tp = 32, 4
+    norm, shard = 2 * BLOCK, 30 * BLOCK
+    hosts = [f"host{rank // 8}" for rank in range(num_ranks)]
+    manifest = manifest_of([norm + shard] * num_ranks, range(num_ranks), hosts)
+    norms = Chunk(0, 0, None, None, tuple((rank, 0) for rank in range(1, num_ranks)))
+    wants = []
+    for rank in range(num_ranks):
+        replicas = [other for other in range(rank % tp, num_ranks, tp) if other != rank % tp]
+        mine = Chunk(rank % tp, norm, (0,), (1,), tuple((other, norm) for other in replicas))
+        place = choose_places(manifest, rank, hosts[rank])
+        wanted = [Wanted(*place(norms), norm, 0, 0), Wanted(*place(mine), shard, 1, 0)]
+        wants.append(block_runs(wanted, BLOCK))
+    plan = World(manifest, wants, hosts).plan()
+    assert len({(unit.reader, unit.file) for unit in plan.units}) == num_ranks
+    assert all(unit.reader == unit.file and not unit.takers for unit in plan.units)
+    assert plan.read_nbytes() == [norm + shard] * num_ranks
+
+
+def test_a_copy_on_the_same_host_goes_before_one_elsewhere() -> None:
+    """All ranks of a host choose the same copy, so that one can read it for all."""
+    manifest = manifest_of([BLOCK] * 4, range(4), ["a", "b", "b", "c"])
+    chunk = Chunk(0, 0, None, None, ((1, 0), (2, 64)))
+    assert choose_places(manifest, 2, "b")(chunk) == (2, 64)
+    assert choose_places(manifest, 5, "b")(chunk) == (1, 0)
+    assert choose_places(manifest, 6, "b")(chunk) == (1, 0)
+    assert choose_places(manifest, 2, "d")(chunk) == (0, 0)
+    assert choose_places(manifest, 0, "a")(chunk) == (0, 0)
+    assert choose_places(manifest_of([BLOCK]), 0, "a")(Chunk(0, 8)) == (0, 8)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    """Runs come from other processes: they are checked before anything is planned."""
+    manifest = manifest_of([2 * BLOCK])
+    for runs in [((1, (0, 1)),), ((0, (0, 3)),), ((0, (1, 1)),), ((0, (0,)),), ((0, (-1, 1)),)]:
+        with pytest.raises(PlanError, match="rank 1 wants"):
+            plan_exchange(manifest, [(), runs], ["h", "h"], BLOCK)
+    with pytest.raises(PlanError, match="hosts"):
+        plan_exchange(manifest, [(), ()], ["h"], BLOCK)
+
+
+def test_an_explanation_says_who_reads_what_for_whom_and_why() -> None:
+    """Neighbouring units are one line; names narrow it down."""
+    manifest = manifest_of([8 * BLOCK, 8 * BLOCK], [0, 1], ["h", "h"])
+    everything = runs_of({(f, b) for f in range(2) for b in range(8)})
+    plan = World(manifest, [everything] * 2, ["h", "h"]).plan(2 * BLOCK)
+    lines = explain(plan, manifest)
+    assert len(plan.units) == 8
+    assert [(line.reader, line.file, line.reason) for line in lines] == [
+        (0, "f0", "own file"),
+        (1, "f1", "own file"),
+    ]
+    assert explain_text(lines).splitlines()[0] == (
+        "rank 0 reads [0, 32768) of f0 (own file), for 1 too"
+    )
+    assert explain(plan, manifest, ["nothing"]) == ()
+
+
+def test_many_ranks_and_chunks_are_planned_evenly() -> None:
+    """16 k chunks that 64 ranks want in nine ways, some of them all of the ranks."""
+    num_ranks = 64
+    manifest = manifest_of([256 * BLOCK] * num_ranks, range(num_ranks), ["h"] * num_ranks)
+    wants = [
+        runs_of({(i // 256, i % 256) for i in range(16_384) if i % 8 in (rank % 8, 7)})
+        for rank in range(num_ranks)
+    ]
+    loads = World(manifest, wants, ["h"] * num_ranks).plan().read_nbytes()
+    assert sum(loads) == manifest.nbytes
+    assert max(loads) <= 1.1 * sum(loads) / num_ranks
+
+
+def test_bytes_are_passed_on_where_that_is_faster() -> None:
+    """Not for a few, and between hosts not for two ranks; rules and reasons are in the function."""
+    large, small = [80 * MiB], [8 * MiB]
+
+    def is_worth(sizes: Sequence[int], hosts: list[str]) -> bool:
+        world = replicated(sizes, len(hosts))._replace(hosts=hosts)
+        return is_worth_exchanging(world.plan(4 * MiB), hosts)
+
+    assert is_worth(large, ["a", "a"])
+    assert is_worth(large, ["a", "b", "c"])
+    assert is_worth(large, ["a", "a", "b", "b"])
+    assert not is_worth(large, ["a", "b"])
+    assert not is_worth(large, ["a"])
+    assert not is_worth(small, ["a", "a", "a"])
