@@ -31,12 +31,16 @@ if TYPE_CHECKING:
         CorruptionError,
         FormatError,
         MismatchError,
+        PeerLostError,
+        PlanError,
+        RankError,
         SaveAbortedError,
         StorageError,
         TargetError,
         UnsupportedLeafError,
     )
     from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
 
 _HOMES = {
@@ -64,12 +68,16 @@ _HOMES = {
         "CorruptionError",
         "FormatError",
         "MismatchError",
+        "PeerLostError",
+        "PlanError",
+        "RankError",
         "SaveAbortedError",
         "StorageError",
         "TargetError",
         "UnsupportedLeafError",
     ),
     "ckptio.handle": ("CheckpointInfo", "SaveHandle"),
+    "ckptio.shards": ("PerRank", "Shard"),
     "ckptio.staging.pool": ("PoolStatistics",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -91,9 +99,14 @@ __all__ = [
     "LoadReport",
     "LoadResult",
     "MismatchError",
+    "PeerLostError",
+    "PerRank",
+    "PlanError",
     "PoolStatistics",
+    "RankError",
     "SaveAbortedError",
     "SaveHandle",
+    "Shard",
     "StorageError",
     "TargetError",
     "UnsupportedLeafError",

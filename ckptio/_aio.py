@@ -196,8 +196,15 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     return await outlive(asyncio.ensure_future(coroutine))
 
 
-async def in_own_thread(function: Callable[[], T]) -> T:
-    """Run `function` on a thread of its own, which is gone when this returns or raises."""
+async def in_own_thread(
+    function: Callable[[], T], on_cancel: Callable[[], object] | None = None
+) -> T:
+    """Run `function` on a thread of its own, which is gone when this returns or raises.
+
+    Args:
+        function: What to run.
+        on_cancel: Called if the caller is cancelled meanwhile; asks `function` to stop.
+    """
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -209,7 +216,7 @@ async def in_own_thread(function: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="ckptio-wait")
     thread.start()
     try:
-        return await outlive(asyncio.wrap_future(future))
+        return await outlive(asyncio.wrap_future(future), on_cancel)
     finally:
         thread.join()
 

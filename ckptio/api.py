@@ -7,7 +7,7 @@ are in `ckptio.sync`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from ckptio._aio import in_own_thread
 from ckptio.engine.core import EngineCore
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 Strict = Literal["raise", "report", "ignore"]
+RanksLike = Union[Literal["auto", "solo"], "torch.distributed.ProcessGroup"]
 
 
 class Engine:
@@ -46,12 +47,21 @@ class Engine:
     Args:
         config: Options; the defaults if not given.
         observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
+        ranks: Who takes part. `"auto"`: all ranks of the process group that is initialised,
+            or of torchrun's job; this process alone where there is neither. A process
+            group: its ranks. `"solo"`: this process alone. With several ranks, each of
+            them has to enter an engine (which waits for the others) and to call `save`
+            and `load` alike and in the same order; everything else is each rank's own.
     """
 
     def __init__(
-        self, config: CheckpointConfig | None = None, *, observer: Observer | None = None
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        ranks: RanksLike = "auto",
     ) -> None:
-        self._core = EngineCore(config, observer)
+        self._core = EngineCore(config, observer, ranks)
 
     async def __aenter__(self) -> Self:
         """Start the engine's thread."""
@@ -62,7 +72,7 @@ class Engine:
             started.append(True)
 
         try:
-            await in_own_thread(start)
+            await in_own_thread(start, self._core.stop_starting)
         except BaseException:
             if started:  # cancelled meanwhile: a block that is not entered is not left either
                 await in_own_thread(self._core.close)
@@ -267,6 +277,7 @@ def save(
     overwrite: bool = False,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> SaveHandle:
     """Start saving a state with an engine for this one call; see `Engine.save`.
 
@@ -274,7 +285,7 @@ def save(
     """
     from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
 
-    core = EngineCore(config, observer)
+    core = EngineCore(config, observer, ranks)
     core.start()
     try:
         return begin_save(core, state, path, overwrite=overwrite, close_after=True)
@@ -294,9 +305,10 @@ async def load(
     types: Sequence[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> Any:
     """Load a state with an engine for this one call; see `Engine.load`."""
-    async with Engine(config, observer=observer) as engine:
+    async with Engine(config, observer=observer, ranks=ranks) as engine:
         return await engine.load(
             path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
         )
@@ -313,9 +325,10 @@ async def load_with_report(
     types: Sequence[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> LoadResult:
     """Load a state and say what was found; see `Engine.load_with_report`."""
-    async with Engine(config, observer=observer) as engine:
+    async with Engine(config, observer=observer, ranks=ranks) as engine:
         return await engine.load_with_report(
             path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
         )
@@ -331,7 +344,7 @@ async def load_slice(
     observer: Observer | None = None,
 ) -> torch.Tensor:
     """Load a part of one tensor with an engine for this one call; see `Engine.load_slice`."""
-    async with Engine(config, observer=observer) as engine:
+    async with Engine(config, observer=observer, ranks="solo") as engine:
         return await engine.load_slice(path, name, index, device=device)
 
 
@@ -342,7 +355,7 @@ async def inspect(
     observer: Observer | None = None,
 ) -> Manifest:
     """Read what a checkpoint is made of; see `Engine.inspect`."""
-    async with Engine(config, observer=observer) as engine:
+    async with Engine(config, observer=observer, ranks="solo") as engine:
         return await engine.inspect(path)
 
 
@@ -353,5 +366,5 @@ async def verify(
     observer: Observer | None = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
-    async with Engine(config, observer=observer) as engine:
+    async with Engine(config, observer=observer, ranks="solo") as engine:
         return await engine.verify(path)

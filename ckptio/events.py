@@ -161,6 +161,19 @@ class CleanupFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSubstituted(Event):
+    """A file of a checkpoint is lost; everything in it is read from copies in others.
+
+    Attributes:
+        file: The lost file.
+        error: What is wrong with it.
+    """
+
+    file: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStarted(Event):
     """A load has its plan and begins to read.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import Strict
+    from ckptio.api import RanksLike, Strict
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
     from ckptio.engine.flow import LoadResult
@@ -40,12 +40,17 @@ class Engine:
     Args:
         config: Options; the defaults if not given.
         observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
+        ranks: Who takes part: `"auto"`, `"solo"` or a process group; see `ckptio.Engine`.
     """
 
     def __init__(
-        self, config: CheckpointConfig | None = None, *, observer: Observer | None = None
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        ranks: RanksLike = "auto",
     ) -> None:
-        self._core = EngineCore(config, observer)
+        self._core = EngineCore(config, observer, ranks)
 
     def __enter__(self) -> Self:
         """Start the engine's thread."""
@@ -159,9 +164,10 @@ def save(
     overwrite: bool = False,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> CheckpointInfo:
     """Save a state and wait for the commit; see `ckptio.save`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.save(state, path, overwrite=overwrite)
 
 
@@ -176,9 +182,10 @@ def load(
     types: Sequence[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> Any:
     """Load a state; see `ckptio.load`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.load(
             path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
         )
@@ -195,9 +202,10 @@ def load_with_report(
     types: Sequence[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
+    ranks: RanksLike = "auto",
 ) -> LoadResult:
     """Load a state and say what was found; see `ckptio.load_with_report`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.load_with_report(
             path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
         )
@@ -213,7 +221,7 @@ def load_slice(
     observer: Observer | None = None,
 ) -> torch.Tensor:
     """Load a part of one tensor; see `ckptio.load_slice`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks="solo") as engine:
         return engine.load_slice(path, name, index, device=device)
 
 
@@ -224,7 +232,7 @@ def inspect(
     observer: Observer | None = None,
 ) -> Manifest:
     """Read what a checkpoint is made of; see `ckptio.inspect`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks="solo") as engine:
         return engine.inspect(path)
 
 
@@ -235,7 +243,7 @@ def verify(
     observer: Observer | None = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint with its checksums; see `ckptio.verify`."""
-    with Engine(config, observer=observer) as engine:
+    with Engine(config, observer=observer, ranks="solo") as engine:
         return engine.verify(path)
 
 

@@ -16,7 +16,8 @@ from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
-from ckptio.engine.core import EngineCore, Running
+from ckptio.engine.core import EngineCore
+from ckptio.engine.running import Running
 from ckptio.format.checksum import block_checksums
 from ckptio.format.manifest import decode_manifest, encode_manifest, encode_tensors
 from ckptio.staging.pool import Slab, SlabPool

@@ -251,6 +251,8 @@ def test_functions_take_what_methods_take() -> None:
         of_engine = [
             p for p in inspect.signature(ckptio.Engine).parameters.values() if p.name != "self"
         ]
+        if name in ("load_slice", "inspect", "verify"):  # each rank's own
+            of_engine = [p for p in of_engine if p.name != "ranks"]
         expected = parameters + [p.replace(kind=p.KEYWORD_ONLY) for p in of_engine]
         assert list(function.parameters.values()) == expected, name
         assert function.return_annotation == method.return_annotation, name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.events import notify
+from ckptio.ranks.solo import SoloRanks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,11 +16,18 @@ if TYPE_CHECKING:
 
     from ckptio.cache import MetadataCache
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.decide import JobRecord
+    from ckptio.engine.together import Agreement
     from ckptio.events import Event, Observer
+    from ckptio.format.manifest import Manifest
     from ckptio.plan.save import SavePlan
+    from ckptio.ranks.interface import Ranks
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _MAX_PLANS = 8
 _MAX_OPEN_FILES = 32
@@ -40,7 +48,11 @@ class EngineContext:
         pool: Slabs.
         cache: Manifests.
         observer: Takes events, if anybody does.
-        plans: Plans of earlier saves.
+        ranks: The engines of the job, of which this is one.
+        plans: Plans of earlier saves of this rank alone.
+        agreements: What ranks agreed on for earlier saves.
+        jobs: On rank 0, what was decided in earlier saves, by plan.
+        received: Manifests that rank 0 has read, by identity.
         files: Files open for reading at a time.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
@@ -56,7 +68,11 @@ class EngineContext:
     pool: SlabPool
     cache: MetadataCache
     observer: Observer | None = None
-    plans: PlanCache = field(init=False)
+    ranks: Ranks = field(default_factory=SoloRanks)
+    plans: Recent[tuple[LeafSpec, ...], SavePlan] = field(init=False)
+    agreements: Recent[tuple[LeafSpec, ...], Agreement] = field(init=False)
+    jobs: Recent[str, JobRecord] = field(init=False)
+    received: Recent[str, Manifest] = field(init=False)
     files: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
     num_saves: int = 0
@@ -64,7 +80,11 @@ class EngineContext:
 
     def __post_init__(self) -> None:
         """Make the limits."""
-        self.plans = PlanCache()
+        self.plans = Recent(_MAX_PLANS)
+        self.agreements = Recent(_MAX_PLANS)
+        # more than any rank refers to
+        self.jobs = Recent(4 * _MAX_PLANS)
+        self.received = Recent(_MAX_PLANS)
         self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
         self.saves = asyncio.Semaphore(self.config.max_saves)
 
@@ -88,26 +108,35 @@ def _wait_for(pending: Sequence[PendingCopies]) -> None:
         copies.wait()
 
 
-class PlanCache:
-    """Plans of earlier saves, by everything that a plan depends on.
+class Recent(Generic[K, V]):
+    """What was found for earlier saves, by everything that it depends on.
 
-    The key is the structure itself (names, element types, shapes, in order), compared
-    whole, not a digest of it: a changed structure can never be saved with an old plan.
-    Tensors play no part in it. Least recently used plans go first.
+    The key of a plan is the structure itself (names, element types, shapes, in order),
+    compared whole, not a digest of it: a changed structure can never be saved with an old
+    plan. Tensors play no part in it. The least recently used goes first.
+
+    Args:
+        max_entries: What is kept at the most.
     """
 
-    def __init__(self) -> None:
-        self._plans: dict[tuple[LeafSpec, ...], SavePlan] = {}
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._entries: dict[K, V] = {}
 
-    def get(self, specs: tuple[LeafSpec, ...]) -> SavePlan | None:
-        """Give the plan for a structure, if there is one."""
-        plan = self._plans.pop(specs, None)
-        if plan is not None:
-            self._plans[specs] = plan
-        return plan
+    def get(self, key: K) -> V | None:
+        """Give what was put, if it is there still."""
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self._entries[key] = value
+        return value
 
-    def put(self, specs: tuple[LeafSpec, ...], plan: SavePlan) -> None:
-        """Keep the plan for a structure."""
-        self._plans[specs] = plan
-        while len(self._plans) > _MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
+    def put(self, key: K, value: V) -> None:
+        """Keep a value."""
+        self._entries.pop(key, None)
+        self._entries[key] = value
+        while len(self._entries) > self._max_entries:
+            del self._entries[next(iter(self._entries))]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()

@@ -8,13 +8,14 @@ and sessions, tasks and buffers that belong to a loop belong to this one.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
+import os
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
@@ -22,9 +23,13 @@ from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
+from ckptio.engine.running import Running
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import notify
 from ckptio.format.manifest import Manifest, decode_manifest
+from ckptio.ranks.discover import ranks_of
+from ckptio.ranks.interface import Deadlines
+from ckptio.ranks.solo import SoloRanks
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.resolve import resolve_storage
 
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
 
     from ckptio.events import Event, Observer
     from ckptio.handle import SaveHandle
+    from ckptio.ranks.interface import Ranks
     from ckptio.staging.cuda import SideStreams
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
@@ -65,25 +71,35 @@ class EngineCore:
     Args:
         config: Options; the defaults if not given.
         observer: Takes events, on any thread.
+        ranks: The engines to work with: `"auto"`, `"solo"` or a process group; see
+            `api.Engine`.
     """
 
-    def __init__(self, config: CheckpointConfig | None, observer: Observer | None) -> None:
+    def __init__(
+        self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
+    ) -> None:
         if config is not None and not isinstance(config, CheckpointConfig):
             raise ConfigError(f"config= is a CheckpointConfig, not {config!r}")
         if observer is not None and (
             not callable(observer) or inspect.iscoroutinefunction(observer)
         ):
             raise ConfigError(f"observer= is a plain function of one event, not {observer!r}")
+        if isinstance(ranks, str) and ranks not in ("auto", "solo"):
+            raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {ranks!r}")
         self.config = config or CheckpointConfig()
+        self._group = ranks
         self._observer = observer
         self._lock = threading.Lock()
         self._in_flight: set[Running[Any]] = set()
         self._portal: BlockingPortal | None = None
         self._portal_block: AbstractContextManager[BlockingPortal] | None = None
         self._context: EngineContext | None = None
+        self._starting: Future[EngineContext] | None = None
+        self._gives_up = False
         self._cache_task: Future[None] | None = None
         self._handles: list[SaveHandle] = []
         self._side_streams: dict[bool, SideStreams] = {}
+        self._num_keys: Counter[str] = Counter()
 
     @property
     def context(self) -> EngineContext:
@@ -99,8 +115,13 @@ class EngineCore:
     def start(self) -> None:
         """Start the loop and its thread. Blocks for a millisecond or two, once imported.
 
+        In a job of many ranks it blocks until all of them have come, each with an engine.
         Where torch is there already, what needs it is imported now (about 80 ms, once a
         process) rather than in the first `save`.
+
+        Raises:
+            PeerLostError: Ranks did not come in time.
+            ConfigError: There are several ranks and no way to meet.
         """
         if "torch" in sys.modules:
             import_module("ckptio.engine.flow")
@@ -114,6 +135,7 @@ class EngineCore:
         try:
             starter.result()
         except BaseException:
+            self.stop_starting()
             thread.join()
             if starter.exception() is None:  # interrupted while it came up
                 self.close(abort=True)
@@ -126,12 +148,21 @@ class EngineCore:
         self._portal_block = start_blocking_portal(backend="asyncio")
         portal = self._portal_block.__enter__()
         try:
-            self._context = portal.call(self._make_context)
+            self._starting = portal.start_task_soon(self._make_context)
+            if self._gives_up:
+                self._starting.cancel()
+            self._context = self._starting.result()
             self._cache_task = portal.start_task_soon(self._context.cache.run)
         except BaseException:
             self._portal_block.__exit__(None, None, None)
             raise
         self._portal = portal
+
+    def stop_starting(self) -> None:
+        """Give up meeting other ranks: `start`, on another thread, ends with an error."""
+        self._gives_up = True
+        if self._starting is not None:
+            self._starting.cancel()
 
     async def _make_context(self) -> EngineContext:
         config = self.config
@@ -140,7 +171,7 @@ class EngineCore:
         async def decode(data: bytes) -> Manifest:
             return await run_blocking(executor, decode_manifest, data)
 
-        return EngineContext(
+        context = EngineContext(
             config=config,
             executor=executor,
             copiers=Threads(config.max_copies, "ckptio-copy"),
@@ -151,6 +182,26 @@ class EngineCore:
             cache=MetadataCache(config.cache_entries, config.cache_nbytes, decode),
             observer=self._observer,
         )
+        try:
+            context.ranks = await self._meet(executor)
+        except BaseException:
+            _end_threads(context)
+            raise
+        return context
+
+    async def _meet(self, executor: Threads) -> Ranks:
+        """Find the engines of the other ranks."""
+        if self._group == "solo":
+            return SoloRanks()
+        deadlines = Deadlines(peer_s=self.config.peer_timeout_s, meet_s=self.config.meet_timeout_s)
+        group = None if self._group == "auto" else self._group
+        return await ranks_of(group, environ=os.environ, deadlines=deadlines, executor=executor)
+
+    def next_key(self, kind: str) -> str:
+        """Name the next save or load. The same on all ranks that call them in one order."""
+        with self._lock:
+            self._num_keys[kind] += 1
+            return f"{kind} {self._num_keys[kind]}"
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer, on the calling thread."""
@@ -296,64 +347,22 @@ class EngineCore:
         context = self._context
         assert context is not None  # noqa: S101  # it was started
         try:
+            await context.ranks.close()
             context.cache.close()
             if self._cache_task is not None:
                 await asyncio.wait((asyncio.wrap_future(self._cache_task),))
             context.pool.close()
         finally:
-            for threads in (
-                context.executor,
-                context.copiers,
-                context.writers,
-                context.readers,
-                context.waiters,
-            ):
-                threads.shutdown()
+            _end_threads(context)
 
 
-class Running(Generic[T]):
-    """A coroutine under way on an engine's loop.
-
-    Attributes:
-        future: Its end.
-        reason: Why it was aborted, if who waits for it did not ask for that.
-    """
-
-    def __init__(self) -> None:
-        self.future: Future[T] = Future()
-        self._lock = threading.Lock()
-        self.reason: Exception | None = None
-        self._aborted = False
-        self._task: asyncio.Task[Any] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def started(self) -> None:
-        """The task runs. Called on it, first of all."""
-        with self._lock:
-            self._task = asyncio.current_task()
-            self._loop = asyncio.get_running_loop()
-            aborted = self._aborted
-        if aborted and self._task is not None:
-            self._task.cancel()
-
-    def abort(self, reason: Exception | None = None) -> None:
-        """Cancel the task, once; nothing happens after its end. From any thread.
-
-        Args:
-            reason: What who waits raises; the cancellation itself if not given.
-        """
-        with self._lock:
-            if self._aborted or self.future.done():
-                return
-            self._aborted = True
-            self.reason = reason
-            task, loop = self._task, self._loop
-        if task is not None and loop is not None:
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:  # the loop has ended, and the task before it
-                return
-
-    def wait_ended(self) -> None:
-        """Block until the task has ended, however it did."""
-        concurrent.futures.wait((self.future,))
+def _end_threads(context: EngineContext) -> None:
+    """Let the engine's threads end."""
+    for threads in (
+        context.executor,
+        context.copiers,
+        context.writers,
+        context.readers,
+        context.waiters,
+    ):
+        threads.shutdown()

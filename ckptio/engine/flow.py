@@ -8,43 +8,46 @@ a coroutine and a blocking function drive it the same way.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ckptio._aio import run_blocking
 from ckptio.engine.context import EngineContext
-from ckptio.engine.core import Running
-from ckptio.engine.load import Reading, check_sizes, read_plan
-from ckptio.engine.restore import LoadReport, LoadRequest, Restoration, plan_restoration
+from ckptio.engine.group import fetch_manifest, read_together
+from ckptio.engine.load import Reading, plan_and_read
+from ckptio.engine.places import find_wanted
+from ckptio.engine.restore import LoadReport, LoadRequest, plan_restoration
+from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
     ConfigError,
     SaveAbortedError,
     TargetError,
 )
-from ckptio.events import LoadFinished, LoadStarted, SaveCommitted, SaveFailed
+from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
-from ckptio.plan.load import plan_load
+from ckptio.shards import PerRank, Shard
 from ckptio.staging.copy import SourceState, TargetState
-from ckptio.state.flatten import collection_paused, flatten
+from ckptio.state.flatten import flatten, is_stateful
 from ckptio.state.rebuild import device_of
 from ckptio.state.tree import make_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ckptio.config import CheckpointConfig
     from ckptio.engine.core import EngineCore
+    from ckptio.engine.restore import Restoration
     from ckptio.format.manifest import Manifest
-    from ckptio.plan.load import LoadPlan
+    from ckptio.plan.load import Wanted
     from ckptio.staging.cuda import CallerStreams
     from ckptio.state.tree import Select
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
@@ -84,18 +87,25 @@ def begin_save(
         EngineClosedError: The engine is not open.
     """
     started = time.perf_counter()
-    storage = core.storage(path)
-    flat = flatten(state)
+    ranks = core.context.ranks
+    key = core.next_key("save")
+    try:
+        storage = core.storage(path)
+        flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
+    except Exception as error:  # raised again; the other ranks must not wait for this one
+        _fail(core, key, error)
+        raise
     streams = caller_streams(flat.sources, core, saving=True)
     running: Running[Callable[[], None]] = Running()
     handle = SaveHandle(
         storage.path,
-        uuid.uuid4().hex,
+        save_id_of(ranks.nonce, key),
         abort=running.abort,
         fence=streams.fence if streams is not None else _no_fence,
     )
     job = SaveJob(
         save_id=handle.save_id,
+        key=key,
         storage=storage,
         flat=flat,
         source=SourceState(flat.sources, streams),
@@ -118,6 +128,12 @@ def begin_save(
     core.keep(handle)
     core.submit(save_and_say, f"save {storage.path}", running)
     return handle
+
+
+def _fail(core: EngineCore, key: str, error: Exception) -> None:
+    """Tell the other ranks, if there are any, without waiting for them."""
+    if core.context.ranks.world_size > 1:
+        core.submit(lambda context: fail_together(context, key, error), f"fail {key}")
 
 
 def _no_fence() -> None:
@@ -151,9 +167,9 @@ async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
     info = CheckpointInfo(
         path=handle.path,
         save_id=handle.save_id,
-        nbytes=receipt.plan.nbytes,
-        num_files=len(receipt.plan.buckets),
-        num_tensors=receipt.plan.num_tensors,
+        nbytes=receipt.nbytes,
+        num_files=receipt.num_files,
+        num_tensors=receipt.num_tensors,
         staged_s=job.staged_s,
         committed_s=job.elapsed_s(),
         plan_reused=receipt.plan_reused,
@@ -182,63 +198,92 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
         StorageError: It cannot be read.
     """
     started = time.perf_counter()
-    storage = core.storage(path)
-    manifest: Manifest = yield lambda context: context.cache.get(storage)
-    restoration = plan_restoration(manifest, storage.path, request)
-    _require_selected(request, restoration, storage.path)
-    reading = Reading(storage, manifest)
-    whole = request.keep is None and (restoration.match is None or restoration.match.agrees)
-    files = range(len(manifest.files)) if whole else restoration.files()
-    yield lambda context: check_sizes(reading, files, context)
-    plan: LoadPlan = yield lambda context: run_blocking(
-        context.executor, _plan, manifest, restoration, core.config, whole_files=whole
-    )
-    destinations = restoration.destinations()
-    streams = caller_streams([d.tensor for d in destinations], core, saving=False)
-    target = TargetState(destinations, streams)
-    reading.target = target
-    _announce(core, storage.path, plan, len(destinations))
-    yield lambda context: read_plan(plan, reading, context)
-    target.mark_written()
+    key = core.next_key("load")
+    came = False  # whether the other ranks know of this one that it came to the last session
+    phase = "manifest"
+    try:
+        storage = core.storage(path)
+        came = True
+        manifest: Manifest = yield lambda context: fetch_manifest(storage, context, key)
+        came, phase = False, "read"
+        load = yield from _prepare(core, storage, manifest, request)
+        came = True
+        nbytes: int = yield lambda context: load.read(context, key)
+    except BaseException as error:  # raised again; the other ranks must not wait for this one
+        if not came:
+            cause = error if isinstance(error, Exception) else SaveAbortedError("cancelled")
+            _fail(core, f"{key} {phase}", cause)
+        raise
+    load.target.mark_written()
+    restoration = load.restoration
     state = restoration.finish()
     elapsed_s = time.perf_counter() - started
-    core.emit(LoadFinished(path=storage.path, nbytes=plan.nbytes, elapsed_s=elapsed_s))
+    core.emit(LoadFinished(path=storage.path, nbytes=nbytes, elapsed_s=elapsed_s))
     match = restoration.match
+    reports = match if request.strict == "report" else None
     return LoadResult(
         state,
         LoadReport(
             path=storage.path,
             save_id=manifest.save_id,
-            nbytes=plan.nbytes,
-            num_tensors=len(destinations),
-            missing=tuple(match.missing) if match and request.strict == "report" else (),
-            unexpected=tuple(match.unexpected) if match and request.strict == "report" else (),
-            mismatched=tuple(match.mismatched) if match and request.strict == "report" else (),
+            nbytes=nbytes,
+            num_tensors=restoration.num_tensors,
+            missing=tuple(reports.missing) if reports else (),
+            unexpected=tuple(reports.unexpected) if reports else (),
+            mismatched=tuple(reports.mismatched) if reports else (),
             notes=tuple(restoration.notes),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load of which nothing but the reading is left to do.
+
+    Attributes:
+        restoration: What is loaded.
+        reading: The checkpoint, with the target.
+        target: What takes the bytes.
+        wanted: Where they are.
+        whole_files: Whether all bytes of all files are wanted.
+    """
+
+    restoration: Restoration
+    reading: Reading
+    target: TargetState
+    wanted: Sequence[Wanted]
+    whole_files: bool
+
+    async def read(self, context: EngineContext, key: str) -> int:
+        """Read, alone or with the other ranks; gives the bytes that came."""
+        if context.ranks.world_size > 1:
+            return await read_together(self.reading, self.wanted, context, key)
+        return await plan_and_read(self.reading, self.wanted, context, whole_files=self.whole_files)
+
+
+def _prepare(
+    core: EngineCore, storage: Storage, manifest: Manifest, request: LoadRequest
+) -> Flow[_Load]:
+    """Match the target, check files, and make what is new."""
+    request = dataclasses.replace(request, rank=core.context.ranks.rank)
+    restoration = plan_restoration(manifest, storage.path, request)
+    _require_selected(request, restoration, storage.path)
+    reading = Reading(storage, manifest, num_tensors=restoration.num_tensors)
+    agrees = restoration.match is None or restoration.match.agrees
+    whole = request.keep is None and agrees and manifest.num_ranks == 1
+    wanted: Sequence[Wanted] = yield lambda context: find_wanted(
+        reading, restoration, context, whole_files=whole
+    )
+    destinations = restoration.destinations()
+    streams = caller_streams([d.tensor for d in destinations], core, saving=False)
+    reading.target = TargetState(destinations, streams)
+    return _Load(restoration, reading, reading.target, wanted, whole)
 
 
 def _require_selected(request: LoadRequest, restoration: Restoration, path: str) -> None:
     """Refuse a selection that selects nothing: mostly a mistyped name."""
     if request.keep is not None and request.strict == "raise" and restoration.is_empty:
         raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
-
-
-def _plan(
-    manifest: Manifest, restoration: Restoration, config: CheckpointConfig, *, whole_files: bool
-) -> LoadPlan:
-    """Plan the reads of a load. Blocks."""
-    with collection_paused():
-        return plan_load(manifest, restoration.wanted(), config, whole_files=whole_files)
-
-
-def _announce(core: EngineCore, path: str, plan: LoadPlan, num_tensors: int) -> None:
-    core.emit(
-        LoadStarted(
-            path=path, nbytes=plan.nbytes, num_tensors=num_tensors, num_files=len(plan.files)
-        )
-    )
 
 
 def make_request(
@@ -262,8 +307,11 @@ def make_request(
         raise ConfigError("strict='ignore' has no effect without into=")
     if strict == "report" and not reports:
         raise ConfigError("load returns no report; use load_with_report with strict='report'")
-    if into is not None and device is not None:
-        raise ConfigError("device= has no effect with into=: targets are filled where they are")
+    if into is not None and device is not None and not _may_be_meta(into):
+        raise ConfigError(
+            "device= has no effect with into=: targets are filled where they are, and none"
+            " is on the meta device"
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
     if not all(isinstance(cls, type) for cls in types):
@@ -276,6 +324,19 @@ def make_request(
         strict=strict,
         types=tuple(types),
     )
+
+
+def _may_be_meta(target: Any) -> bool:
+    """Whether a target has tensors without memory, or objects that nobody knows."""
+    if isinstance(target, torch.Tensor):
+        return target.is_meta
+    if isinstance(target, dict):
+        return any(map(_may_be_meta, target.values()))
+    if isinstance(target, (list, tuple)):
+        return any(map(_may_be_meta, target))
+    if isinstance(target, torch.nn.Module):
+        return any(map(_may_be_meta, target.state_dict(keep_vars=True).values()))
+    return is_stateful(target) or isinstance(target, (Shard, PerRank))
 
 
 def caller_streams(

@@ -15,19 +15,22 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure, run_blocking, run_unless_cancelled
+from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shielded
+from ckptio._gc import collection_paused
 from ckptio.engine.context import settle
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
-from ckptio.events import ReadProgressed
+from ckptio.events import LoadStarted, ReadProgressed
 from ckptio.format.checksum import crc32c
 from ckptio.layout import DTYPES, numel
+from ckptio.plan.load import plan_load
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Chunk, Manifest, TensorEntry
-    from ckptio.plan.load import LoadPlan, ReadSegment
+    from ckptio.plan.load import LoadPlan, ReadSegment, Wanted
     from ckptio.staging.copy import TargetState
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
@@ -45,6 +48,7 @@ class Reading:
         manifest: What it is made of.
         target: Takes verified blocks; nothing lands without it.
         on_damage: Takes damaged blocks and missing files; without it the first one raises.
+        num_tensors: Tensors that are filled or made; for events.
         read_nbytes: Bytes read so far.
     """
 
@@ -52,6 +56,7 @@ class Reading:
     manifest: Manifest
     target: TargetState | None = None
     on_damage: OnDamage | None = None
+    num_tensors: int = 0
     read_nbytes: int = 0
     _spans: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
 
@@ -59,10 +64,11 @@ class Reading:
         """Name the tensors that have bytes in `[start, stop)` of a file."""
         if file not in self._spans:
             self._spans[file] = sorted(
-                (chunk.start, chunk.start + _chunk_nbytes(tensor, chunk), tensor.name)
+                (start, start + _chunk_nbytes(tensor, chunk), tensor.name)
                 for tensor in self.manifest.tensors
                 for chunk in tensor.chunks
-                if chunk.file == file
+                for place, start in ((chunk.file, chunk.start), *chunk.copies)
+                if place == file
             )
         spans = self._spans[file]
         # chunks of a file do not overlap, so the first that reaches in is the one before `start`
@@ -139,6 +145,45 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         raise failure from failure.__cause__
 
 
+async def plan_and_read(
+    reading: Reading, wanted: Sequence[Wanted], context: EngineContext, *, whole_files: bool
+) -> int:
+    """Plan the reads that bring what is wanted, say so, and carry them out.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        CheckpointError: As `read_plan` does.
+    """
+    plan = await run_blocking(
+        context.executor, _plan, reading.manifest, wanted, context.config, whole_files=whole_files
+    )
+    announce(reading, plan.nbytes, len(plan.files), context)
+    await read_plan(plan, reading, context)
+    return plan.nbytes
+
+
+def announce(reading: Reading, nbytes: int, num_files: int, context: EngineContext) -> None:
+    """Say that this rank begins to read."""
+    context.emit(
+        LoadStarted(
+            path=reading.storage.path,
+            nbytes=nbytes,
+            num_tensors=reading.num_tensors,
+            num_files=num_files,
+        )
+    )
+
+
+def _plan(
+    manifest: Manifest, wanted: Sequence[Wanted], config: CheckpointConfig, *, whole_files: bool
+) -> LoadPlan:
+    """Plan the reads of a load. Blocks."""
+    with collection_paused():
+        return plan_load(manifest, wanted, config, whole_files=whole_files)
+
+
 def require_slabs(manifest: Manifest, context: EngineContext) -> None:
     """Refuse a checkpoint whose blocks do not fit the slabs of this engine."""
     if manifest.block_nbytes > context.config.slab_nbytes:
@@ -177,7 +222,7 @@ async def _opened(
     try:
         yield source
     finally:
-        await run_blocking(context.executor, source.close)
+        await shielded(run_blocking(context.executor, source.close))
 
 
 async def _read_segment(
@@ -240,13 +285,13 @@ def _read_and_land(
             source.pread_into(start, room, nbytes)
             found = crc32c(data)
         if found != expected:
-            damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
+            damage.append(damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
             target.scatter(segment.pieces[index], slab, at, pending)
     return damage
 
 
-def _damaged_block(
+def damaged_block(
     reading: Reading, file: int, start: int, nbytes: int, found: int
 ) -> CorruptionError:
     """Say which block does not have its checksum, and which tensors it holds."""

@@ -53,7 +53,8 @@ class SaveJob:
     """A save as it was asked for.
 
     Attributes:
-        save_id: Its own id, 32 hexadecimal digits.
+        save_id: Its own id, 32 hexadecimal digits; the same on all ranks.
+        key: Names the save among those of the engine, on all ranks alike.
         storage: Where to.
         flat: The state, taken apart.
         source: Its tensors.
@@ -64,6 +65,7 @@ class SaveJob:
     """
 
     save_id: str
+    key: str
     storage: Storage
     flat: FlatState
     source: SourceState
@@ -79,14 +81,18 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveReceipt:
-    """What a save wrote.
+    """What a save wrote, on all ranks.
 
     Attributes:
-        plan: How it was laid out.
+        nbytes: Bytes of all data files.
+        num_files: Data files.
+        num_tensors: Tensors.
         plan_reused: Whether the plan was an earlier save's.
     """
 
-    plan: SavePlan
+    nbytes: int
+    num_files: int
+    num_tensors: int
     plan_reused: bool
 
 
@@ -154,25 +160,42 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
         CheckpointError: The first failure of any part.
     """
     async with _turn(job, context) as my_turn, _place(job, context):
-        plan = context.plans.get(job.flat.specs)
-        reused = plan is not None
-        if plan is None:
-            plan = await run_blocking(context.executor, plan_save, job.flat.specs, context.config)
-            context.plans.put(job.flat.specs, plan)
-        _announce(job, context, plan, reused=reused)
-        attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
-        try:
-            files = await write_buckets(job, context, plan, attempt)
-            manifest = await run_blocking(
-                context.executor, _encode, job, plan, files, context.config.block_nbytes
-            )
-            await my_turn()
-            await attempt.commit(manifest)
-            context.cache.forget(job.storage)
-        except BaseException:
-            await attempt.abort()
-            raise
-        return SaveReceipt(plan, reused)
+        is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
+        if context.ranks.world_size > 1 or is_sharded:
+            from ckptio.engine.together import save_together  # noqa: PLC0415  # it builds on this
+
+            return await save_together(job, context, my_turn)
+        return await _save_alone(job, context, my_turn)
+
+
+async def _save_alone(
+    job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
+) -> SaveReceipt:
+    """Save a state that one rank has."""
+    plan = context.plans.get(job.flat.specs)
+    reused = plan is not None
+    if plan is None:
+        plan = await run_blocking(context.executor, plan_save, job.flat.specs, context.config)
+        context.plans.put(job.flat.specs, plan)
+    announce(job, context, plan, reused=reused)
+    attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
+    try:
+        files = await write_buckets(job, context, plan, attempt)
+        manifest = await run_blocking(
+            context.executor, _encode, job, plan, files, context.config.block_nbytes
+        )
+        await my_turn()
+        await attempt.commit(manifest)
+        context.cache.forget(job.storage)
+    except BaseException:
+        await attempt.abort()
+        raise
+    return SaveReceipt(
+        nbytes=plan.nbytes,
+        num_files=len(plan.buckets),
+        num_tensors=plan.num_tensors,
+        plan_reused=reused,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -220,7 +243,8 @@ async def _place(job: SaveJob, context: EngineContext) -> AsyncIterator[None]:
             context.num_saves -= 1
 
 
-def _announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:
+def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:
+    """Say that this rank begins to write."""
     path = job.storage.path
     context.emit(
         SaveStarted(
@@ -253,7 +277,9 @@ async def write_buckets(
         progress.to_submit = progress.to_stage = 1
         progress.submitted()
         progress.staged()
-    files = [_File(data_file_name(job.save_id, 0, b.index), b) for b in plan.buckets]
+    files = [
+        _File(data_file_name(job.save_id, context.ranks.rank, b.index), b) for b in plan.buckets
+    ]
     try:
         async with asyncio.TaskGroup() as group:
             for file in files:

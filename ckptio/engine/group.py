@@ -1,0 +1,191 @@
+"""Load as a group of ranks: one reads the manifest, and all end alike.
+
+    a round   rank 0 reads the manifest, the others are given it, or told that the one they
+              have is current
+    a round   what each rank wants; rank 0 plans who reads what for whom, where that pays
+    a round   everybody is through
+
+Between the first and the second each rank matches its own target with the manifest and
+checks the files that it needs, so that no target changes on any rank before all of them
+know that they can be filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptio._aio import run_blocking
+from ckptio.engine.exchange import plan_part, read_shared
+from ckptio.engine.links import offer_link, open_link
+from ckptio.engine.load import announce, plan_and_read
+from ckptio.errors import ConfigError
+from ckptio.format.checksum import crc32c
+from ckptio.format.manifest import decode_manifest
+from ckptio.plan.exchange import (
+    block_runs,
+    decode_part,
+    decode_runs,
+    is_worth_exchanging,
+    plan_exchange,
+)
+from ckptio.ranks.interface import Same
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.load import Reading
+    from ckptio.format.manifest import Manifest
+    from ckptio.plan.load import Wanted
+    from ckptio.storage.interface import Storage
+
+    Json = Any
+
+
+async def fetch_manifest(storage: Storage, context: EngineContext, key: str) -> Manifest:
+    """Read the manifest, on rank 0 for all.
+
+    Raises:
+        RankError: It cannot be read, or ranks load different paths.
+        CheckpointError: The same, for one rank alone.
+    """
+    if context.ranks.world_size == 1:
+        return await context.cache.get(storage)
+
+    async def decide(messages: Sequence[Json]) -> Same:
+        _check_paths(messages)
+        manifest = await context.cache.get(storage)
+        context.received.put(storage.identity, manifest)
+        answer = {"save_id": manifest.save_id, "manifest": None}
+        if any(message["has"] != manifest.save_id for message in messages):
+            answer["manifest"] = await run_blocking(context.executor, _as_text, manifest)
+        return Same(answer)
+
+    has = context.received.get(storage.identity)
+    async with context.ranks.session(f"{key} manifest") as session:
+        message = {"path": storage.path, "has": None if has is None else has.save_id}
+        answer = await session.round("manifest", message, decide)
+        latest = context.received.get(storage.identity)
+        if latest is None or latest.save_id != answer["save_id"]:
+            latest = await run_blocking(
+                context.executor, decode_manifest, answer["manifest"].encode()
+            )
+            context.received.put(storage.identity, latest)
+    return latest
+
+
+def _as_text(manifest: Manifest) -> str:
+    """Write a manifest as it was read."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return (body + b',"crc32c":"%08x"}\n' % crc32c(body)).decode()
+
+
+def _check_paths(messages: Sequence[Json]) -> None:
+    """Check that all ranks load one checkpoint.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    for rank, message in enumerate(messages):
+        if message["path"] != messages[0]["path"]:
+            raise ConfigError(
+                f"rank {rank} loads {message['path']!r} and rank 0 {messages[0]['path']!r}; call"
+                " load on all ranks alike and in one order"
+            )
+
+
+async def read_together(
+    reading: Reading, wanted: Sequence[Wanted], context: EngineContext, key: str
+) -> int:
+    """Read, verify and land what this rank wants, and help the others.
+
+    Returns:
+        Bytes that came to this rank, read or passed on.
+
+    Raises:
+        RankError: It failed on some rank.
+        PeerLostError: A rank was lost.
+    """
+    meeting = _Meeting(reading, context)
+    # links are left when all ranks are through: the session ends first
+    async with (
+        contextlib.AsyncExitStack() as links,
+        context.ranks.session(f"{key} read") as session,
+    ):
+        message = await run_blocking(context.executor, meeting.wish, wanted)
+        answer = await session.round("want", message, lambda m: meeting.decide(m, links))
+        if answer["link"] is None:
+            await plan_and_read(reading, wanted, context, whole_files=False)
+        else:
+            part = await run_blocking(
+                context.executor,
+                plan_part,
+                reading.manifest,
+                decode_part(answer["units"]),
+                wanted,
+                context.ranks.rank,
+            )
+            announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
+            link = await links.enter_async_context(
+                open_link(answer["link"], context, context.ranks.address)
+            )
+            await read_shared(part, reading, link, context)
+        await session.round("done", None, _all_done)
+    return reading.read_nbytes
+
+
+class _Meeting:
+    """What ranks tell each other before they read."""
+
+    def __init__(self, reading: Reading, context: EngineContext) -> None:
+        self._reading = reading
+        self._context = context
+
+    def wish(self, wanted: Sequence[Wanted]) -> Json:
+        """Say what this rank wants. Blocks."""
+        config = self._context.config
+        runs: Sequence[Any] = ()
+        if config.exchange != "off":
+            runs = block_runs(wanted, self._reading.manifest.block_nbytes)
+        return {
+            "runs": runs,
+            "exchange": config.exchange,
+            "slab_nbytes": config.slab_nbytes,
+            "address": self._context.ranks.address,
+        }
+
+    async def decide(
+        self, messages: Sequence[Json], links: contextlib.AsyncExitStack
+    ) -> Sequence[Json] | Same:
+        """Plan who reads what for whom, on rank 0; or let each rank read for itself."""
+        ways = {message["exchange"] for message in messages}
+        if len(ways) > 1:
+            raise ConfigError(f"ranks load with exchange {sorted(ways)}; it is one for all ranks")
+        if ways == {"off"}:
+            return Same({"link": None})
+        context = self._context
+        plan = await run_blocking(
+            context.executor,
+            plan_exchange,
+            self._reading.manifest,
+            [decode_runs(message["runs"]) for message in messages],
+            context.ranks.hosts,
+            min(message["slab_nbytes"] for message in messages),
+        )
+        pays = plan.shared_nbytes() > 0 and (
+            ways == {"on"} or is_worth_exchanging(plan, context.ranks.hosts)
+        )
+        addresses = [message["address"] for message in messages]
+        offer = await offer_link(context, addresses, links) if pays else None
+        if offer is None:
+            return Same({"link": None})
+        return [{"link": offer, "units": units} for units in plan.parts()]
+
+
+async def _all_done(messages: Sequence[Json]) -> Same:
+    """Nothing to decide: that all ranks came is the answer."""
+    del messages
+    return Same(None)

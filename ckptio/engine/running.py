@@ -1,0 +1,59 @@
+"""A coroutine under way on an engine's loop, as other threads see it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Running(Generic[T]):
+    """A coroutine under way on an engine's loop.
+
+    Attributes:
+        future: Its end.
+        reason: Why it was aborted, if who waits for it did not ask for that.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[T] = Future()
+        self._lock = threading.Lock()
+        self.reason: Exception | None = None
+        self._aborted = False
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def started(self) -> None:
+        """The task runs. Called on it, first of all."""
+        with self._lock:
+            self._task = asyncio.current_task()
+            self._loop = asyncio.get_running_loop()
+            aborted = self._aborted
+        if aborted and self._task is not None:
+            self._task.cancel()
+
+    def abort(self, reason: Exception | None = None) -> None:
+        """Cancel the task, once; nothing happens after its end. From any thread.
+
+        Args:
+            reason: What who waits raises; the cancellation itself if not given.
+        """
+        with self._lock:
+            if self._aborted or self.future.done():
+                return
+            self._aborted = True
+            self.reason = reason
+            task, loop = self._task, self._loop
+        if task is not None and loop is not None:
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:  # the loop has ended, and the task before it
+                return
+
+    def wait_ended(self) -> None:
+        """Block until the task has ended, however it did."""
+        concurrent.futures.wait((self.future,))

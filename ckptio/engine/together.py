@@ -1,0 +1,255 @@
+"""Carry out a save of many ranks: agree on who writes what, write, and commit as one.
+
+    first save          a round: blocks of all ranks -> what each writes
+    unchanged state     no round: each rank writes what it wrote the last time
+    always              a round: receipts of all ranks -> the manifest, written by rank 0
+
+A rank knows by itself whether its own blocks are those of the last save, and says in its
+receipt which plan it followed. Where some ranks changed and others did not, those that did
+wait for the receipts of the others, and share out what is new (`plan.replan`); so no rank
+ever waits for a round to learn that nothing has changed.
+
+All ranks commit or none does. A failure anywhere before the manifest is written ends the
+save on every rank, and each removes its own files when all have stopped. A rank that has
+given its receipt and does not hear what became of it looks for the manifest, and leaves
+its files alone where it finds none: rank 0 may be about to write it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptio._aio import run_blocking
+from ckptio.engine.decide import Decider
+from ckptio.engine.save import SaveReceipt, announce, write_buckets
+from ckptio.errors import CheckpointError, RankError
+from ckptio.format.checksum import pack_checksums
+from ckptio.format.manifest import decode_manifest
+from ckptio.plan.assign import Assignment
+from ckptio.plan.save import plan_save
+from ckptio.plan.trees import take_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.save import SaveJob
+    from ckptio.plan.save import SavePlan
+    from ckptio.plan.trees import RankTree
+    from ckptio.ranks.interface import Session
+    from ckptio.storage.interface import Attempt
+
+    Json = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What a rank keeps of what was agreed on, for as long as its blocks stay the same.
+
+    Attributes:
+        plan_id: Names the plan that all ranks follow.
+        plan: Where this rank writes what.
+        sends_tree: Whether this rank has to send its tree; another has the same if not.
+        is_new: Whether the coordinator does not know yet where the parts lie.
+    """
+
+    plan_id: str
+    plan: SavePlan
+    sends_tree: bool
+    is_new: bool
+
+
+def save_id_of(nonce: str, key: str) -> str:
+    """Make a save id that is the same on all ranks, and of no other save."""
+    return hashlib.blake2b(f"{nonce}/{key}".encode(), digest_size=16).hexdigest()
+
+
+async def fail_together(context: EngineContext, key: str, error: Exception) -> None:
+    """Tell the others that this rank failed before it came to what they do together."""
+    with contextlib.suppress(RankError):  # the caller raises `error`
+        async with context.ranks.session(key):
+            raise error
+
+
+async def save_together(
+    job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
+) -> SaveReceipt:
+    """Save this rank's part of a state. When this returns, the checkpoint exists.
+
+    Raises:
+        RankError: It failed on some rank; nothing was committed, unless `in_doubt` says so.
+        PeerLostError: A rank was lost.
+    """
+    save = _JointSave(job, context, my_turn)
+    try:
+        async with context.ranks.session(job.key) as session:
+            receipt = await save.run(session)
+    except BaseException as error:
+        # what was agreed on is agreed on anew, on all ranks
+        context.agreements.clear()
+        committed = await save.clean_up(error)
+        if committed is None:
+            raise
+        return committed
+    await save.end()
+    return receipt
+
+
+class _JointSave:
+    """One rank's part of a save."""
+
+    def __init__(
+        self, job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._job = job
+        self._context = context
+        self._decider = Decider(job, context, my_turn)
+        self._leads = context.ranks.rank == 0
+        self._attempt: Attempt | None = None
+        self._agreement: Agreement | None = None
+        self._vouched = False
+
+    async def run(self, session: Session) -> SaveReceipt:
+        """Agree, write, commit."""
+        specs = self._job.flat.specs
+        tree = await run_blocking(
+            self._context.executor, take_tree, self._job.flat.tree, self._job.flat.names
+        )
+        agreement = self._context.agreements.get(specs)
+        reused = agreement is not None
+        if agreement is None:
+            answer = await session.round("plan", self._listing(tree), self._decider.decide)
+            agreement = await self._adopt(answer)
+        self._agreement = agreement
+        files = await self._write(agreement, reused=reused)
+        self._vouched = True
+        phase = "plan" if reused else "commit"  # the first round of a save has one name
+        answer = await session.round(phase, self._receipt(files, tree), self._decider.decide)
+        if "plan" in answer:  # others have changed: the same files, under another plan
+            agreement = replace(agreement, plan_id=answer["plan"], sends_tree=answer["sends_tree"])
+            answer = await session.round(
+                "commit", self._receipt(files, tree, agreement), self._decider.decide
+            )
+        if "trees" in answer:
+            message = self._receipt(files, tree, agreement)
+            if self._context.ranks.rank in answer["trees"]:
+                message["tree"] = list(tree)
+            answer = await session.round("trees", message, self._decider.decide)
+        agreement = replace(agreement, is_new=False, sends_tree=answer["sends_tree"])
+        self._context.agreements.put(specs, agreement)
+        return SaveReceipt(
+            nbytes=answer["nbytes"],
+            num_files=answer["num_files"],
+            num_tensors=answer["num_tensors"],
+            plan_reused=reused,
+        )
+
+    async def end(self) -> None:
+        """Let go of files that are part of a checkpoint now."""
+        if self._attempt is not None and not self._leads:
+            await self._attempt.leave()
+        self._context.cache.forget(self._job.storage)
+
+    async def clean_up(self, error: BaseException) -> SaveReceipt | None:
+        """Remove this rank's files, or find out that they are part of a checkpoint.
+
+        Returns:
+            What was saved, if it was; `None` if it was not, or if nobody can tell.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            return None
+        if self._leads:
+            await attempt.abort()  # removes nothing if the manifest is out
+        elif not self._vouched or (isinstance(error, RankError) and not error.in_doubt):
+            await attempt.abort()
+            return None
+        else:
+            await attempt.leave()
+        in_doubt = self._vouched and isinstance(error, RankError)
+        return await self._look_back() if in_doubt else None
+
+    async def _look_back(self) -> SaveReceipt | None:
+        """Look whether the save was committed by a rank that did not live to say so."""
+        with contextlib.suppress(CheckpointError):  # nothing that can be read: in doubt
+            _, data = await self._job.storage.read_manifest()
+            manifest = await run_blocking(self._context.executor, decode_manifest, data)
+            if manifest.save_id == self._job.save_id:
+                self._context.cache.forget(self._job.storage)
+                return SaveReceipt(
+                    nbytes=manifest.nbytes,
+                    num_files=len(manifest.files),
+                    num_tensors=len(manifest.tensors),
+                    plan_reused=False,
+                )
+        return None
+
+    def _common(self, kind: str) -> dict[str, Json]:
+        """Say what has to be the same on all ranks."""
+        config = self._context.config
+        return {
+            "kind": kind,
+            "path": self._job.storage.path,
+            "overwrite": self._job.overwrite,
+            "block_nbytes": config.block_nbytes,
+            "replicate": config.replicate,
+            "local_replica_nbytes": config.local_replica_nbytes,
+        }
+
+    def _listing(self, tree: RankTree) -> dict[str, Json]:
+        """Say what this rank holds."""
+        leaves = [*self._job.flat.specs]
+        return {**self._common("listing"), "leaves": leaves, "tree": [tree.digest]}
+
+    async def _adopt(self, answer: dict[str, Json]) -> Agreement:
+        """Lay out what this rank is to write."""
+        specs = self._job.flat.specs
+        parts = msgspec.convert(answer["parts"], Assignment).parts(specs)
+        plan = await run_blocking(
+            self._context.executor, plan_save, specs, self._context.config, parts
+        )
+        return Agreement(
+            plan_id=answer["plan"], plan=plan, sends_tree=answer["sends_tree"], is_new=True
+        )
+
+    async def _write(
+        self, agreement: Agreement, *, reused: bool
+    ) -> list[tuple[str, int, list[int]]]:
+        """Write this rank's files, and make sure that they are there."""
+        job, context = self._job, self._context
+        announce(job, context, agreement.plan, reused=reused)
+        if self._leads:
+            self._attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
+            self._decider.attempt = self._attempt
+        else:
+            self._attempt = await job.storage.join(job.save_id)
+        files = await write_buckets(job, context, agreement.plan, self._attempt)
+        if not self._leads:
+            await self._attempt.seal()
+        return files
+
+    def _receipt(
+        self,
+        files: Sequence[tuple[str, int, Sequence[int]]],
+        tree: RankTree,
+        agreement: Agreement | None = None,
+    ) -> dict[str, Json]:
+        """Say what this rank has written."""
+        agreement = agreement or self._agreement
+        assert agreement is not None  # noqa: S101  # it has written by it
+        return {
+            **self._common("receipt"),
+            "plan": agreement.plan_id,
+            "places": [*agreement.plan.places] if agreement.is_new else None,
+            "files": [
+                (name, nbytes, base64.b64encode(pack_checksums(sums)).decode())
+                for name, nbytes, sums in files
+            ],
+            "tree": list(tree if agreement.sends_tree else tree.without_tree()),
+        }

@@ -1,0 +1,355 @@
+"""Saves of many ranks, all of them on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import PerRank, Shard
+from ckptio.config import KiB
+from ckptio.errors import PeerLostError, PlanError, RankError
+from ckptio.testing import MemoryStorage, fail_at, run_virtual
+from tests.job_rig import Job, blank, job, shards_of
+from tests.rig import inline_engine, random_state
+
+if TYPE_CHECKING:
+    from ckptio import Engine
+    from ckptio.handle import CheckpointInfo
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def full_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(13, 70, generator=generator),
+        "columns": torch.randn(64, 33, generator=generator),
+        "norm": torch.randn(300, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "large": torch.randn(700, 31, generator=generator),
+    }
+
+
+def part_of(full: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Any]:
+    """Spread a state: rows and columns over ranks, the rest on all."""
+    return {
+        **full,
+        "rows": shards_of(full["rows"], (world_size, 1))[rank],
+        "columns": shards_of(full["columns"], (1, world_size))[rank],
+        "step": 7,
+        "rng": PerRank({"seed": rank}),
+    }
+
+
+def target_of(full: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Any]:
+    """Make a target spread the other way round."""
+    return {
+        **{name: torch.zeros_like(tensor) for name, tensor in full.items()},
+        "rows": blank(shards_of(full["rows"], (1, world_size))[rank]),
+        "columns": blank(shards_of(full["columns"], (world_size, 1))[rank]),
+        "step": 0,
+        "rng": PerRank({"seed": -1}),
+    }
+
+
+def assert_loaded(target: dict[str, Any], full: dict[str, torch.Tensor]) -> None:
+    for name, expected in full.items():
+        found = target[name]
+        if isinstance(found, Shard):
+            assert found.global_offset is not None
+            block = [
+                slice(first, first + count)
+                for first, count in zip(found.global_offset, found.tensor.shape, strict=True)
+            ]
+            assert torch.equal(found.tensor, expected[tuple(block)]), name
+        else:
+            assert torch.equal(found, expected), name
+    assert target["step"] == 7
+
+
+async def save_all(job: Job, full: dict[str, torch.Tensor], **options: Any) -> list[CheckpointInfo]:
+    async def body(rank: int, engine: Engine) -> CheckpointInfo:
+        state = part_of(full, rank, len(job.engines))
+        return await engine.save(state, "memory", **options)
+
+    return await job.all(body)
+
+
+@given(seed=seeds, saved=st.integers(1, 5), loaded=st.integers(1, 5))
+def test_a_state_comes_back_at_any_number_of_ranks(seed: int, saved: int, loaded: int) -> None:
+    """What any number of ranks saved, any number loads, spread in another way."""
+    full = full_state(seed)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(saved, place, seed=seed) as ranks:
+            infos = await save_all(ranks, full)
+            assert len({(i.nbytes, i.num_files, i.num_tensors, i.save_id) for i in infos}) == 1
+            written = [storage.counts.written_nbytes for storage in ranks.storages]
+            assert sum(written) == infos[0].nbytes
+        assert place.leftovers() == []
+        async with job(loaded, place, seed=seed + 1) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                target = target_of(full, rank, loaded)
+                await engine.load(
+                    "memory", into=target, strict="raise" if rank < saved else "ignore"
+                )
+                assert_loaded(target, full)
+                assert target["rng"].value["seed"] == (rank if rank < saved else -1)
+
+            await ranks.all(body)
+            reads = [storage.counts.num_manifest_reads for storage in ranks.storages]
+            assert reads == [1] + [0] * (loaded - 1)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_the_second_save_takes_one_round() -> None:
+    """Ranks whose blocks are unchanged meet once a save, at its end."""
+    full = full_state(0)
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            rounds = [0]
+            for _ in range(3):
+                await save_all(ranks, full, overwrite=True)
+                rounds.append(ranks.ranks.ranks[0].num_rounds)
+            assert [b - a for a, b in itertools.pairwise(rounds)] == [2, 1, 1]
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, changed=st.sets(st.integers(0, 3), min_size=1))
+def test_a_rank_that_changes_alone_is_planned_anew(seed: int, changed: set[int]) -> None:
+    """Tensors that some ranks have since the last save are saved, the others' too."""
+    full = full_state(seed)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(4, place, seed=seed) as ranks:
+            await save_all(ranks, full)
+
+            async def body(rank: int, engine: Engine) -> None:
+                state = part_of(full, rank, 4)
+                if rank in changed:
+                    state["new"] = torch.arange(50)
+                    state[f"own{rank}"] = torch.full((3,), rank)
+                for _ in range(2):
+                    await engine.save(state, "memory", overwrite=True)
+
+            await ranks.all(body)
+            assert ranks.ranks.ranks[0].num_rounds == 2 + 2 + 1
+        assert place.leftovers() == []
+        async with inline_engine({"memory": place}) as engine:
+            loaded = await engine.load("memory")
+            for name, tensor in full.items():
+                assert torch.equal(loaded[name], tensor)
+            assert torch.equal(loaded["new"], torch.arange(50))
+            for rank in changed:
+                assert torch.equal(loaded[f"own{rank}"], torch.full((3,), rank))
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_rank_that_drops_what_it_wrote_for_others_fails_the_save() -> None:
+    """Nothing is saved without a tensor that others still have; the next save has it."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            full = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+
+            async def first(_: int, engine: Engine) -> None:
+                await engine.save(full, "memory")
+
+            async def second(rank: int, engine: Engine) -> None:
+                state = {"w0": full["w0"]} if rank == 1 else full
+                await engine.save(state, "memory", overwrite=True)
+
+            await ranks.all(first)
+            before = ranks.place.manifest
+            for error in await ranks.each(second):
+                assert isinstance(error, RankError)
+                assert "save again" in str(error)
+            assert ranks.place.manifest == before
+            await ranks.all(second)
+            assert ranks.place.manifest != before
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_values_that_differ_are_refused_on_every_rank() -> None:
+    """A number that is not the same on all ranks is named, and nothing is written."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save({"w": torch.zeros(4), "step": rank // 2}, "memory")
+
+            errors = await ranks.each(body)
+            assert {type(error) for error in errors} == {RankError}
+            assert len({str(error) for error in errors}) == 1
+            assert "step" in str(errors[0])
+            assert ranks.place.manifest is None
+            assert ranks.place.leftovers() == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_gap_is_refused_on_every_rank_before_anything_is_written() -> None:
+    """Shards that do not fill their tensor fail the save on every rank."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                shard = shards_of(torch.zeros(12, 3), (4, 1))[rank]
+                await engine.save({"w": shard}, "memory")
+
+            errors = await ranks.each(body)
+            assert {type(error) for error in errors} == {RankError}
+            assert errors[0] is not None
+            assert isinstance(errors[0].__cause__, PlanError)
+            assert [s.counts.written_nbytes for s in ranks.storages] == [0, 0, 0]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_state_that_one_rank_cannot_save_fails_on_all() -> None:
+    """Other ranks do not wait for one whose state was refused at the call."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save({"w": torch.zeros(3), "x": object() if rank else 1}, "memory")
+
+            errors = await ranks.each(body)
+            assert isinstance(errors[0], RankError)
+            assert "UnsupportedLeafError" in str(errors[0])
+            assert "cannot save 'x'" in str(errors[1])
+            assert asyncio.get_running_loop().time() < 1
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, rank=st.integers(0, 3), number=st.integers(0, 60))
+def test_a_failure_anywhere_ends_the_save_everywhere(seed: int, rank: int, number: int) -> None:
+    """Whatever storage operation fails on whatever rank: all or nothing, on all ranks."""
+    full = full_state(seed)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(4, place, seed=seed) as ranks:
+            await save_all(ranks, full)
+            before = place.manifest
+            ranks.storages[rank].fault = fail_at(
+                number + len(ranks.storages[rank].operations), OSError(5, "broken")
+            )
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
+
+            results = await ranks.each(body)
+            if place.manifest == before:
+                assert all(isinstance(result, RankError) for result in results)
+                assert len({str(result) for result in results}) == 1
+            else:
+                assert results == [None] * 4
+        assert place.leftovers() == []
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(
+    seed=seeds,
+    rank=st.integers(0, 3),
+    at_s=st.floats(0, 0.5),
+    how=st.sampled_from(["kill", "freeze"]),
+)
+def test_a_lost_rank_ends_the_save_on_the_others(
+    seed: int, rank: int, at_s: float, how: str
+) -> None:
+    """A rank that dies or freezes at any moment: the others raise in time, or all is saved."""
+    full = full_state(seed)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+        async with job(4, place, seed=seed) as ranks:
+            await save_all(ranks, full)
+            before = place.manifest
+
+            async def end() -> None:
+                await asyncio.sleep(at_s)
+                getattr(ranks.ranks, how)(rank)
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(part_of(full, rank, 4), "memory", overwrite=True)
+
+            async with asyncio.TaskGroup() as group:
+                ending = group.create_task(end(), name="end")
+                results = await ranks.each(body)
+                if place.manifest == before:
+                    others = [result for i, result in enumerate(results) if i != rank]
+                    assert all(isinstance(error, PeerLostError) for error in others)
+                    assert all(rank in error.ranks for error in others)  # type: ignore[union-attr]  # as above
+                    assert asyncio.get_running_loop().time() < 30
+                else:
+                    saved = [i for i, result in enumerate(results) if result is None]
+                    assert set(saved) >= {0, 1, 2, 3} - {rank}
+                await ending
+        async with inline_engine({"memory": place}) as engine:
+            loaded = await engine.load("memory")
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in full.items())
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, rank=st.integers(0, 2), at_s=st.floats(0, 0.5))
+def test_cancelling_on_one_rank_ends_the_save_on_all(seed: int, rank: int, at_s: float) -> None:
+    """A save that one rank aborts is no checkpoint for any, and leaves nothing."""
+    full = full_state(seed)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+        async with job(3, place, seed=seed) as ranks:
+
+            async def body(number: int, engine: Engine) -> str:
+                handle = engine.save(part_of(full, number, 3), "memory")
+                if number == rank:
+                    await asyncio.sleep(at_s)
+                    handle.abort()
+                await handle
+                return "saved"
+
+            results = await ranks.each(body)
+            if place.manifest is None:
+                assert "saved" not in results
+            else:
+                assert [r for i, r in enumerate(results) if i != rank] == ["saved"] * 2
+        assert place.leftovers() == []
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_shard_alone_is_no_tensor() -> None:
+    """One rank alone cannot save a shard of a tensor whose rest nobody has."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        async with inline_engine({"memory": storage}) as engine:
+            shard = shards_of(torch.zeros(12, 3), (4, 1))[1]
+            with pytest.raises(PlanError, match="'w'"):
+                await engine.save({"w": shard}, "memory")
+            whole = Shard(torch.ones(12, 3), (12, 3), global_offset=(0, 0))
+            await engine.save({"w": whole, **random_state([9 * KiB])}, "memory")
+            assert torch.equal((await engine.load("memory"))["w"], whole.tensor)
+
+    run_virtual(scenario(), seed=0)

@@ -1,0 +1,142 @@
+"""Jobs of many ranks on one loop, and states that are spread over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ckptio import Shard
+from ckptio._aio import Threads
+from ckptio.cache import MetadataCache
+from ckptio.engine.context import EngineContext
+from ckptio.ranks.interface import Deadlines
+from ckptio.staging.pool import SlabPool
+from ckptio.testing import MemoryStorage
+from ckptio.testing.ranks import MemoryRanks
+from tests.rig import SMALL, InlineCore, engine_on
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from ckptio import Engine
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Observer
+
+T = TypeVar("T")
+DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Engines of ranks that share a place named `memory`, each counting for itself."""
+
+    engines: Sequence[Engine]
+    storages: Sequence[MemoryStorage]
+    ranks: MemoryRanks
+
+    async def each(self, body: Callable[[int, Engine], Awaitable[T]]) -> list[T | BaseException]:
+        """Run a body on every rank; gives what each returned or raised."""
+
+        async def one(rank: int) -> T | BaseException:
+            try:
+                return await body(rank, self.engines[rank])
+            except BaseException as error:  # the test looks at it
+                return error
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(r), name=f"rank {r}") for r in range(len(self.engines))]
+        return [task.result() for task in tasks]
+
+    async def all(self, body: Callable[[int, Engine], Awaitable[T]]) -> list[T]:
+        """Run a body on every rank, none of which may fail."""
+        results = []
+        for result in await self.each(body):
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+        return results
+
+    @property
+    def place(self) -> MemoryStorage:
+        return self.storages[0]
+
+
+@contextlib.asynccontextmanager
+async def job(
+    world_size: int,
+    place: MemoryStorage | None = None,
+    config: CheckpointConfig = SMALL,
+    *,
+    hosts: Sequence[str] | None = None,
+    seed: int = 0,
+    observer: Observer | None = None,
+) -> AsyncIterator[Job]:
+    """Give the engines of a job, and check at the end that none leaves anything behind."""
+    first = place or MemoryStorage("memory", seed=seed)
+    storages = [first.another_name("memory") for _ in range(world_size)]
+    async with contextlib.AsyncExitStack() as stack:
+        group = await stack.enter_async_context(
+            MemoryRanks(world_size, hosts=hosts, deadlines=DEADLINES, seed=seed, max_delay_s=0.002)
+        )
+        cores = []
+        for rank, ranks in enumerate(group.ranks):
+            context = EngineContext(
+                config=config,
+                executor=Threads(4, "ckptio"),
+                copiers=Threads(config.max_copies, "ckptio-copy"),
+                writers=Threads(config.max_writes, "ckptio-write"),
+                readers=Threads(config.max_reads, "ckptio-read"),
+                waiters=Threads(1, "ckptio-wait"),
+                pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+                cache=MetadataCache(config.cache_entries, config.cache_nbytes),
+                observer=observer,
+                ranks=ranks,
+            )
+            cores.append(InlineCore(context, {"memory": storages[rank]}))
+            task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
+            stack.push_async_callback(_wait_for, task)
+            stack.callback(context.cache.close)
+            while not context.cache._open:
+                await asyncio.sleep(0)
+        yield Job([engine_on(core) for core in cores], storages, group)
+        for core in cores:
+            if core.tasks:
+                await asyncio.wait(core.tasks)
+            statistics = core.context.pool.statistics()
+            assert statistics.leased_nbytes == 0
+            assert statistics.num_waiting == 0
+            core.context.pool.close()
+
+
+async def _wait_for(task: asyncio.Task[None]) -> None:
+    await task
+
+
+def shards_of(tensor: torch.Tensor, grid: Sequence[int]) -> list[Shard]:
+    """Cut a tensor into a grid of shards, row-major; uneven and empty ones as they come."""
+    cuts = [
+        [extent * i // parts for i in range(parts + 1)]
+        for extent, parts in zip(tensor.shape, grid, strict=True)
+    ]
+    shards = []
+    for index in itertools.product(*(range(parts) for parts in grid)):
+        part = tensor
+        offset = []
+        for dim, i in enumerate(index):
+            start, stop = cuts[dim][i], cuts[dim][i + 1]
+            part = part.narrow(dim, start, stop - start)
+            offset.append(start)
+        shards.append(Shard(part.clone(), tuple(tensor.shape), global_offset=tuple(offset)))
+    return shards
+
+
+def blank(shard: Shard) -> Shard:
+    """Give the same shard with zeros in it."""
+    return Shard(
+        torch.zeros_like(shard.tensor), shard.global_shape, global_offset=shard.global_offset
+    )
