@@ -28,6 +28,7 @@ Replicate = Literal["once", "local"]
 Exchange = Literal["auto", "on", "off"]
 DirectIO = Literal["auto", "off"]
 _ENV_PREFIX = "CKPTIO_"
+_MIN_FOR_RESERVE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,11 @@ class CheckpointConfig:
     """Options of an engine.
 
     Attributes:
-        pool_nbytes: Hard budget of the staging pool, in bytes; whole slabs of it are used.
-            A state up to this size is copied at once, and `await handle.staged` takes one
-            memory copy; a larger one flows through in waves. For the shortest stall, set
-            it to a rank's bytes and a slab for each file. Memory is taken as it is first
+        pool_nbytes: Hard budget of the staging pool, in bytes; whole slabs of it are used,
+            all but one, so that what a save takes beside them fits in too. A state up to
+            this size is copied at once, and `await handle.staged` takes one memory copy; a
+            larger one flows through in waves. For the shortest stall, set it to a rank's
+            bytes, a slab for each file, and one more. Memory is taken as it is first
             needed, then kept and reused.
         slab_nbytes: Size of a slab of the pool, and so of one write: a tensor above it
             is written by several writers at once. 16 MiB: large enough that a hop to
@@ -137,8 +139,13 @@ class CheckpointConfig:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs in the pool when it is full."""
-        return self.pool_nbytes // self.slab_nbytes
+        """Slabs in the pool when it is full.
+
+        One less than would fit, if there are many: a save takes some memory beside them
+        (stacks of threads, plan, manifest), and the budget is to hold with it.
+        """
+        fitting = self.pool_nbytes // self.slab_nbytes
+        return fitting - 1 if fitting >= _MIN_FOR_RESERVE else fitting
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CheckpointConfig:

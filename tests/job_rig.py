@@ -92,7 +92,7 @@ async def job(
                 writers=Threads(config.max_writes, "ckptio-write"),
                 readers=Threads(config.max_reads, "ckptio-read"),
                 waiters=Threads(1, "ckptio-wait"),
-                pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+                pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
                 cache=MetadataCache(config.cache_entries, config.cache_nbytes),
                 observer=observer,
                 ranks=ranks,

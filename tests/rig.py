@@ -214,7 +214,7 @@ async def inline_engine(
         copiers=copiers,
         writers=writers,
         readers=readers,
-        pool=SlabPool(config.pool_nbytes, config.slab_nbytes),
+        pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
         cache=MetadataCache(config.cache_entries, config.cache_nbytes),
         observer=observer,
     )

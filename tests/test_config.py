@@ -11,7 +11,7 @@ from ckptio.errors import ConfigError
 
 def test_the_defaults_are_valid() -> None:
     """An engine without options works."""
-    assert CheckpointConfig().num_slabs == 16
+    assert CheckpointConfig().num_slabs == 15
 
 
 def test_options_are_frozen() -> None:

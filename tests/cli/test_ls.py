@@ -68,7 +68,7 @@ def test_ls_as_json_has_stable_keys(ckpt: Path, capsys: pytest.CaptureFixture[st
                 "nbytes": data_file(ckpt).stat().st_size,
                 "num_files": 1,
                 "num_tensors": 3,
-                "format": 1,
+                "format": 2,
                 "writer": manifest.writer,
                 "save_id": manifest.save_id,
                 "error": None,

@@ -22,7 +22,7 @@ def test_a_wide_terminal_has_tables(ckpt: Path) -> None:
     head, row, *_ = plain_lines(sent)
     assert code == 0
     assert head == "PATH    COMMITTED                BYTES  FILES  TENSORS  FORMAT"
-    assert re.fullmatch(r"step-9  \d{4}-\d\d-\d\d [0-9:]{8}Z  [0-9.]+ KiB {6}1 {8}3 {7}1", row)
+    assert re.fullmatch(r"step-9  \d{4}-\d\d-\d\d [0-9:]{8}Z  [0-9.]+ KiB {6}1 {8}3 {7}2", row)
     code, sent = run_on_terminal(WIDE, "show", str(ckpt))
     assert code == 0
     tree = plain_lines(sent)[3:-5]
@@ -58,7 +58,7 @@ def test_a_narrow_terminal_has_no_line_longer_than_itself(ckpt: Path) -> None:
     path, *rest = plain_lines(sent)
     assert path == "step-9"
     assert re.fullmatch(r"  \d{4}-\d\d-\d\d [0-9:]{8}Z  [0-9.]+ KiB  1 file", rest[0])
-    assert rest[1:] == ["  3 tensors  format 1", ""]
+    assert rest[1:] == ["  3 tensors  format 2", ""]
     flip(data_file(ckpt), 5000)
     code, sent = run_on_terminal(NARROW, "verify", str(ckpt))
     assert code == 1
