@@ -28,7 +28,7 @@ import msgspec
 from ckptio._aio import run_blocking
 from ckptio.engine.decide import Decider
 from ckptio.engine.save import SaveReceipt, announce, write_buckets
-from ckptio.errors import CheckpointError, RankError
+from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Attempt
 
     Json = Any
+
+
+_EXISTS = CheckpointExistsError.__name__ + ":"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ async def save_together(
     """Save this rank's part of a state. When this returns, the checkpoint exists.
 
     Raises:
+        CheckpointExistsError: There is a checkpoint and `overwrite` is off; on every rank.
         RankError: It failed on some rank; nothing was committed, unless `in_doubt` says so.
         PeerLostError: A rank was lost.
     """
@@ -94,9 +98,12 @@ async def save_together(
         # what was agreed on is agreed on anew, on all ranks
         context.agreements.clear()
         committed = await save.clean_up(error)
-        if committed is None:
-            raise
-        return committed
+        if committed is not None:
+            return committed
+        exists = isinstance(error, RankError) and error.causes.get(0, "").startswith(_EXISTS)
+        if exists and context.ranks.world_size > 1:  # as itself: who resumes a run catches it
+            raise CheckpointExistsError(job.storage.path) from error
+        raise
     await save.end()
     return receipt
 

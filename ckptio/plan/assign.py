@@ -113,11 +113,12 @@ class Pattern:
         nbytes: Bytes of each box.
         holders: Ranks that hold each box, rising.
         only: The one rank that holds each box, if that is so for every box.
+        blocks: The first block that is each box, as a place in the row.
         pools: The pool of each box that is shared out, and -1 for others.
         items: What each box is in its pool.
     """
 
-    __slots__ = ("holders", "items", "nbytes", "num_tensors", "only", "pools", "tiles")
+    __slots__ = ("blocks", "holders", "items", "nbytes", "num_tensors", "only", "pools", "tiles")
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class Pattern:
         items: list[Item],
     ) -> None:
         self.tiles = tiles
+        self.blocks = [member[0] for member in tiles.members]
         self.num_tensors = 0
         self.nbytes = nbytes
         self.holders = holders
@@ -223,8 +225,8 @@ class Assigner:
         tiles = pattern.tiles
         if pattern.only:
             lists = [self._leaves[rank] for rank in pattern.only]
-            parts = tuple([len(leaves) for leaves in lists])
-            for (k, *_), leaves in zip(tiles.members, lists, strict=True):
+            parts = tuple(map(len, lists))
+            for k, leaves in zip(pattern.blocks, lists, strict=True):
                 leaves.append(row.leaves[k])
             return PlannedTensor(
                 row.name, tiles.dtype, tiles.shape, tiles.boxes, pattern.only, parts

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from ckptio import PerRank, Shard
 from ckptio.config import KiB
-from ckptio.errors import PeerLostError, PlanError, RankError
+from ckptio.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    PeerLostError,
+    PlanError,
+    RankError,
+)
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, blank, job, shards_of
 from tests.rig import inline_engine, random_state
@@ -351,5 +357,31 @@ def test_a_shard_alone_is_no_tensor() -> None:
             whole = Shard(torch.ones(12, 3), (12, 3), global_offset=(0, 0))
             await engine.save({"w": whole, **random_state([9 * KiB])}, "memory")
             assert torch.equal((await engine.load("memory"))["w"], whole.tensor)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_checkpoint_that_is_there_is_an_error_of_its_own_on_every_rank() -> None:
+    """Whoever guards against overwriting, or resumes, catches the same errors as alone."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            full = full_state(0)
+
+            async def load(_: int, engine: Engine) -> None:
+                await engine.load("memory")
+
+            for error in await ranks.each(load):
+                assert type(error) is CheckpointNotFoundError
+            await save_all(ranks, full)
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save(part_of(full, rank, 3), "memory")
+
+            for error in await ranks.each(save):
+                assert type(error) is CheckpointExistsError
+                assert isinstance(error.__cause__, RankError)
+            await ranks.all(load)
+        assert ranks.place.leftovers() == []
 
     run_virtual(scenario(), seed=0)

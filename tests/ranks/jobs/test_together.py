@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +34,8 @@ def lose_one(jobs: Jobs, path: Path, world_size: int, stop: Stop) -> None:
     check_same(ckptio.sync.load(path), plain_state(seed=1))
     assert ckptio.sync.verify(path).is_whole
     assert [name for name in names_in(path) if "manifest" in name] == ["manifest.json"]
+    for name in names_in(path):  # what no lock covers is left for an hour
+        os.utime(path / name, (0, 0))
     jobs.run(world_size, f"{HERE}:overwrite", path=str(path))
     check_same(ckptio.sync.load(path), plain_state(seed=2))
     assert_tidy(path)
