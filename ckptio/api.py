@@ -85,8 +85,13 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what is in flight, or abort it; then give everything back."""
-        await in_own_thread(lambda: self._core.close(abort=error is not None))
+        """Wait for what is in flight, or abort it; then give everything back.
+
+        Cancelling the wait aborts what is in flight, and is raised when that has ended.
+        """
+        await in_own_thread(
+            lambda: self._core.close(abort=error is not None), self._core.abort_in_flight
+        )
         unseen = self._core.unseen_failure()
         if unseen is not None and error is None:
             raise unseen

@@ -325,6 +325,9 @@ class EngineCore:
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
+        An interrupt (`KeyboardInterrupt`) while it waits aborts what is in flight, and is
+        raised when everything was given back.
+
         Args:
             abort: Stop what is in flight first.
         """
@@ -333,11 +336,28 @@ class EngineCore:
             in_flight = list(self._in_flight)
         if portal is None or self._portal_block is None:
             return
-        for running in in_flight:
-            if abort:
-                running.abort(EngineClosedError("the engine was left by an error meanwhile"))
-        for running in in_flight:
-            running.wait_ended()
+        if abort:
+            self.abort_in_flight()
+        try:
+            try:
+                for running in in_flight:
+                    running.wait_ended()
+            except BaseException:  # raised again when all have ended
+                self.abort_in_flight()
+                for running in in_flight:
+                    running.wait_ended()
+                raise
+        finally:
+            self._end(portal)
+
+    def abort_in_flight(self) -> None:
+        """Stop everything that is under way. From any thread; waits for nothing."""
+        for running in list(self._in_flight):
+            running.abort(EngineClosedError("the engine was left by an error meanwhile"))
+
+    def _end(self, portal: BlockingPortal) -> None:
+        """Give everything back, and end the loop."""
+        assert self._portal_block is not None  # noqa: S101  # it was started
         try:
             portal.call(self._give_back)
         finally:

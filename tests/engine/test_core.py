@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import threading
 from typing import TYPE_CHECKING
@@ -376,3 +377,54 @@ async def test_many_loops_share_an_engine() -> None:
         for thread in threads:
             await asyncio.to_thread(thread.join)
     assert failures == []
+
+
+async def test_a_cancelled_exit_aborts_what_is_in_flight(tmp_path: Path) -> None:
+    """Who is cancelled while the engine waits for a save does not wait for its commit."""
+    files = RecordingFiles()
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(operation: Operation) -> None:
+        if operation.kind == "fsync":
+            reached.set()
+            opened.wait()
+
+    files.fault = hold
+    handles: list[ckptio.SaveHandle] = []
+
+    async def use() -> None:
+        async with engine_on(FilesCore(BIG_BLOCKS, None, files)) as engine:
+            handles.append(engine.save(filled_state([60_000], 1), tmp_path / "c"))
+            await asyncio.to_thread(reached.wait)
+
+    task = asyncio.create_task(use())
+    await asyncio.to_thread(reached.wait)
+    while not handles[0].staged.done():
+        await asyncio.sleep(0.001)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(SaveAbortedError):
+        await handles[0]
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", ["pwrite", "fsync", "publish"])
+async def test_a_failure_keeps_its_cause(tmp_path: Path, kind: str) -> None:
+    """What the system said is the cause of what the save raises."""
+    files = RecordingFiles()
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == kind:
+            raise OSError(errno.ENOSPC, "no room")
+
+    files.fault = refuse
+    async with engine_on(FilesCore(BIG_BLOCKS, None, files)) as engine:
+        with pytest.raises(StorageError, match="no room") as caught:
+            await engine.save(filled_state([60_000], 1), tmp_path / "c")
+    assert type(caught.value.__cause__) is OSError
+    assert caught.value.errno == errno.ENOSPC
