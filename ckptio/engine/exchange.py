@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import first_failure, run_blocking, shielded
 from ckptio.engine.context import settle
-from ckptio.engine.load import damaged_block
+from ckptio.engine.load import check_and_land
 from ckptio.events import ReadProgressed
-from ckptio.format.checksum import crc32c
 from ckptio.plan.load import plan_spans
 from ckptio.staging.pool import Slab
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.load import Reading
-    from ckptio.errors import CorruptionError
     from ckptio.exchange.link import BulkLink
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import Unit
@@ -264,7 +262,7 @@ class _Exchange:
         try:
             damage = await run_blocking(
                 context.copiers if source is None else context.readers,
-                _check_and_land,
+                check_and_land,
                 segment,
                 slab,
                 source,
@@ -315,44 +313,3 @@ class _Exchange:
     async def _close(self, sources: Iterable[Source]) -> None:
         for source in sources:
             await run_blocking(self._context.executor, source.close)
-
-
-def _check_and_land(
-    segment: ReadSegment,
-    slab: Slab,
-    source: Source | None,
-    reading: Reading,
-    pending: list[PendingCopies],
-    *,
-    keep: bool,
-) -> list[CorruptionError]:
-    """Verify and land a range block by block, reading it first if it is not there. Blocks.
-
-    Args:
-        segment: The range.
-        slab: Holds or takes it; or a block of it at a time, which stays in the core's cache.
-        source: The file to read it from; `None` if the slab holds it.
-        reading: What is being read.
-        pending: Takes what devices still have to read from the slab, also when this raises.
-        keep: Whether the slab has to hold all of it in the end.
-
-    Returns:
-        What is damaged.
-    """
-    block = reading.manifest.block_nbytes
-    target = reading.target
-    spread = keep or (target is not None and target.is_async)
-    damage: list[CorruptionError] = []
-    for index, expected in enumerate(segment.checksums):
-        nbytes = min(block, segment.nbytes - index * block)
-        start = segment.start + index * block
-        at = index * block if spread else 0
-        with slab.view[at : at + block] as room, room[:nbytes] as data:
-            if source is not None:
-                source.pread_into(start, room, nbytes)
-            found = crc32c(data)
-        if found != expected:
-            damage.append(damaged_block(reading, segment.file, start, nbytes, found))
-        elif target is not None:
-            target.scatter(segment.pieces[index], slab, at, pending)
-    return damage

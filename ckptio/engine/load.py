@@ -237,7 +237,7 @@ async def _read_segment(
         pending: list[PendingCopies] = []
         try:
             damage = await run_unless_cancelled(
-                context.readers, _read_and_land, segment, slab, source, reading, pending
+                context.readers, check_and_land, segment, slab, source, reading, pending
             )
         finally:
             await settle(pending, context)  # a device may be reading the slab, cancelled or not
@@ -251,47 +251,51 @@ async def _read_segment(
     )
 
 
-def _read_and_land(
+def check_and_land(
     segment: ReadSegment,
     slab: Slab,
-    source: Source,
+    source: Source | None,
     reading: Reading,
     pending: list[PendingCopies],
+    *,
+    keep: bool = False,
 ) -> list[CorruptionError]:
-    """Read, verify and land a range, block by block. Blocks.
+    """Verify and land a range block by block, reading it first if it is not there. Blocks.
 
-    Every block goes through the same piece of the slab where no device reads from it, so
-    that it is still in the core's cache when it is summed and when it is copied.
+    Where no device reads from the slab and nobody needs all of it, every block goes through
+    the same piece, so that it is still in the core's cache when it is summed and copied.
 
     Args:
         segment: The range.
-        slab: Takes it; or a block of it at a time.
-        source: The file.
+        slab: Holds or takes it, or a block of it at a time.
+        source: The file to read it from; `None` if the slab holds it.
         reading: What is being read.
         pending: Takes what devices still have to read from the slab, also when this raises.
+        keep: Whether the slab has to hold all of it in the end.
 
     Returns:
         What is damaged.
     """
     block = reading.manifest.block_nbytes
     target = reading.target
-    spread = target is not None and target.is_async
+    spread = keep or (target is not None and target.is_async)
     damage: list[CorruptionError] = []
     for index, expected in enumerate(segment.checksums):
         nbytes = min(block, segment.nbytes - index * block)
         start = segment.start + index * block
         at = index * block if spread else 0
         with slab.view[at : at + block] as room, room[:nbytes] as data:
-            source.pread_into(start, room, nbytes)
+            if source is not None:
+                source.pread_into(start, room, nbytes)
             found = crc32c(data)
         if found != expected:
-            damage.append(damaged_block(reading, segment.file, start, nbytes, found))
+            damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
             target.scatter(segment.pieces[index], slab, at, pending)
     return damage
 
 
-def damaged_block(
+def _damaged_block(
     reading: Reading, file: int, start: int, nbytes: int, found: int
 ) -> CorruptionError:
     """Say which block does not have its checksum, and which tensors it holds."""
