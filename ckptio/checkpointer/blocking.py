@@ -1,0 +1,230 @@
+"""`Checkpointer` for classic loops: the same names, blocking."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.checkpointer.face import refuse_both
+from ckptio.engine.core import EngineCore
+from ckptio.engine.drive import drive_blocking
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+    from ckptio.api import RanksLike, Strict
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.flow import LoadResult
+    from ckptio.events import Observer
+    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.plan.decision import SaveEvery
+    from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+
+class Checkpointer:
+    """The blocking twin of `ckptio.Checkpointer`: `with Checkpointer("run") as ckpt:`.
+
+    `save` waits for the commit. `start_save` returns the handle at once, for a loop that
+    trains on: `handle.staged.wait()`, then change the state.
+
+    Args:
+        root: A local directory; need not exist.
+        keep: What is kept of the committed steps; everything if not given.
+        every: When `should_save` says yes.
+        preempt_signals: Signals that announce the end of the run.
+        preempt_deadline_s: Seconds after the signal in which the last save has to be
+            committed.
+        sweep_after_s: Seconds after which what a dead save left is removed.
+        engine: An open `ckptio.sync.Engine` to use; it stays open. Its own if not given.
+        config: Options of its own engine.
+        observer: Takes the events of its own engine.
+        ranks: Who takes part, for its own engine.
+
+    Everything else is said at `ckptio.Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        keep: Retention | None = None,
+        every: SaveEvery | None = None,
+        preempt_signals: Sequence[int] = (),
+        preempt_deadline_s: float | None = None,
+        sweep_after_s: float | None = 3600.0,
+        engine: Any = None,
+        config: CheckpointConfig | None = None,
+        observer: Observer | None = None,
+        ranks: RanksLike = "auto",
+    ) -> None:
+        refuse_both(engine, config, observer, ranks)
+        self._core = CheckpointerCore(
+            root,
+            keep=keep,
+            every=every,
+            preempt_signals=preempt_signals,
+            preempt_deadline_s=preempt_deadline_s,
+            sweep_after_s=sweep_after_s,
+        )
+        self._owns = engine is None
+        core = EngineCore(config, observer, ranks) if engine is None else engine._core  # noqa: SLF001  # as below
+        if not isinstance(core, EngineCore):
+            raise ConfigError(f"engine= is an engine, not {engine!r}")
+        self._engine = core
+
+    def __enter__(self) -> Self:
+        """Open, and its engine if that is its own. Waits for the other ranks."""
+        if self._owns:
+            self._engine.start()
+        try:
+            self._engine.call_blocking(self._core.open(self._engine), "open a checkpointer")
+            self._core.start()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for what is in flight, or abort it; then close."""
+        core = self._core
+        if error is not None:
+            core.abort()
+        try:
+            try:
+                self._wait_in_flight()
+            except BaseException:  # an interrupt: raised again when all have ended
+                core.abort()
+                self._wait_in_flight()
+                raise
+        finally:
+            for running in core.stop_watching():
+                running.wait_ended()
+            unseen = core.end()
+            if self._owns:
+                self._engine.close(abort=error is not None)
+        if unseen is not None and error is None:
+            raise unseen
+
+    def _wait_in_flight(self) -> None:
+        handles, passes = self._core.waits()
+        for handle in handles:
+            handle.committed.wait_done()
+        for running in passes:
+            running.wait_ended()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run is to end; see `ckptio.Checkpointer.preempted`."""
+        return self._core.preempted
+
+    def preempt(self, reason: str = "asked for") -> None:
+        """Do what a signal does; see `ckptio.Checkpointer.preempt`."""
+        self._core.preempt(reason)
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save now; see `ckptio.Checkpointer.should_save`."""
+        while isinstance(answer := self._core.decide(step), Future):
+            answer.result()
+        return answer
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+    ) -> CheckpointInfo:
+        """Save a step and wait for the commit; see `ckptio.Checkpointer.save`."""
+        handle = self.start_save(state, step, metrics=metrics, overwrite=overwrite)
+        try:
+            return handle.result()
+        except BaseException:
+            if not handle.done():  # an interrupt
+                handle.abort()
+                handle.committed.wait_done()
+            raise
+
+    def start_save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Start saving a step and return at once; see `ckptio.Checkpointer.save`."""
+        return self._core.save(state, step, metrics, overwrite=overwrite)
+
+    def load(
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "raise",
+        types: Sequence[type] = (),
+    ) -> Any:
+        """Load the highest committed step, or the one given; see `ckptio.Checkpointer.load`."""
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = functools.partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=False
+        )
+        engine = self._core.engine
+        return drive_blocking(engine, self._core.load_flow(step, request), "load a step").state
+
+    def load_with_report(
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "report",
+        types: Sequence[type] = (),
+    ) -> LoadResult:
+        """Load a step, and say what was found; see `ckptio.Checkpointer.load_with_report`."""
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = functools.partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=True
+        )
+        engine = self._core.engine
+        return drive_blocking(engine, self._core.load_flow(step, request), "load a step")
+
+    def steps(self) -> tuple[int, ...]:
+        """List the committed steps; see `ckptio.Checkpointer.steps`."""
+        core = self._core
+        return tuple(core.engine.call_blocking(core.asking(core.agreed_steps), "list steps"))
+
+    def latest(self) -> int | None:
+        """Give the highest committed step; `None` if there is none."""
+        return max(self.steps(), default=None)
+
+    def records(self) -> tuple[StepRecord, ...]:
+        """Give number, time and metrics of steps; see `ckptio.Checkpointer.records`."""
+        core = self._core
+        return tuple(core.engine.call_blocking(core.asking(core.agreed_records), "list records"))
+
+    def path(self, step: int) -> str:
+        """Give the path of a step's checkpoint, committed or not."""
+        return self._core.path(step)

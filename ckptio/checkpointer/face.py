@@ -1,0 +1,308 @@
+"""`Checkpointer`: a run's steps in one directory, for async code."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from ckptio._aio import outlive
+from ckptio.api import Engine
+from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.engine.drive import drive
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+    from ckptio.api import RanksLike, Strict
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.flow import LoadResult
+    from ckptio.events import Observer
+    from ckptio.handle import SaveHandle
+    from ckptio.plan.decision import SaveEvery
+    from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+
+class Checkpointer:
+    """Saves the steps of a run under one directory, finds them again, and keeps some.
+
+        async with Checkpointer("run", keep=KeepLast(3), every=SaveEvery(steps=100)) as ckpt:
+            if await ckpt.latest() is not None:
+                await ckpt.load(into=state)
+            for step in range(first, last):
+                train(step)
+                if await ckpt.should_save(step):
+                    await ckpt.save(state, step).staged
+                if ckpt.preempted:
+                    break
+
+    Everything is derived from what is committed: there is no pointer to the latest step
+    that could be wrong, and a step that was not committed is none.
+
+    Leaving the block waits for what is in flight, removals included, and raises the error
+    of a save that nobody waited for. Leaving it by an error aborts what is in flight.
+
+    With several ranks, make it alike on all of them, and call `save`, `load`,
+    `should_save`, `steps`, `latest` and `records` on all of them alike and in one order.
+    Rank 0 lists, decides and removes.
+
+    Args:
+        root: A local directory; need not exist. One run's: another one that saves here
+            counts as the same.
+        keep: What is kept of the committed steps; the rest is removed in the background
+            after each commit. Everything if not given. The highest step and the one
+            committed last always stay, and so does one that is being written or read.
+            Steps with unreadable manifests are neither counted nor removed.
+        every: When `should_save` says yes.
+        preempt_signals: Signals that announce the end of the run, such as
+            `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
+            One rank that gets one is enough. Needs the main thread.
+        preempt_deadline_s: Seconds after the signal in which the last save has to be
+            committed; aborted then, and leaving the block raises `SaveAbortedError`.
+        sweep_after_s: Remove what a dead save left under a step that has no commit, when
+            nothing was written there for this many seconds; `None` for never. A save that
+            is alive, here or elsewhere, is never touched.
+        engine: An open engine to use; it stays open. Its own if not given.
+        config: Options of its own engine.
+        observer: Takes the events of its own engine.
+        ranks: Who takes part, for its own engine; see `Engine`.
+
+    Raises:
+        ConfigError: An option is wrong, or would have no effect.
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        keep: Retention | None = None,
+        every: SaveEvery | None = None,
+        preempt_signals: Sequence[int] = (),
+        preempt_deadline_s: float | None = None,
+        sweep_after_s: float | None = 3600.0,
+        engine: Engine | None = None,
+        config: CheckpointConfig | None = None,
+        observer: Observer | None = None,
+        ranks: RanksLike = "auto",
+    ) -> None:
+        refuse_both(engine, config, observer, ranks)
+        self._core = CheckpointerCore(
+            root,
+            keep=keep,
+            every=every,
+            preempt_signals=preempt_signals,
+            preempt_deadline_s=preempt_deadline_s,
+            sweep_after_s=sweep_after_s,
+        )
+        self._owns = engine is None
+        self._engine = engine or Engine(config, observer=observer, ranks=ranks)
+
+    async def __aenter__(self) -> Self:
+        """Open, and its engine if that is its own. Waits for the other ranks."""
+        if self._owns:
+            await self._engine.__aenter__()
+        try:
+            engine = self._engine._core  # noqa: SLF001  # two faces of one core
+            await engine.call(self._core.open(engine), "open a checkpointer")
+            self._core.start()
+        except BaseException:
+            await self.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for what is in flight, or abort it; then close."""
+        core = self._core
+        if error is not None:
+            core.abort()
+        try:
+            await outlive(asyncio.ensure_future(self._in_flight_ended()), on_cancel=core.abort)
+        finally:
+            watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
+            try:
+                await outlive(asyncio.ensure_future(_all_done(watching)))
+            finally:
+                unseen = core.end()
+                if self._owns:
+                    await self._engine.__aexit__(kind, error, traceback)
+        if unseen is not None and error is None:
+            raise unseen
+
+    async def _in_flight_ended(self) -> None:
+        handles, passes = self._core.waits()
+        await _all_done(
+            [handle.committed.wrapped() for handle in handles]
+            + [asyncio.wrap_future(running.future) for running in passes]
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that does the work."""
+        return self._engine
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run is to end: `should_save` has asked for the last save.
+
+        It becomes true inside `should_save`, at the same step on all ranks, and never
+        before the state of that step can be saved.
+        """
+        return self._core.preempted
+
+    def preempt(self, reason: str = "asked for") -> None:
+        """Do what a signal does: ask all ranks for a last save. From any thread."""
+        self._core.preempt(reason)
+
+    async def should_save(self, step: int) -> bool:
+        """Whether to save now. Ask once a step, before the state is put together.
+
+        `save` itself always saves: whoever calls it has the state ready, and putting it
+        together may be what costs most. Says yes when `every` does, and at the step that
+        ranks agreed on for the last save. Waits for nothing, but for one message to rank
+        0 and back when a time or a signal is agreed upon.
+
+        Args:
+            step: The step that was just done.
+        """
+        while isinstance(answer := self._core.decide(step), Future):
+            await outlive(asyncio.wrap_future(answer))
+        return answer
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Start saving a step; returns at once. See `Engine.save`.
+
+        Args:
+            state: What to save.
+            step: Its number, at least 0.
+            metrics: What was measured, kept with the checkpoint, for `records` and for
+                `KeepBest`. Those of rank 0 count.
+            overwrite: Replace the step if it is there, as after going back to an earlier
+                one.
+
+        Raises:
+            UnsupportedLeafError: A value has no portable form. Nothing was written.
+            ConfigError: Step or metrics are no numbers.
+            EngineClosedError: The checkpointer is not open.
+        """
+        return self._core.save(state, step, metrics, overwrite=overwrite)
+
+    async def load(
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "raise",
+        types: Sequence[type] = (),
+    ) -> Any:
+        """Load the highest committed step, or the one given. See `Engine.load`.
+
+        A step that turns out damaged raises, with a note that names the one before: which
+        work to give up is not decided here.
+
+        Args:
+            into: What to fill.
+            step: Which one; the highest if not given, as rank 0 sees it.
+            device: See `Engine.load`, as for all that follow.
+            dtype: As above.
+            select: As above.
+            strict: As above.
+            types: As above.
+
+        Raises:
+            CheckpointNotFoundError: There is no committed step, or not this one.
+            CheckpointError: As with `Engine.load`.
+        """
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = functools.partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=False
+        )
+        engine = self._core.engine
+        return (await drive(engine, self._core.load_flow(step, request), "load a step")).state
+
+    async def load_with_report(
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "report",
+        types: Sequence[type] = (),
+    ) -> LoadResult:
+        """Load a step, and say what was found; see `load` and `Engine.load_with_report`."""
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+
+        request = functools.partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=True
+        )
+        engine = self._core.engine
+        return await drive(engine, self._core.load_flow(step, request), "load a step")
+
+    async def steps(self) -> tuple[int, ...]:
+        """List the committed steps, lowest first.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        core = self._core
+        return tuple(await core.engine.call(core.asking(core.agreed_steps), "list steps"))
+
+    async def latest(self) -> int | None:
+        """Give the highest committed step; `None` if there is none."""
+        return max(await self.steps(), default=None)
+
+    async def records(self) -> tuple[StepRecord, ...]:
+        """Give number, time and metrics of the committed steps, lowest first.
+
+        Steps whose manifests cannot be read are left out.
+        """
+        core = self._core
+        return tuple(await core.engine.call(core.asking(core.agreed_records), "list records"))
+
+    def path(self, step: int) -> str:
+        """Give the path of a step's checkpoint, committed or not."""
+        return self._core.path(step)
+
+
+def refuse_both(engine: object, config: object, observer: object, ranks: object) -> None:
+    """Check that options of an engine come without one.
+
+    Raises:
+        ConfigError: They come with one, and would have no effect.
+    """
+    if engine is not None and not (config is observer is None and ranks == "auto"):
+        raise ConfigError("config=, observer= and ranks= have no effect with engine=")
+
+
+async def _all_done(futures: list[asyncio.Future[Any]]) -> None:
+    """Wait for all, and look at how they ended."""
+    for future in futures:
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    if futures:
+        await asyncio.wait(futures)

@@ -1,0 +1,144 @@
+"""Look after the steps under a root: list them, remove some, sweep what died.
+
+Needs no engine and no torch: the command line uses it too. Everything is derived from
+what is committed at the moment; nothing is written down beside the checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_blocking
+from ckptio.checkpointer.steps import parse_name, record_of, step_name
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
+from ckptio.events import CheckpointRemoved, CleanupFailed
+from ckptio.format.summary import decode_summary
+from ckptio.plan.retention import plan_removals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable
+    from concurrent.futures import Executor
+
+    from ckptio.events import Event
+    from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.storage.root import Root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """What became of a step that is not kept.
+
+    Attributes:
+        step: Its number.
+        nbytes: Bytes of its data files; 0 if that is not known.
+        error: Why it is still there; `None` if it is not.
+    """
+
+    step: int
+    nbytes: int
+    error: Exception | None = None
+
+
+class Keeper:
+    """The steps under a root. One task at a time.
+
+    Args:
+        root: Where they are.
+        executor: Threads that read manifests.
+        emit: Takes events.
+    """
+
+    def __init__(self, root: Root, executor: Executor, emit: Callable[[Event], None]) -> None:
+        self.root = root
+        self._executor = executor
+        self._emit = emit
+        self._known: dict[str, tuple[Hashable, StepRecord]] = {}
+
+    async def steps(self) -> list[int]:
+        """List the committed steps, lowest first.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        found = await self.root.find()
+        steps = [parse_name(item.name) for item in found if item.version is not None]
+        return sorted(step for step in steps if step is not None)
+
+    async def records(self) -> list[StepRecord]:
+        """Read what is known of each committed step, lowest first.
+
+        Steps whose manifests cannot be read are left out: nobody could load them, so they
+        count for nothing; and nobody removes them.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        known: dict[str, tuple[Hashable, StepRecord]] = {}
+        for item in await self.root.find():
+            step = parse_name(item.name)
+            if step is None or item.version is None:
+                continue
+            before = self._known.get(item.name)
+            if before is not None and before[0] == item.version:
+                known[item.name] = before
+                continue
+            try:
+                data = await self.root.read_manifest(item.name)
+                record = await run_blocking(self._executor, record_of, step, data)
+            except (FormatError, StorageError):  # gone meanwhile, or nothing to count on
+                continue
+            known[item.name] = (item.version, record)
+        self._known = known
+        return sorted((record for _, record in known.values()), key=lambda record: record.step)
+
+    async def plan(self, policy: Retention, exempt: Collection[int] = ()) -> tuple[int, ...]:
+        """Say which steps a policy does not keep, lowest first.
+
+        Raises:
+            StorageError: Steps cannot be listed.
+            Exception: What the policy raises.
+        """
+        records = await self.records()
+        return await run_blocking(
+            self._executor, lambda: plan_removals(records, policy, exempt=exempt)
+        )
+
+    async def size(self, step: int) -> int:
+        """Say how many bytes a step has; 0 if its manifest cannot be read."""
+        try:
+            data = await self.root.read_manifest(step_name(step))
+            return (await run_blocking(self._executor, decode_summary, data)).nbytes
+        except (FormatError, StorageError):
+            return 0
+
+    async def remove(self, step: int) -> Removal:
+        """Remove a step. A failure is an event, not an error."""
+        name = step_name(step)
+        nbytes = await self.size(step)
+        try:
+            await self.root.remove(name)
+        except CheckpointNotFoundError:
+            return Removal(step=step, nbytes=0)  # somebody else was faster
+        except (FormatError, StorageError) as error:
+            cause = error if isinstance(error, OSError) else OSError(str(error))
+            self._emit(CleanupFailed(path=self.root.join(name), file="", error=cause))
+            return Removal(step=step, nbytes=nbytes, error=error)
+        self._emit(CheckpointRemoved(path=self.root.join(name), step=step, nbytes=nbytes))
+        return Removal(step=step, nbytes=nbytes)
+
+    async def sweep(self, quiet_s: float, exempt: Callable[[], Collection[int]]) -> None:
+        """Remove what dead saves left under names of steps.
+
+        Args:
+            quiet_s: How long nothing must have been written there, in seconds.
+            exempt: Gives the steps to leave alone; asked before each.
+        """
+        for item in await self.root.find():
+            step = parse_name(item.name)
+            if step is None or item.version is not None or step in exempt():
+                continue
+            try:
+                await self.root.sweep(item.name, quiet_s)
+            except StorageError as error:
+                self._emit(CleanupFailed(path=self.root.join(item.name), file="", error=error))

@@ -1,0 +1,99 @@
+"""How steps are named, and what a checkpoint's manifest says of them.
+
+A step has one name: `step-` and its number with at least eight digits. So names sort as
+numbers do, up to a hundred million; and nobody else's directory (`step-9`, `step-9.bak`,
+`latest`) is ever listed, loaded or removed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptio.errors import ConfigError, FormatError
+from ckptio.format.summary import decode_summary
+from ckptio.plan.retention import StepRecord
+
+if TYPE_CHECKING:
+    from ckptio.format.manifest import Metadata
+
+MAX_STEP = 10**18
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})\Z")
+
+
+def step_name(step: int) -> str:
+    """Name a step.
+
+    Raises:
+        ConfigError: It is no number of a step.
+    """
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise ConfigError(f"step= is an int from 0 to 10**18, not {step!r}")
+    return f"step-{step:08d}"
+
+
+def parse_name(name: str) -> int | None:
+    """Give the step of a name; `None` if it is no step's."""
+    match = _NAME.match(name)
+    step = int(match[1]) if match else MAX_STEP + 1
+    return step if step <= MAX_STEP else None
+
+
+def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
+    """Write metrics so that JSON carries them: what is not finite as text.
+
+    Raises:
+        ConfigError: They are no numbers by name.
+    """
+    packed: dict[str, float | str] = {}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics= are numbers by name, not {metrics!r}")
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch raises the last of a large tensor
+            number = None
+        if not isinstance(name, str) or number is None or isinstance(value, str):
+            raise ConfigError(f"metrics= are numbers by name, not {name!r}: {value!r}")
+        packed[name] = number if math.isfinite(number) else str(number)
+    return packed
+
+
+def unpack_metrics(packed: object) -> dict[str, float]:
+    """Read what `pack_metrics` wrote; what is none is left out."""
+    metrics = {}
+    if isinstance(packed, dict):
+        for name, value in packed.items():
+            if value in ("nan", "inf", "-inf") or type(value) in (int, float):
+                metrics[name] = float(value)
+    return metrics
+
+
+def metadata_of(step: int, metrics: Mapping[str, Any] | None) -> Metadata:
+    """Say in a manifest which step it is and what was measured.
+
+    Raises:
+        ConfigError: Metrics are no numbers by name.
+    """
+    packed = pack_metrics(metrics)
+    return {"step": step, "metrics": dict(packed)} if packed else {"step": step}
+
+
+def record_of(step: int, manifest: bytes) -> StepRecord:
+    """Read a step's record from its manifest. Blocks.
+
+    Raises:
+        FormatError: The manifest is damaged, or of a version that this one does not read.
+    """
+    summary = decode_summary(manifest)
+    try:
+        created = dt.datetime.fromisoformat(summary.created)
+    except ValueError:
+        raise FormatError(f"bad time {summary.created!r} in the manifest") from None
+    if created.tzinfo is None:
+        created = created.replace(tzinfo=dt.UTC)
+    metrics = unpack_metrics(summary.metadata.get("metrics"))
+    return StepRecord(step=step, created=created, metrics=metrics)

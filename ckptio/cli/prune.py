@@ -1,0 +1,176 @@
+"""`ckptio prune`: remove the steps of a run that nobody wants to keep."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from ckptio._aio import Threads
+from ckptio.checkpointer.keeper import Keeper, Removal
+from ckptio.checkpointer.steps import step_name
+from ckptio.cli.outcome import FAILED, FINE, explain
+from ckptio.cli.terminal import Terminal
+from ckptio.cli.text import count, format_nbytes, visible
+from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointError, ConfigError, StorageError
+from ckptio.events import CleanupFailed
+from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
+from ckptio.storage.root import resolve_root
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.events import Event
+    from ckptio.plan.retention import Retention
+
+    Json = dict[str, Any]
+
+
+def run(
+    root: str,
+    *,
+    last: int | None,
+    every: int | None,
+    best: Sequence[str],
+    pins: Sequence[int],
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Remove what is not kept, and give the exit code."""
+    terminal = Terminal()
+    pruning = _Pruning(root, dry_run=dry_run)
+    error = None
+    try:
+        policy = make_policy(last, every, best, pins)
+        asyncio.run(pruning.run(policy))
+    except CheckpointError as problem:
+        error = explain(problem)
+    if as_json:
+        terminal.json(pruning.document(error))
+    else:
+        terminal.lines(pruning.lines())
+    for text in (*pruning.problems(), *([f"{root}: {error}"] if error else ())):
+        terminal.message(text)
+    return FAILED if error or pruning.has_failed else FINE
+
+
+def make_policy(
+    last: int | None, every: int | None, best: Sequence[str], pins: Sequence[int]
+) -> Retention:
+    """Make a policy of what was asked for.
+
+    Raises:
+        ConfigError: Nothing was, or something that means nothing.
+    """
+    policies: list[Retention] = []
+    if last is not None:
+        policies.append(KeepLast(last))
+    if every is not None:
+        policies.append(KeepEvery(steps=every))
+    policies += [_best(text) for text in best]
+    if not policies:
+        raise ConfigError("say what to keep: --keep-last, --keep-every or --keep-best")
+    return KeepAny((*policies, KeepSteps(*pins)))
+
+
+def _best(text: str) -> KeepBest:
+    """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`."""
+    metric, _, rest = text.partition(":")
+    number, _, mode = rest.partition(":")
+    if mode not in ("", "min", "max") or not ((number.isascii() and number.isdigit()) or not rest):
+        raise ConfigError(
+            f"--keep-best is METRIC, METRIC:NUMBER or METRIC:NUMBER:max, not {text!r}"
+        )
+    return KeepBest(int(number or 1), metric, "max" if mode == "max" else "min")
+
+
+class _Pruning:
+    """What is done, and what became of it."""
+
+    def __init__(self, root: str, *, dry_run: bool) -> None:
+        self._root = root
+        self._dry_run = dry_run
+        self._kept: list[int] = []
+        self._unreadable: list[int] = []
+        self._removals: list[Removal] = []
+        self._leftovers: list[CleanupFailed] = []
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something is there that should not be."""
+        return bool(self._leftovers) or any(removal.error for removal in self._removals)
+
+    async def run(self, policy: Retention) -> None:
+        """Decide, and remove unless that is not wanted.
+
+        Raises:
+            ConfigError: The root is none.
+            StorageError: It cannot be listed.
+        """
+        threads = Threads(1, "ckptio-prune")
+        try:
+            root = resolve_root(self._root, CheckpointConfig.from_env(), threads, self._hear)
+            keeper = Keeper(root, threads, self._hear)
+            doomed = await keeper.plan(policy)
+            good = {record.step for record in await keeper.records()}
+            self._kept = sorted(good - {*doomed})
+            self._unreadable = [step for step in await keeper.steps() if step not in good]
+            for step in doomed:
+                if self._dry_run:
+                    self._removals.append(Removal(step=step, nbytes=await keeper.size(step)))
+                else:
+                    self._removals.append(await keeper.remove(step))
+        finally:
+            threads.shutdown()
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, CleanupFailed) and event.file:
+            self._leftovers.append(event)
+
+    def document(self, error: str | None) -> Json:
+        """Give the JSON document."""
+        return {
+            "root": self._root,
+            "dry_run": self._dry_run,
+            "removed": [
+                {
+                    "step": removal.step,
+                    "path": step_name(removal.step),
+                    "nbytes": removal.nbytes,
+                    "error": _why(removal.error),
+                }
+                for removal in self._removals
+            ],
+            "kept": [{"step": step, "path": step_name(step)} for step in self._kept],
+            "unreadable": [{"step": s, "path": step_name(s)} for s in self._unreadable],
+            "error": error,
+        }
+
+    def lines(self) -> list[str]:
+        """Say it in lines: one a step, and a sum."""
+        verb = "would remove" if self._dry_run else "removed"
+        gone = [removal for removal in self._removals if removal.error is None]
+        lines = [f"{verb} {step_name(r.step)}  {format_nbytes(r.nbytes)}" for r in gone]
+        nbytes = format_nbytes(sum(removal.nbytes for removal in gone))
+        lines.append(f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}")
+        return lines
+
+    def problems(self) -> list[str]:
+        """Say what went wrong, a line each."""
+        found = [
+            f"{step_name(r.step)} is still there: {_why(r.error)}"
+            for r in self._removals
+            if r.error
+        ]
+        found += [f"{visible(e.path)}/{e.file}: {e.error.strerror}" for e in self._leftovers]
+        found += [
+            f"{step_name(step)} cannot be read; it counts for nothing and was left alone"
+            for step in self._unreadable
+        ]
+        return found
+
+
+def _why(error: Exception | None) -> str | None:
+    if isinstance(error, StorageError):
+        return error.message
+    return None if error is None else str(error)

@@ -1,0 +1,253 @@
+"""Which steps of a run stay: policies as values, and what follows from them.
+
+Pure: no files, no clock. A policy names the steps that it keeps; two of them joined by `|`
+keep what either does. Two steps stay whatever the policy says: the highest, which a
+restart loads, and the one that was committed last, which differs from it in a run that
+went back to an earlier step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    import datetime as dt
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A committed step.
+
+    Attributes:
+        step: Its number.
+        created: When it was committed.
+        metrics: What was measured then, as given to `save`.
+    """
+
+    step: int
+    created: dt.datetime
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Retention(ABC):
+    """A policy: says which steps to keep. Frozen; joined with another by `|`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep.
+
+        Args:
+            records: All committed steps, in order of their numbers.
+        """
+
+    def __or__(self, other: Retention) -> KeepAny:
+        """Keep what either keeps."""
+        if not isinstance(other, Retention):
+            return NotImplemented
+        return KeepAny((*_parts_of(self), *_parts_of(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAny(Retention):
+    """Keep what any of some policies keeps. Made by `|`."""
+
+    policies: tuple[Retention, ...]
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        return set[int]().union(*(policy.kept(records) for policy in self.policies))
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll(Retention):
+    """Keep every step."""
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        return {record.step for record in records}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast(Retention):
+    """Keep the highest steps.
+
+    Attributes:
+        num_steps: How many.
+    """
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        _require_count("KeepLast", self.num_steps)
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        return {record.step for record in records[-self.num_steps :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(Retention):
+    """Keep one step in a while, for good. Give one of the two.
+
+    Attributes:
+        steps: Keep the multiples of this.
+        seconds: Keep the first step, and then each that was committed at least this long
+            after the one kept before it.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the interval."""
+        if (self.steps is None) == (self.seconds is None):
+            raise ConfigError("KeepEvery takes either steps= or seconds=")
+        if self.steps is not None:
+            _require_count("KeepEvery", self.steps)
+        else:
+            require_seconds("KeepEvery", self.seconds)
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        if self.steps is not None:
+            return {record.step for record in records if record.step % self.steps == 0}
+        assert self.seconds is not None  # noqa: S101  # one of them is given
+        kept: set[int] = set()
+        last: dt.datetime | None = None
+        for record in records:
+            if last is None or (record.created - last).total_seconds() >= self.seconds:
+                kept.add(record.step)
+                last = record.created
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(Retention):
+    """Keep the steps with the best values of a metric; of equal ones, the highest step.
+
+    Steps that were saved without the metric, or with NaN, are not among the best.
+
+    Attributes:
+        num_steps: How many.
+        metric: The name of the metric, as given to `save`.
+        mode: Whether the lowest or the highest values are the best.
+    """
+
+    num_steps: int
+    metric: str
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        _require_count("KeepBest", self.num_steps)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"KeepBest's mode is 'min' or 'max', not {self.mode!r}")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"KeepBest's metric is a name, not {self.metric!r}")
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        sign = 1 if self.mode == "max" else -1
+        measured = [
+            (sign * record.metrics[self.metric], record.step)
+            for record in records
+            if not math.isnan(record.metrics.get(self.metric, math.nan))
+        ]
+        return {step for _, step in sorted(measured)[-self.num_steps :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSteps(Retention):
+    """Keep these steps: pins.
+
+    Attributes:
+        steps: Their numbers.
+    """
+
+    steps: frozenset[int]
+
+    def __init__(self, *steps: int) -> None:
+        for step in steps:
+            if type(step) is not int or step < 0:
+                raise ConfigError(f"KeepSteps takes numbers of steps, not {step!r}")
+        object.__setattr__(self, "steps", frozenset(steps))
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        return {record.step for record in records if record.step in self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepIf(Retention):
+    """Keep the steps that a function says yes to.
+
+    Attributes:
+        predicate: Called with each record, on a thread of the engine.
+    """
+
+    predicate: Callable[[StepRecord], bool]
+
+    def __post_init__(self) -> None:
+        """Check that it can be called."""
+        if not callable(self.predicate):
+            raise ConfigError(f"KeepIf takes a function of a record, not {self.predicate!r}")
+
+    def kept(self, records: Sequence[StepRecord]) -> set[int]:
+        """Name the steps to keep; see `Retention`."""
+        return {record.step for record in records if self.predicate(record)}
+
+
+def plan_removals(
+    records: Collection[StepRecord], policy: Retention, *, exempt: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Say which steps go.
+
+    Args:
+        records: All committed steps that are known to be good, each once.
+        policy: What to keep.
+        exempt: Steps that stay whatever the policy says: being written or read.
+
+    Returns:
+        Steps, lowest first; never the highest one, and never the one committed last.
+    """
+    ordered = sorted(records, key=lambda record: record.step)
+    if not ordered:
+        return ()
+    newest = max(ordered, key=lambda record: (record.created, record.step))
+    kept = policy.kept(ordered) | {ordered[-1].step, newest.step} | set(exempt)
+    return tuple(record.step for record in ordered if record.step not in kept)
+
+
+def _parts_of(policy: Retention) -> tuple[Retention, ...]:
+    return policy.policies if isinstance(policy, KeepAny) else (policy,)
+
+
+def _require_count(owner: str, value: object) -> None:
+    """Check a number of steps.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{owner} takes a positive number of steps, not {value!r}")
+
+
+def require_seconds(owner: str, value: object) -> None:
+    """Check a time in seconds.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{owner} takes a positive number of seconds, not {value!r}")

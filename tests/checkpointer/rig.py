@@ -1,0 +1,120 @@
+"""Checkpointers on one loop, over real files: alone, and as ranks of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from ckptio import Checkpointer
+from ckptio._aio import Threads
+from ckptio.cache import MetadataCache
+from ckptio.engine.context import EngineContext
+from ckptio.ranks.interface import Deadlines
+from ckptio.staging.pool import SlabPool
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.resolve import local_path
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import EventLog, MemoryRanks
+from tests.rig import SMALL, InlineCore, engine_on
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from ckptio import Engine
+    from ckptio.config import CheckpointConfig
+    from ckptio.storage.files import PosixFiles
+    from ckptio.storage.interface import Storage
+    from ckptio.storage.resolve import PathLike
+
+DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
+
+
+class RootCore(InlineCore):
+    """An engine without a thread whose checkpoints are real directories."""
+
+    def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
+        super().__init__(context, {})
+        self.files = files
+
+    def storage(self, path: PathLike) -> Storage:
+        context = self.context
+        return LocalStorage(
+            local_path(path), self.config, context.executor, context.emit, self.files
+        )
+
+
+def checkpointer_on(engine: Engine, root: PathLike, **options: Any) -> Checkpointer:
+    """Make a checkpointer on an engine of `engines`; time is that of the loop."""
+    made = Checkpointer(root, engine=engine, **{"sweep_after_s": None, **options})
+    core = engine._core
+    assert isinstance(core, RootCore)
+    made._core.make_root = lambda path, config, executor, emit: LocalRoot(
+        local_path(path), config, executor, emit, core.files
+    )
+    made._core.clock = asyncio.get_running_loop().time
+    return made
+
+
+@contextlib.asynccontextmanager
+async def engines(
+    world_size: int = 1,
+    *,
+    config: CheckpointConfig = SMALL,
+    files: PosixFiles | None = None,
+    log: EventLog | None = None,
+    seed: int = 0,
+) -> AsyncIterator[list[Engine]]:
+    """Give the engines of a job on the running loop; check that they leave nothing behind."""
+    before = asyncio.all_tasks()
+    async with contextlib.AsyncExitStack() as stack:
+        group = await stack.enter_async_context(
+            MemoryRanks(world_size, deadlines=DEADLINES, seed=seed, max_delay_s=0.002)
+        )
+        cores = []
+        for ranks in group.ranks:
+            context = EngineContext(
+                config=config,
+                executor=Threads(4, "ckptio"),
+                copiers=Threads(config.max_copies, "ckptio-copy"),
+                writers=Threads(config.max_writes, "ckptio-write"),
+                readers=Threads(config.max_reads, "ckptio-read"),
+                waiters=Threads(1, "ckptio-wait"),
+                pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
+                cache=MetadataCache(config.cache_entries, config.cache_nbytes),
+                observer=log,
+                ranks=ranks,
+            )
+            cores.append(RootCore(context, files))
+            task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
+            stack.push_async_callback(_wait_for, task)
+            stack.callback(context.cache.close)
+            while not context.cache._open:
+                await asyncio.sleep(0)
+        yield [engine_on(core) for core in cores]
+        for core in cores:
+            if core.tasks:
+                await asyncio.wait(core.tasks)
+            assert core.context.pool.statistics().leased_nbytes == 0
+            core.context.pool.close()
+    assert asyncio.all_tasks() == before
+
+
+async def _wait_for(task: asyncio.Task[None]) -> None:
+    await task
+
+
+async def on_each(
+    engines: Sequence[Engine], body: Callable[[int, Engine], Awaitable[Any]]
+) -> list[Any]:
+    """Run a body on every rank; gives what each returned or raised."""
+
+    async def one(rank: int) -> Any:
+        try:
+            return await body(rank, engines[rank])
+        except BaseException as error:  # the test looks at it
+            return error
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(rank), name=f"rank {rank}") for rank in range(len(engines))]
+    return [task.result() for task in tasks]

@@ -1,0 +1,247 @@
+"""Checkpointers of a job, on schedules drawn from a seed, over real files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import (
+    CheckpointNotFoundError,
+    KeepLast,
+    PerRank,
+    RankError,
+    SaveAbortedError,
+    SaveEvery,
+)
+from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.events import CheckpointRemoved
+from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines, on_each
+from tests.rig import SMALL, assert_same, committed, config_with, filled_state, names_in
+
+if TYPE_CHECKING:
+    from ckptio import Engine
+
+CONFIG = config_with(durability="full")
+SIZES = [5000, 100]
+seeds = st.integers(0, 2**32)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"shared": filled_state(SIZES, step % 251), "step": step}
+
+
+def committed_steps(root: Path) -> list[int]:
+    """Give the steps that are committed, and check that each is whole."""
+    found = []
+    for name in names_in(root) if root.exists() else []:
+        step = parse_name(name)
+        if step is not None and committed(root / name) is not None:
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
+    """Rank 0 lists and removes; what others see, it has seen."""
+
+    async def body(rank: int, engine: Engine, log: EventLog) -> None:
+        ckpt = checkpointer_on(engine, tmp_path, keep=KeepLast(2), every=SaveEvery(steps=3))
+        async with ckpt:
+            assert await ckpt.latest() is None
+            with pytest.raises(CheckpointNotFoundError):
+                await ckpt.load()
+            for step in range(1, 13):
+                if await ckpt.should_save(step):
+                    state = {**state_of(step), "rank": PerRank(rank)}
+                    await ckpt.save(state, step, metrics={"loss": rank})
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            assert await ckpt.latest() == 12
+            assert await ckpt.steps() == (9, 12)
+            assert [r.metrics["loss"] for r in await ckpt.records()] == [0, 0]
+            state = await ckpt.load()
+            assert state["step"] == 12
+            assert state["rank"] == rank
+            assert_same(state["shared"], state_of(12)["shared"])
+        assert [event.step for event in log.of(CheckpointRemoved)] == [3, 6]
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with engines(2, log=log, seed=seed) as group:
+            assert await on_each(group, lambda r, e: body(r, e, log)) == [None, None]
+
+    run_virtual(scenario(), seed=seed)
+    assert committed_steps(tmp_path) == [9, 12]
+
+
+@given(at_s=st.floats(0, 3), who=st.integers(0, 2), seed=seeds)
+def test_a_signal_on_one_rank_ends_with_one_last_step(at_s: float, who: int, seed: int) -> None:
+    """The same on all ranks, and committed."""
+
+    async def body(rank: int, engine: Engine, root: Path) -> int:
+        rng = random.Random(seed + rank)
+        async with checkpointer_on(engine, root, every=SaveEvery(seconds=1.0)) as ckpt:
+            if rank == who:
+                asyncio.get_running_loop().call_later(at_s, ckpt.preempt, "a notice")
+            for step in range(1, 1000):
+                await asyncio.sleep(rng.expovariate(10))
+                if await ckpt.should_save(step):
+                    await ckpt.save(state_of(step), step)
+                if ckpt.preempted:
+                    return step
+        raise AssertionError("never stopped")
+
+    async def scenario(root: Path) -> None:
+        async with engines(3, seed=seed) as group:
+            stopped = await on_each(group, lambda rank, engine: body(rank, engine, root))
+            assert len(set(stopped)) == 1
+            assert committed_steps(root)[-1] == stopped[0]
+
+    with tempfile.TemporaryDirectory() as name:
+        run_virtual(scenario(Path(name)), seed=seed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_last_save_that_takes_too_long_is_aborted(
+    tmp_path: Path, world_size: int, seed: int
+) -> None:
+    """The steps before it are untouched, nothing of it is left, and leaving says so."""
+
+    async def body(rank: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path, preempt_deadline_s=0.05) as ckpt:
+            await ckpt.save(state_of(1), 1)
+            if rank == 0:
+                ckpt.preempt("a notice")
+            step = 1
+            while not ckpt.preempted:
+                step += 1
+                if await ckpt.should_save(step):  # for a second, as calls take here
+                    ckpt.save(filled_state([SMALL.slab_nbytes] * 100, 1), step)
+                await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        async with engines(world_size, seed=seed) as group:
+            errors = await on_each(group, body)
+            assert all(isinstance(error, (SaveAbortedError, RankError)) for error in errors)
+            assert any("within 0.05 s" in str(error) for error in errors)
+
+    run_virtual(scenario(), seed=seed)
+    assert names_in(tmp_path) == [step_name(1)]
+    assert committed_steps(tmp_path) == [1]
+
+
+@given(seed=seeds, at_s=st.floats(0, 0.3))
+def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: float) -> None:
+    """Whatever was under way, a save or a removal; no task is left, and what is there loads."""
+
+    async def scenario(root: Path) -> None:
+        async with engines(seed=seed) as (engine,):
+            with contextlib.suppress(TimeoutError, ZeroDivisionError):
+                async with checkpointer_on(engine, root, keep=KeepLast(1)) as ckpt:
+                    for step in range(1, 4):
+                        handle = ckpt.save(state_of(step), step)
+                        async with asyncio.timeout(at_s):
+                            await handle
+                    raise ZeroDivisionError
+
+    with tempfile.TemporaryDirectory() as name:
+        run_virtual(scenario(Path(name)), seed=seed)
+        committed_steps(Path(name))  # each is whole
+
+
+def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
+    """When they enter, on every rank."""
+
+    async def body(rank: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path, every=SaveEvery(steps=rank + 1)):
+            raise AssertionError("entered")
+
+    async def scenario() -> None:
+        async with engines(2) as group:
+            for error in await on_each(group, body):
+                assert isinstance(error, RankError)
+                assert "alike on all ranks" in str(error)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_metrics_that_one_rank_cannot_give_fail_the_save_on_all(tmp_path: Path) -> None:
+    """Nobody waits for it, and the next save is one of all ranks again."""
+
+    async def body(rank: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            with pytest.raises((ValueError, RankError)):
+                await ckpt.save(state_of(1), 1, metrics={"loss": "x" if rank else 1.0})  # type: ignore[dict-item]  # refused
+            await ckpt.save(state_of(2), 2)
+
+    async def scenario() -> None:
+        async with engines(2) as group:
+            assert await on_each(group, body) == [None, None]
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == [2]
+
+
+# crashes: a save and the removals after it, stopped after each operation
+
+
+def run_once(root: Path, steps: list[int], files: RecordingFiles | None = None) -> None:
+    """Save some steps, in a process of its own as far as files can tell."""
+
+    async def scenario() -> None:
+        async with engines(files=files, config=CONFIG) as (engine,):
+            with contextlib.suppress(SaveAbortedError):
+                async with checkpointer_on(
+                    engine, root, keep=KeepLast(1), sweep_after_s=3600.0
+                ) as ckpt:
+                    for step in steps:
+                        await ckpt.save(state_of(step), step)
+
+    try:
+        run_virtual(scenario(), seed=0)
+    except Crash:
+        pass
+    finally:
+        if files is not None:
+            files.bury()
+
+
+def test_a_run_that_is_killed_anywhere_loses_no_committed_step(tmp_path: Path) -> None:
+    """The crash matrix: what is listed loads, and is never less than what was there."""
+    counting = RecordingFiles()
+    run_once(tmp_path / "count", [1], None)
+    run_once(tmp_path / "count", [2, 3], counting)
+    assert committed_steps(tmp_path / "count") == [3]
+    total = len(counting.operations)
+    assert total > 60
+    for number in range(total):
+        root = tmp_path / str(number)
+        run_once(root, [1])
+        run_once(root, [2, 3], RecordingFiles(crash_at(number)))
+        found = committed_steps(root)
+        assert found, number
+        assert found[-1] in (1, 2, 3)
+
+        async def look(root: Path = root, found: list[int] = found) -> None:
+            async with engines() as (engine,), checkpointer_on(engine, root) as ckpt:
+                assert list(await ckpt.steps()) == found
+                state = await ckpt.load()
+                assert state["step"] == found[-1]
+                assert_same(state["shared"], state_of(found[-1])["shared"])
+
+        run_virtual(look(), seed=number)
+        run_once(root, [4])
+        assert committed_steps(root) == [4], number
+        if (root / step_name(1)).exists():  # an empty one may be that of a save that begins
+            assert names_in(root / step_name(1)) == [], number
+        shutil.rmtree(root)

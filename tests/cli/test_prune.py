@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ckptio import sync
+from ckptio.__main__ import main
+from tests.cli.rig import NARROW, run_json, run_on_terminal
+from tests.rig import SMALL, names_in
+from tests.test_import import modules_after
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [f"step-{step:08d}" for step in range(1, 7)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of six steps; its loss is lowest at the second."""
+    with sync.Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        for step in range(1, 7):
+            ckpt.save({"w": torch.zeros(100)}, step, metrics={"loss": abs(step - 2)})
+    return tmp_path / "run"
+
+
+def test_prune_removes_what_is_not_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one option keeps is kept; the JSON document says what became of each step."""
+    (root / "step-7").mkdir()
+    argv = ("prune", str(root), "--keep-last", "1", "--keep-best", "loss", "--pin", "4")
+    code, planned = run_json(capsys, *argv, "--dry-run")
+    assert code == 0
+    assert names_in(root) == [*NAMES, "step-7"]
+    code, document = run_json(capsys, *argv)
+    assert code == 0
+    assert document == {**planned, "dry_run": False}
+    assert names_in(root) == ["step-00000002", "step-00000004", "step-00000006", "step-7"]
+    assert document["kept"] == [{"step": step, "path": f"step-{step:08d}"} for step in (2, 4, 6)]
+    assert [removed["step"] for removed in document["removed"]] == [1, 3, 5]
+    assert all(removed["nbytes"] > 0 for removed in document["removed"])
+    assert {removed["error"] for removed in document["removed"]} == {None}
+    assert (document["unreadable"], document["error"]) == ([], None)
+    assert list(document) == ["root", "dry_run", "removed", "kept", "unreadable", "error"]
+
+
+def test_prune_says_what_it_would_remove(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each step, and a sum."""
+    assert main(["prune", str(root), "--keep-every", "3", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[:-1]] == [
+        ["would", "remove", NAMES[index]] for index in (0, 1, 3, 4)
+    ]
+    assert lines[-1].startswith("would remove 4 steps, ")
+    assert lines[-1].endswith("; kept 2")
+    code, sent = run_on_terminal(NARROW, "prune", str(root), "--keep-last", "5")
+    assert code == 0
+    assert "removed 1 step" in sent
+
+
+def test_the_highest_step_always_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever was asked for."""
+    code, document = run_json(capsys, "prune", str(root), "--keep-every", "100")
+    assert code == 0
+    assert [kept["step"] for kept in document["kept"]] == [6]
+    assert names_in(root) == NAMES[-1:]
+
+
+def test_what_cannot_be_read_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And counts for nothing."""
+    (root / NAMES[5] / "manifest.json").write_bytes(b"{}")
+    code, document = run_json(capsys, "prune", str(root), "--keep-last", "1")
+    assert code == 0
+    assert document["unreadable"] == [{"step": 6, "path": NAMES[5]}]
+    assert names_in(root) == NAMES[4:]
+
+
+def test_what_cannot_be_removed_is_said(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, in the document, and by the exit code."""
+    (root / NAMES[0]).rename(tmp_path / "moved")
+    (root / NAMES[0]).symlink_to(tmp_path / "moved")
+    code = main(["prune", str(root), "--keep-last", "1"])
+    assert code == 2
+    assert "step-00000001 is still there" in capsys.readouterr().err
+    code, document = run_json(capsys, "prune", str(root), "--keep-last", "1")
+    assert code == 2
+    assert "link" in document["removed"][0]["error"]
+    assert names_in(root) == [NAMES[0], NAMES[5]]
+
+
+def test_prune_that_keeps_nothing_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped command must not remove a run."""
+    for argv in ([], ["--pin", "3"], ["--keep-best", "loss:x"], ["--keep-best", "loss:0"]):
+        code, document = run_json(capsys, "prune", str(root), *argv)
+        assert code == 2
+        assert document["error"]
+    assert main(["prune", str(root), "--keep-last", "0"]) == 2
+    assert names_in(root) == NAMES
+
+
+def test_a_root_that_is_not_there_has_nothing_to_prune(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file is none."""
+    code, document = run_json(capsys, "prune", str(tmp_path / "x"), "--keep-last", "1")
+    assert (code, document["removed"]) == (0, [])
+    (tmp_path / "x").write_text("a file")
+    assert main(["prune", str(tmp_path / "x"), "--keep-last", "1"]) == 2
+    assert main(["prune", "s3://bucket/run", "--keep-last", "1"]) == 2
+
+
+def test_prune_needs_no_torch(root: Path) -> None:
+    """Nor does finding what there is."""
+    found = modules_after(
+        "from ckptio.__main__ import main\n"
+        f"assert main(['prune', {str(root)!r}, '--keep-last', '2']) == 0"
+    )
+    assert not {"torch", "numpy", "fsspec"} & found

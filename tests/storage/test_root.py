@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio._aio import Threads
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+)
+from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import Found, LocalRoot
+from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    names_in,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    made = Threads(1, "ckptio")
+    yield made
+    made.shutdown()
+
+
+def root_at(
+    path: Path, threads: Threads, files: RecordingFiles | None = None, log: EventLog | None = None
+) -> LocalRoot:
+    return LocalRoot(str(path), SMALL, threads, log or EventLog(), files)
+
+
+def storage_at(path: Path, threads: Threads) -> LocalStorage:
+    return LocalStorage(str(path), SMALL, threads, EventLog())
+
+
+async def write(path: Path, threads: Threads, save_id: str = SAVE_IDS[0]) -> dict[str, bytes]:
+    contents = contents_of(save_id, 5000, 70_000)
+    await write_files(storage_at(path, threads), save_id, contents, overwrite=True)
+    return contents
+
+
+async def begin(path: Path, threads: Threads) -> None:
+    """Leave what a save leaves that is killed before its commit."""
+    attempt = await storage_at(path, threads).begin(SAVE_IDS[1], overwrite=False)
+    await fill_attempt(attempt, contents_of(SAVE_IDS[1], 5000))
+    attempt._drop_lock()
+
+
+def age(directory: Path, seconds: float = 10_000) -> None:
+    then = time.time() - seconds
+    for name in names_in(directory):
+        os.utime(directory / name, (then, then))
+    os.utime(directory, (then, then))
+
+
+async def test_a_root_lists_directories_and_which_are_committed(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """Files are none; a root that is not there yet is empty."""
+    root = root_at(tmp_path / "run", threads)
+    assert await root.find() == []
+    await write(tmp_path / "run" / "b", threads)
+    await begin(tmp_path / "run" / "a", threads)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    first, second = await root.find()
+    assert first == Found(name="a", version=None)
+    assert second.name == "b"
+    assert second.version is not None
+    before = second.version
+    await write(tmp_path / "run" / "b", threads, SAVE_IDS[2])
+    assert (await root.find())[1].version not in (None, before)
+    with pytest.raises(StorageError, match="cannot list"):
+        await root_at(tmp_path / "run" / "notes.txt", threads).find()
+
+
+async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, threads: Threads) -> None:
+    """Manifest first, then data, in this order."""
+    await write(tmp_path / "run" / "a", threads)
+    files = RecordingFiles()
+    root = root_at(tmp_path / "run", threads, files)
+    await root.remove("a")
+    assert names_in(tmp_path / "run") == []
+    changes = [kind for kind, _ in files.kinds("replace", "fsync_dir", "unlink", "rmdir")]
+    assert changes == ["replace", "fsync_dir", "unlink", "unlink", "unlink", "rmdir"]
+    assert files.kinds("unlink")[-1][1] == f".manifest-{SAVE_IDS[0]}-old"
+    with pytest.raises(CheckpointNotFoundError):
+        await root.remove("a")
+
+
+async def test_other_peoples_files_stay(tmp_path: Path, threads: Threads) -> None:
+    """And so does the directory that holds them; nobody is told twice."""
+    await write(tmp_path / "a", threads)
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    log = EventLog()
+    root = root_at(tmp_path, threads, log=log)
+    await root.remove("a")
+    assert names_in(tmp_path / "a") == ["notes.txt"]
+    age(tmp_path / "a")
+    await root.sweep("a", 1)
+    assert names_in(tmp_path / "a") == ["notes.txt"]
+    assert log.events == []
+
+
+async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """The crash matrix: after every operation; and the next sweep removes what is left."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "a"
+        await write(directory, threads)
+        files = RecordingFiles(crash_at(number))
+        try:
+            await root_at(directory.parent, threads, files).remove("a")
+        except Crash:
+            files.bury()
+        else:
+            break
+        if directory.exists():
+            assert committed(directory) in (None, CONTENTS)
+            is_there = committed(directory) is not None
+            await root_at(directory.parent, threads).sweep("a", 3600)
+            if is_there:
+                assert committed(directory) == CONTENTS
+            elif directory.exists():  # an empty one may be that of a save that begins
+                assert names_in(directory) == []
+                age(directory)
+                await root_at(directory.parent, threads).sweep("a", 3600)
+                assert not directory.exists()
+    assert number > 10
+    assert not directory.exists()
+
+
+async def test_a_removal_that_fails_leaves_a_checkpoint_or_none(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """At every operation; what cannot be removed is an event."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "a"
+        await write(directory, threads)
+        files, log = RecordingFiles(fail_at(number)), EventLog()
+        root = root_at(directory.parent, threads, files, log)
+        try:
+            await root.remove("a")
+        except StorageError:
+            assert committed(directory) == CONTENTS
+        if len(files.operations) <= number:
+            break
+        if directory.exists() and committed(directory) is None:
+            assert log.of(CleanupFailed)
+            age(directory)
+            await root_at(directory.parent, threads).sweep("a", 1)
+            assert not directory.exists()
+        assert files.num_open == 0
+    assert number > 10
+
+
+async def test_a_checkpoint_that_was_replaced_meanwhile_stays(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """What was looked at is removed, and nothing that came later."""
+    await write(tmp_path / "a", threads)
+    newer: dict[str, bytes] = {}
+
+    def overtake(operation: Operation) -> None:
+        if operation.kind == "replace" and not newer:
+            other = Threads(1, "ckptio")
+            newer.update(asyncio.run(write(tmp_path / "a", other, SAVE_IDS[2])))
+            other.shutdown()
+
+    root = root_at(tmp_path, threads, RecordingFiles(overtake))
+    with pytest.raises(StorageError, match="just now"):
+        await root.remove("a")
+    assert committed(tmp_path / "a") == newer
+    assert names_in(tmp_path / "a") == sorted(["manifest.json", *newer])
+
+
+async def test_what_cannot_be_read_is_not_removed(tmp_path: Path, threads: Threads) -> None:
+    """A damaged manifest, or one of a newer version; a link to elsewhere."""
+    await write(tmp_path / "a", threads)
+    (tmp_path / "a" / "manifest.json").write_bytes(b"{}")
+    await write(tmp_path / "else" / "b", threads)
+    (tmp_path / "b").symlink_to(tmp_path / "else" / "b")
+    root = root_at(tmp_path, threads)
+    with pytest.raises(FormatError):
+        await root.remove("a")
+    with pytest.raises(StorageError, match="link"):
+        await root.remove("b")
+    assert committed(tmp_path / "b") == CONTENTS
+    assert len(names_in(tmp_path / "a")) == 3
+
+
+async def test_a_dead_save_is_swept_after_a_while(tmp_path: Path, threads: Threads) -> None:
+    """Not before: somebody may want to know what became of it."""
+    await begin(tmp_path / "a", threads)
+    log = EventLog()
+    root = root_at(tmp_path, threads, log=log)
+    await root.sweep("a", 100)
+    assert len(names_in(tmp_path / "a")) == 2
+    age(tmp_path / "a")
+    await root.sweep("a", 100)
+    assert names_in(tmp_path) == []
+    (event,) = log.of(LeftoversRemoved)
+    assert len(event.files) == 2
+    await root.sweep("a", 100)  # gone already
+
+
+async def test_a_living_save_is_never_swept(tmp_path: Path, threads: Threads) -> None:
+    """However long ago it wrote: it holds its lock."""
+    attempt = await storage_at(tmp_path / "a", threads).begin(SAVE_IDS[1], overwrite=False)
+    contents = contents_of(SAVE_IDS[1], 5000)
+    await fill_attempt(attempt, contents)
+    age(tmp_path / "a")
+    await root_at(tmp_path, threads).sweep("a", 100)
+    await attempt.commit(manifest_of(SAVE_IDS[1], contents))
+    age(tmp_path / "a")
+    await root_at(tmp_path, threads).sweep("a", 100)
+    assert committed(tmp_path / "a") == contents
+
+
+async def test_a_sweep_that_is_killed_goes_on_the_next_time(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """The crash matrix; a commit is never touched."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "a"
+        await begin(directory, threads)
+        age(directory)
+        files = RecordingFiles(crash_at(number))
+        try:
+            await root_at(directory.parent, threads, files).sweep("a", 100)
+        except Crash:
+            files.bury()
+        else:
+            break
+        if directory.exists():
+            age(directory)
+        await root_at(directory.parent, threads).sweep("a", 100)
+        assert not directory.exists()
+    assert number > 4
+
+
+async def test_a_sweep_that_is_refused_is_an_event(tmp_path: Path, threads: Threads) -> None:
+    """Nothing else is wrong."""
+    await begin(tmp_path / "a", threads)
+    age(tmp_path / "a")
+    log = EventLog()
+    files = RecordingFiles(fail_kind("unlink", errno.EACCES))
+    await root_at(tmp_path, threads, files, log).sweep("a", 100)
+    assert {event.file[: len(ATTEMPT_PREFIX)] for event in log.of(CleanupFailed)} == {
+        ATTEMPT_PREFIX,
+        "data-" + SAVE_IDS[1][: len(ATTEMPT_PREFIX) - 5],
+    }

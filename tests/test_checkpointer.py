@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import errno
+import math
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import (
+    Checkpointer,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    Engine,
+    KeepBest,
+    KeepEvery,
+    KeepIf,
+    KeepLast,
+    SaveAbortedError,
+    SaveEvery,
+    UnsupportedLeafError,
+    sync,
+)
+from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
+from ckptio.errors import EngineClosedError
+from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
+from ckptio.testing import EventLog
+from tests.rig import SMALL, assert_same, filled_state, names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [5000, 100]
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return filled_state(SIZES, step % 251)
+
+
+async def save_steps(root: Path, *steps: int, **options: Any) -> None:
+    async with Checkpointer(root, **{"config": SMALL, **options}) as ckpt:
+        for step in steps:
+            await ckpt.save(state_of(step), step)
+
+
+def steps_in(root: Path) -> list[int | None]:
+    return [parse_name(name) for name in names_in(root)]
+
+
+def flip_data(root: Path, step: int) -> None:
+    (file, *_) = (root / step_name(step)).glob("data-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+# names
+
+
+def test_a_step_has_one_name_and_a_name_one_step() -> None:
+    """Names sort as numbers do; what is written otherwise is no step."""
+    steps = [0, 1, 9, 10, 99_999_999, 100_000_000, MAX_STEP]
+    assert [parse_name(step_name(step)) for step in steps] == steps
+    names = [step_name(step) for step in steps[:5]]
+    assert names == sorted(names)
+    for name in ("step-9", "step-000000009", "step-0000000a", "step-00000009\n", "latest"):
+        assert parse_name(name) is None
+    assert parse_name("step-٠٠٠٠٠٠٠٩") is None
+    assert parse_name(f"step-{MAX_STEP + 1}") is None
+    for step in (-1, True, 1.0, MAX_STEP + 1, "3"):
+        with pytest.raises(ConfigError, match="step= is an int"):
+            step_name(step)  # type: ignore[arg-type]  # refused
+
+
+# saving and loading
+
+
+async def test_the_newest_committed_step_is_loaded(tmp_path: Path) -> None:
+    """Across restarts, from what is there; a step asked for is another."""
+    root = tmp_path / "deep" / "run"
+    async with Checkpointer(root, config=SMALL) as ckpt:
+        assert await ckpt.steps() == ()
+        assert await ckpt.latest() is None
+        with pytest.raises(CheckpointNotFoundError, match="no committed step"):
+            await ckpt.load()
+        for step in (9, 10, 100):
+            info = await ckpt.save(state_of(step), step)
+            assert info.path == ckpt.path(step)
+    async with Checkpointer(root, config=SMALL) as ckpt:
+        assert await ckpt.steps() == (9, 10, 100)
+        assert await ckpt.latest() == 100
+        assert_same(await ckpt.load(), state_of(100))
+        target = state_of(0)
+        assert await ckpt.load(into=target, step=9) is target
+        assert_same(target, state_of(9))
+        result = await ckpt.load_with_report(select="tensor1")
+        assert result.report.path == ckpt.path(100)
+        assert list(result.state) == ["tensor1"]
+        with pytest.raises(CheckpointNotFoundError):
+            await ckpt.load(step=11)
+
+
+async def test_a_step_that_was_not_committed_is_none(tmp_path: Path) -> None:
+    """A dead save's directory, a removed one's, other programs' files: never the latest."""
+    await save_steps(tmp_path, 3)
+    (tmp_path / step_name(7)).mkdir()
+    (tmp_path / step_name(7) / f"data-{'a' * 32}-00000-00000.safetensors").write_bytes(b"x")
+    (tmp_path / step_name(8)).write_bytes(b"a file")
+    await asyncio.to_thread(sync.save, state_of(1), tmp_path / "step-9", config=SMALL)
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        assert await ckpt.steps() == (3,)
+        assert_same(await ckpt.load(), state_of(3))
+
+
+async def test_a_damaged_step_raises_and_says_what_to_load(tmp_path: Path) -> None:
+    """Which work to give up is the user's to decide."""
+    await save_steps(tmp_path, 1, 2)
+    flip_data(tmp_path, 2)
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        with pytest.raises(CorruptionError) as caught:
+            await ckpt.load()
+        assert "load(step=1)" in caught.value.__notes__[-1]
+        assert_same(await ckpt.load(step=1), state_of(1))
+        with pytest.raises(CorruptionError) as caught:
+            await ckpt.load(step=2)
+        assert "ckptio verify" in caught.value.__notes__[-1]
+
+
+async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
+    """In its manifest, so that one commit covers both; the state knows nothing of them."""
+    metrics: dict[str, Any] = {
+        "loss": torch.tensor(0.5),
+        "bad": math.nan,
+        "worse": -math.inf,
+        "n": 3,
+    }
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1, metrics=metrics)
+        await ckpt.save(state_of(2), 2)
+        first, second = await ckpt.records()
+        assert_same(await ckpt.load(step=1), state_of(1))
+        manifest = await ckpt.engine.inspect(ckpt.path(1))
+    assert manifest.metadata["step"] == 1
+    assert first.step == 1
+    assert first.metrics["loss"] == 0.5
+    assert first.metrics["n"] == 3
+    assert math.isnan(first.metrics["bad"])
+    assert first.metrics["worse"] == -math.inf
+    assert second.metrics == {}
+    assert abs(second.created - dt.datetime.now(dt.UTC)) < dt.timedelta(minutes=5)
+
+
+async def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        wrong: list[Any] = [{"a": "low"}, {"a": "1"}, {3: 1.0}, [1.0], {"a": torch.ones(2)}]
+        for metrics in wrong:
+            with pytest.raises(ConfigError, match="metrics="):
+                ckpt.save(state_of(1), 1, metrics=metrics)
+        with pytest.raises(UnsupportedLeafError):
+            ckpt.save({"x": object()}, 1)
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_step_is_saved_once_unless_asked_otherwise(tmp_path: Path) -> None:
+    """After going back to an earlier step, the same numbers come again."""
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1)
+        with pytest.raises(CheckpointExistsError):
+            await ckpt.save(state_of(2), 1)
+        await ckpt.save(state_of(3), 1, overwrite=True)
+        assert_same(await ckpt.load(), state_of(3))
+
+
+async def test_an_engine_can_be_shared(tmp_path: Path) -> None:
+    """It stays open, and its options are its own."""
+    async with Engine(SMALL) as engine:
+        async with Checkpointer(tmp_path / "a", engine=engine) as one:
+            async with Checkpointer(tmp_path / "b", engine=engine, keep=KeepLast(1)) as other:
+                one.save(state_of(1), 1)
+                other.save(state_of(2), 1)
+                await other.save(state_of(2), 2)
+            assert steps_in(tmp_path / "b") == [2]
+        assert steps_in(tmp_path / "a") == [1]
+        assert_same(await engine.load(tmp_path / "a" / step_name(1)), state_of(1))
+        with pytest.raises(EngineClosedError, match="checkpointer is not open"):
+            one.save(state_of(1), 2)
+        with pytest.raises(ConfigError, match="no effect with engine="):
+            Checkpointer(tmp_path, engine=engine, config=SMALL)
+
+
+# leaving
+
+
+async def test_leaving_waits_and_raises_what_nobody_has_seen(tmp_path: Path) -> None:
+    """Commits and removals are done when the block is left."""
+    async with Checkpointer(tmp_path, keep=KeepLast(1), config=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+    assert steps_in(tmp_path) == [3]
+    with pytest.raises(CheckpointExistsError):
+        async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+            ckpt.save(state_of(3), 3)
+    async with Engine(SMALL) as engine:
+        with pytest.raises(CheckpointExistsError):
+            async with Checkpointer(tmp_path, engine=engine) as ckpt:
+                ckpt.save(state_of(3), 3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_leaving_by_an_error_aborts(tmp_path: Path, *, shared: bool) -> None:
+    """Nothing of what was in flight is left; the error is the caller's own."""
+    big = filled_state([4 << 20], 1)
+    async with Engine(SMALL) as engine:
+        options: dict[str, Any] = {"engine": engine} if shared else {"config": SMALL}
+        with pytest.raises(ZeroDivisionError):
+            async with Checkpointer(tmp_path / "run", keep=KeepLast(1), **options) as ckpt:
+                handle = ckpt.save(big, 1)
+                raise ZeroDivisionError
+        with pytest.raises(SaveAbortedError):
+            await handle
+    assert not (tmp_path / "run").exists()
+
+
+# keeping
+
+
+async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> None:
+    """The last ones, one in a while and the best; the observer is told of the rest."""
+    log = EventLog()
+    keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss")
+    losses = [5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0]
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL, observer=log) as ckpt:
+        for step, loss in enumerate(losses, 1):
+            await ckpt.save(state_of(step), step, metrics={"loss": loss})
+    assert steps_in(tmp_path) == [2, 4, 6, 7]
+    assert [event.step for event in log.of(CheckpointRemoved)] == [1, 3, 5]
+    assert all(event.nbytes > 0 for event in log.of(CheckpointRemoved))
+
+
+async def test_a_failed_save_costs_no_older_step(tmp_path: Path) -> None:
+    """Only committed steps count, and only a commit lets others go."""
+    async with Checkpointer(tmp_path, keep=KeepLast(1), config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1)
+        (tmp_path / step_name(2)).write_bytes(b"in the way")
+        with pytest.raises(OSError, match="step-00000002"):
+            await ckpt.save(state_of(2), 2)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+async def test_what_cannot_be_read_counts_for_nothing_and_stays(tmp_path: Path) -> None:
+    """The last good step is one that can be loaded."""
+    await save_steps(tmp_path, 1, 2, 50)
+    (tmp_path / step_name(50) / "manifest.json").write_bytes(b"{}")
+    await save_steps(tmp_path, 3, keep=KeepLast(2))
+    assert steps_in(tmp_path) == [2, 3, 50]
+
+
+async def test_a_removal_that_fails_is_an_event(tmp_path: Path) -> None:
+    """The run goes on, and the next commit tries again."""
+    await save_steps(tmp_path, 1)
+    (tmp_path / "elsewhere").mkdir()
+    os.rename(tmp_path / step_name(1), tmp_path / "elsewhere" / "1")
+    (tmp_path / step_name(1)).symlink_to(tmp_path / "elsewhere" / "1")
+    log = EventLog()
+    await save_steps(tmp_path, 2, 3, keep=KeepLast(1), observer=log)
+    assert steps_in(tmp_path) == [None, 1, 3]
+    failures = log.of(CleanupFailed)
+    assert {event.error.errno for event in failures} == {errno.ELOOP}
+
+
+async def test_a_broken_policy_removes_nothing(tmp_path: Path) -> None:
+    """Its error is an event; what it says nothing of stays."""
+    log = EventLog()
+    await save_steps(tmp_path, 1, 2, keep=KeepIf(lambda record: record.step / 0 > 1), observer=log)
+    assert steps_in(tmp_path) == [1, 2]
+    assert isinstance(log.of(RetentionFailed)[0].error, ZeroDivisionError)
+
+
+async def test_dead_saves_are_swept_when_a_run_begins(tmp_path: Path) -> None:
+    """After the grace period; what is not ours is not looked at."""
+    dead = tmp_path / step_name(5)
+    dead.mkdir(parents=True)
+    (dead / f"data-{'a' * 32}-00000-00000.safetensors").write_bytes(b"x")
+    (tmp_path / "step-5").mkdir()
+    await save_steps(tmp_path, sweep_after_s=3600)
+    assert dead.exists()
+    then = time.time() - 7200
+    for path in (dead / names_in(dead)[0], dead, tmp_path / "step-5"):
+        os.utime(path, (then, then))
+    await save_steps(tmp_path, sweep_after_s=None)
+    assert dead.exists()
+    await save_steps(tmp_path, sweep_after_s=3600)
+    assert names_in(tmp_path) == ["step-5"]
+
+
+# deciding
+
+
+async def test_should_save_says_yes_at_multiples(tmp_path: Path) -> None:
+    """Counted from what was loaded; a yes that nobody follows is said again."""
+    async with Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:
+        assert [s for s in range(10) if await ckpt.should_save(s)] == []
+        assert await ckpt.should_save(10)
+        assert await ckpt.should_save(11)
+        await ckpt.save(state_of(11), 11)
+        assert [s for s in range(12, 25) if await ckpt.should_save(s)] == [20, 21, 22, 23, 24]
+    async with Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:
+        await ckpt.load()
+        assert not await ckpt.should_save(12)
+        assert await ckpt.should_save(20)
+        with pytest.raises(ConfigError):
+            await ckpt.should_save(-1)
+
+
+async def test_a_signal_asks_for_one_last_save(tmp_path: Path) -> None:
+    """At the next step; until then nothing has changed, and afterwards it is as before."""
+    before = signal.getsignal(signal.SIGUSR1)
+    await save_steps(tmp_path, 1, 2)
+    log = EventLog()
+    async with Checkpointer(
+        tmp_path,
+        keep=KeepLast(1),
+        preempt_signals=(signal.SIGUSR1, signal.SIGTERM),
+        config=SMALL,
+        observer=log,
+    ) as ckpt:
+        saved = []
+        for step in range(3, 10_000):
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if await ckpt.should_save(step):
+                saved.append(step)
+                ckpt.save(state_of(step), step)
+            if ckpt.preempted:
+                break
+            await asyncio.sleep(0)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert saved == [step]
+    assert steps_in(tmp_path) == saved
+    assert saved[0] >= 5
+    assert [event.reason for event in log.of(Preempted)] == ["SIGUSR1"]
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    """Elsewhere the user's own handler can call preempt()."""
+    errors = []
+
+    def enter() -> None:
+        try:
+            with sync.Checkpointer(tmp_path, preempt_signals=(signal.SIGUSR1,), config=SMALL):
+                pass
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": 3},
+        {"every": 100},
+        {"preempt_signals": (signal.SIGKILL,)},
+        {"preempt_signals": ("SIGTERM",)},
+        {"preempt_signals": signal.SIGTERM},
+        {"preempt_deadline_s": 0},
+        {"sweep_after_s": -1},
+        {"root": "s3://bucket/run"},
+        {"root": ""},
+    ],
+)
+@pytest.mark.parametrize("make", [Checkpointer, sync.Checkpointer])
+def test_an_option_that_is_wrong_is_refused(
+    make: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """When it is made."""
+    with pytest.raises(ConfigError):
+        make(**{"root": "run", **options})
+
+
+# blocking
+
+
+def test_the_blocking_twin_does_the_same(tmp_path: Path) -> None:
+    """Save, find, keep, load, stop."""
+    log = EventLog()
+    with sync.Checkpointer(
+        tmp_path,
+        keep=KeepLast(2),
+        every=SaveEvery(steps=2),
+        preempt_signals=(signal.SIGUSR1,),
+        config=SMALL,
+        observer=log,
+    ) as ckpt:
+        assert ckpt.latest() is None
+        for step in range(1, 100_000):
+            if step == 9:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if ckpt.should_save(step):
+                ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
+            if ckpt.preempted:
+                break
+        last = step
+    with sync.Engine(SMALL) as engine, sync.Checkpointer(tmp_path, engine=engine) as ckpt:
+        assert ckpt.latest() == last
+        assert_same(ckpt.load(), state_of(last))
+        assert ckpt.load_with_report().report.path == ckpt.path(last)
+        assert ckpt.records()[-1].metrics == {"loss": 1 / last}
+        assert ckpt.steps() == tuple(parse_name(name) for name in names_in(tmp_path))
+    assert len(log.of(Preempted)) == 1
+
+
+def test_leaving_the_blocking_twin_by_an_error_aborts(tmp_path: Path) -> None:
+    """And raises what nobody has seen, if left without one."""
+    with (
+        pytest.raises(ZeroDivisionError),
+        sync.Checkpointer(tmp_path / "run", config=SMALL) as ckpt,
+    ):
+        ckpt.start_save(filled_state([4 << 20], 1), 1)
+        raise ZeroDivisionError
+    assert not (tmp_path / "run").exists()
+    with sync.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        ckpt.save(state_of(1), 1)
+    with (
+        pytest.raises(CheckpointExistsError),
+        sync.Checkpointer(tmp_path, config=SMALL) as ckpt,
+    ):
+        ckpt.start_save(state_of(1), 1)
