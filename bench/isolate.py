@@ -15,7 +15,7 @@ import os
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from bench.baselines import DcpPeer, SafetensorsPeer, TorchPeer, quiet_dcp
 from bench.states import Proof, blank, gpt_like, state_nbytes, tiny_tensors
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from bench.baselines import Loader
     from bench.states import State
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
 _CKPTIO = "ckptio"
 _PEERS: Mapping[str, Loader] = {
     "safetensors save_file; safe_open": SafetensorsPeer(),
@@ -37,6 +40,16 @@ _PEERS: Mapping[str, Loader] = {
 _SAMPLE_S = 0.002
 _MIN_SLABS = 4
 _POOLS_PER_STATE = 6
+#: What the server has imported that forks all processes of a bench: what they are made of,
+#: and what that would import when it is first used.
+PRELOADED = [
+    "bench.rank",
+    "bench.planners",
+    "bench.rounds",
+    "anyio._backends._asyncio",
+    "ckptio.engine.flow",
+    "torch._dynamo",
+]
 #: Names of what can be measured.
 WAYS = (_CKPTIO, *_PEERS)
 
@@ -126,6 +139,14 @@ async def _peak(call: Callable[[], Awaitable[object]], prefix: str) -> dict[str,
     }
 
 
+def peak_of(call: Callable[[], T]) -> tuple[T, int]:
+    """Call, and give how much memory that took beyond what was resident before, in bytes."""
+    _reset_peak()
+    resident = _status_nbytes("VmRSS")
+    result = call()
+    return result, max(0, _status_nbytes("VmHWM") - resident)
+
+
 async def _measure_ckptio(order: Order, state: State, path: str) -> dict[str, float]:
     config = CheckpointConfig(pool_nbytes=order.pool_nbytes, slab_nbytes=order.slab_nbytes)
     proof = Proof.of(state)
@@ -189,7 +210,12 @@ def measure_in_child(way: str, order: Order, path: str) -> dict[str, float]:
     The process is forked by a server that has imported this module and done nothing else,
     so that imports neither take time nor count.
     """
+    return in_child(measure, way, order, path)
+
+
+def in_child(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function of a module in a process of its own, which ends with it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, mp_context=context) as executor:
-        return executor.submit(measure, way, order, path).result()
+        return executor.submit(call, *args, **kwargs).result()

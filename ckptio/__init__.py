@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ckptio import errors, events, sync
     from ckptio.api import Engine, inspect, load, load_slice, load_with_report, save, verify
     from ckptio.cache import CacheStatistics
+    from ckptio.checkpointer import Checkpointer
     from ckptio.config import CheckpointConfig
+    from ckptio.conversion.convert import ConvertReport, convert
     from ckptio.engine.flow import LoadResult
     from ckptio.engine.restore import LoadReport
     from ckptio.engine.verify import VerifyReport
@@ -40,6 +42,17 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
     )
     from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.plan.decision import SaveEvery
+    from ckptio.plan.retention import (
+        KeepAll,
+        KeepBest,
+        KeepEvery,
+        KeepIf,
+        KeepLast,
+        KeepSteps,
+        Retention,
+        StepRecord,
+    )
     from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
 
@@ -54,7 +67,9 @@ _HOMES = {
         "verify",
     ),
     "ckptio.cache": ("CacheStatistics",),
+    "ckptio.checkpointer": ("Checkpointer",),
     "ckptio.config": ("CheckpointConfig",),
+    "ckptio.conversion.convert": ("ConvertReport", "convert"),
     "ckptio.engine.flow": ("LoadResult",),
     "ckptio.engine.restore": ("LoadReport",),
     "ckptio.engine.verify": ("VerifyReport",),
@@ -77,6 +92,17 @@ _HOMES = {
         "UnsupportedLeafError",
     ),
     "ckptio.handle": ("CheckpointInfo", "SaveHandle"),
+    "ckptio.plan.decision": ("SaveEvery",),
+    "ckptio.plan.retention": (
+        "KeepAll",
+        "KeepBest",
+        "KeepEvery",
+        "KeepIf",
+        "KeepLast",
+        "KeepSteps",
+        "Retention",
+        "StepRecord",
+    ),
     "ckptio.shards": ("PerRank", "Shard"),
     "ckptio.staging.pool": ("PoolStatistics",),
 }
@@ -91,11 +117,19 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointInfo",
     "CheckpointNotFoundError",
+    "Checkpointer",
     "CommitConflictError",
     "ConfigError",
+    "ConvertReport",
     "CorruptionError",
     "Engine",
     "FormatError",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepIf",
+    "KeepLast",
+    "KeepSteps",
     "LoadReport",
     "LoadResult",
     "MismatchError",
@@ -104,14 +138,18 @@ __all__ = [
     "PlanError",
     "PoolStatistics",
     "RankError",
+    "Retention",
     "SaveAbortedError",
+    "SaveEvery",
     "SaveHandle",
     "Shard",
+    "StepRecord",
     "StorageError",
     "TargetError",
     "UnsupportedLeafError",
     "VerifyReport",
     "__version__",
+    "convert",
     "errors",
     "events",
     "inspect",

@@ -7,10 +7,12 @@ are in `ckptio.sync`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from ckptio._aio import in_own_thread
 from ckptio.engine.core import EngineCore
+from ckptio.engine.drive import drive
 from ckptio.engine.verify import VerifyReport, run_verify
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class Engine:
             group: its ranks. `"solo"`: this process alone. With several ranks, each of
             them has to enter an engine (which waits for the others) and to call `save`
             and `load` alike and in the same order; everything else is each rank's own.
+            When one is lost, the others leave their engines and open new ones.
+
+    Raises:
+        PeerLostError: On entering: ranks did not come within `meet_timeout_s`.
+        ConfigError: On entering: ranks have no way to meet, or this one is not in the group.
     """
 
     def __init__(
@@ -106,6 +113,13 @@ class Engine:
         copied on a side stream, behind what the current stream has been told so far;
         `handle.fence()` puts the current stream behind the copies instead of waiting.
 
+        Each of several ranks gives its part of one state: its blocks of sharded tensors
+        (DTensor, ShardedTensor, `ckptio.Shard`), and what it has alike with others, which
+        one of them writes. Values have to be equal on all ranks that have them, or be
+        `ckptio.PerRank`; tensors and arrays of one name are taken for equal, unread. All
+        ranks commit or none: `await handle` raises a `RankError` on all (`PeerLostError` if
+        a rank died, froze or did not come). All have to see the file system of `path`.
+
         Args:
             state: Any nesting of dicts, lists, tuples and sets with tensors, arrays,
                 numbers, strings, bytes, dates, paths, dataclasses, enums and the like.
@@ -115,7 +129,8 @@ class Engine:
                 one is committed, and goes then.
 
         Raises:
-            UnsupportedLeafError: A value has no portable form. Nothing was written.
+            UnsupportedLeafError: A value has no portable form. Nothing was written; on other
+                ranks, `await handle` raises a `RankError` that says so.
             ConfigError: `path` is none.
             EngineClosedError: The engine is not open.
         """
@@ -145,10 +160,18 @@ class Engine:
         block lands before its checksum was. If a later block turns out damaged, blocks
         that were right have landed: reload from another checkpoint.
 
+        Each of several ranks has a target of its own, or none: sharded targets take their
+        blocks, whatever ranks, mesh and placement wrote them; all else is whole. No target
+        changes on any rank before all fit. A rank that has no `ckptio.PerRank` value in the
+        checkpoint finds it missing, or gets `None` without a target.
+
+        Modules on the meta device get new parameters: make their optimizer afterwards. Over
+        DTensors, one that has not stepped has nothing to fill: use torch's `get_state_dict`.
+
         Args:
             path: A checkpoint.
             into: What to fill.
-            device: Where new tensors go. Only without `into`.
+            device: Where new tensors go: without `into`, and for targets on the meta device.
             dtype: Convert floating-point tensors to this. With `into`: allow targets that
                 have it. Nothing is ever converted without it.
             select: Load only these names: a dotted prefix, a glob, several of them, or a
@@ -167,11 +190,15 @@ class Engine:
             FormatError: It is no checkpoint of a known format.
             StorageError: It cannot be read.
             ConfigError: An option would have no effect.
+            RankError: It failed on another rank, or on several while they read.
+            PeerLostError: A rank died, froze or did not come.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
-        request = flow.make_request(into, device, dtype, select, strict, types, reports=False)
-        result = await flow.drive(
+        request = partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=False
+        )
+        result = await drive(
             self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
         )
         return result.state
@@ -195,10 +222,10 @@ class Engine:
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
-        request = flow.make_request(into, device, dtype, select, strict, types, reports=True)
-        return await flow.drive(
-            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+        request = partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=True
         )
+        return await drive(self._core, flow.load_flow(self._core, path, request), f"load {path!s}")
 
     async def load_slice(
         self,
@@ -223,9 +250,9 @@ class Engine:
             TargetError: There is no such tensor, or the index does not fit it.
             CheckpointError: As with `load`.
         """
-        from ckptio.engine import flow, slices  # noqa: PLC0415  # imports torch
+        from ckptio.engine import slices  # noqa: PLC0415  # imports torch
 
-        return await flow.drive(
+        return await drive(
             self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
         )
 
@@ -240,10 +267,15 @@ class Engine:
         storage = self._core.storage(path)
         return await self._core.call(lambda context: context.cache.get(storage), "inspect")
 
-    async def verify(self, path: PathLike) -> VerifyReport:
+    async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
         Damage does not raise: the report lists all of it.
+
+        Args:
+            path: A checkpoint.
+            compare_copies: Compare the copies that ranks wrote of a tensor with each other,
+                too (see `CheckpointConfig.replicate`). One that differs is damage.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -251,7 +283,9 @@ class Engine:
             StorageError: It cannot be read.
         """
         storage = self._core.storage(path)
-        return await self._core.call(lambda context: run_verify(storage, context), "verify")
+        return await self._core.call(
+            lambda context: run_verify(storage, context, compare_copies=compare_copies), "verify"
+        )
 
     async def prewarm(self, nbytes: int | None = None) -> None:
         """Take memory for the staging pool now, so that the first save is as fast as the next.
@@ -286,7 +320,8 @@ def save(
 ) -> SaveHandle:
     """Start saving a state with an engine for this one call; see `Engine.save`.
 
-    A loop that saves often keeps an `Engine`: its pool and plans are reused.
+    A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
+    ranks, this blocks until all of them have called it, and raises what `Engine` raises.
     """
     from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
 
@@ -367,9 +402,10 @@ async def inspect(
 async def verify(
     path: PathLike,
     *,
+    compare_copies: bool = False,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
     async with Engine(config, observer=observer, ranks="solo") as engine:
-        return await engine.verify(path)
+        return await engine.verify(path, compare_copies=compare_copies)

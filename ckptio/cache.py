@@ -183,6 +183,9 @@ class MetadataCache:
             self._drop(identity)
         self._num_reads += 1
         version, data = await storage.read_manifest()
+        if not isinstance(data, bytes):  # of a foreign checkpoint, made in memory
+            self._keep(identity, _Entry(version, data, len(data.tree)))
+            return data
         try:
             manifest = await self._decode(data)
         except FormatError as error:

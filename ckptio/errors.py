@@ -28,14 +28,32 @@ caller may want to act on is in attributes too.
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 class CheckpointError(Exception):
-    """Root of every error that ckptio raises on purpose."""
+    """Root of every error that ckptio raises on purpose. Copies between processes keep it whole."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come back with the text and the attributes, whatever a constructor takes."""
+        args = self.args
+        if isinstance(self, OSError) and self.filename is not None:
+            args = (self.errno, self.strerror, self.filename)
+        return _remade, (type(self), args, self.__dict__)
+
+
+def _remade(cls: type[CheckpointError], args: tuple[Any, ...], attributes: Any) -> CheckpointError:
+    """Make an error again in another process."""
+    error = cls.__new__(cls)
+    if isinstance(error, OSError):
+        OSError.__init__(error, *args)
+    else:
+        error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(CheckpointError, ValueError):

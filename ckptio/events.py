@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _log = logging.getLogger("ckptio")
 
@@ -161,6 +165,41 @@ class CleanupFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRemoved(Event):
+    """A checkpoint was removed because its retention policy no longer keeps it.
+
+    Attributes:
+        step: Its step.
+        nbytes: Bytes of its data files.
+    """
+
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionFailed(Event):
+    """It could not be decided which checkpoints under `path` to remove; none was.
+
+    Attributes:
+        error: Why.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(Event):
+    """A run is about to be ended: the next `should_save` asks every rank for the last save.
+
+    Attributes:
+        reason: What said so: the name of a signal.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSubstituted(Event):
     """A file of a checkpoint is lost; everything in it is read from copies in others.
 
@@ -171,6 +210,36 @@ class ReplicaSubstituted(Event):
 
     file: str
     error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePlanned(Event):
+    """It is decided which rank of a job reads what. Rank 0 says so, for all.
+
+    Nobody does where `exchange` is `"off"`: each rank then reads what it wants and tells
+    nobody.
+
+    Attributes:
+        is_exchanged: Whether ranks pass on what they read; if not, each reads what it wants.
+        read_nbytes: Bytes that each rank reads.
+        sent_nbytes: Bytes that go from rank to rank.
+        explainer: Does what `explain` does. It keeps the plan in memory, as long as it lives.
+    """
+
+    is_exchanged: bool
+    read_nbytes: tuple[int, ...]
+    sent_nbytes: int
+    explainer: Callable[[Collection[str] | None], str] = field(repr=False)
+
+    def explain(self, names: Collection[str] | None = None) -> str:
+        """Say which rank reads which bytes of which file, for whom and why, a line each.
+
+        Costs nothing until it is called; then a line for each range of each file.
+
+        Args:
+            names: Only what holds bytes of these tensors; everything if not given.
+        """
+        return self.explainer(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

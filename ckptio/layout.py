@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +154,25 @@ def shared_runs(
         sum(first * stride for first, stride in zip(offset, steps, strict=True))
         for (offset, _), steps in zip((source, target), strides, strict=True)
     ]
-    for index in itertools.product(*(range(extent) for extent in shape[:outer])):
+    if not outer:
+        yield starts[0], starts[1], run
+        return
+    # rows of the innermost dimension that is not part of a run go by without Python for each
+    last = outer - 1
+    count, steps = shape[last], (strides[0][last], strides[1][last])
+    for index in itertools.product(*(range(extent) for extent in shape[:last])):
         a, b = (
-            start + sum(i * step for i, step in zip(index, steps, strict=False))
-            for start, steps in zip(starts, strides, strict=True)
+            start + sum(i * step for i, step in zip(index, of_block, strict=False))
+            for start, of_block in zip(starts, strides, strict=True)
         )
-        yield a, b, run
+        yield from zip(
+            _rising(a, steps[0], count), _rising(b, steps[1], count), itertools.repeat(run)
+        )
+
+
+def _rising(start: int, step: int, count: int) -> Iterable[int]:
+    """Count `count` numbers from `start`; a dimension of one element has any stride, even none."""
+    return range(start, start + count * step, step) if step else itertools.repeat(start, count)
 
 
 def _stack(index: int, box: Box) -> Box:

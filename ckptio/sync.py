@@ -6,13 +6,16 @@ several threads at once. The engine has its own loop either way.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptio.checkpointer.blocking import Checkpointer as Checkpointer  # noqa: PLC0414  # the twin
 from ckptio.engine.core import EngineCore
+from ckptio.engine.drive import drive_blocking
 from ckptio.engine.verify import VerifyReport, run_verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
+    from ckptio.conversion.convert import ConvertReport, Format
     from ckptio.engine.flow import LoadResult
     from ckptio.engine.slices import Index
     from ckptio.events import Observer
@@ -41,6 +45,7 @@ class Engine:
         config: Options; the defaults if not given.
         observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
         ranks: Who takes part: `"auto"`, `"solo"` or a process group; see `ckptio.Engine`.
+            Entering blocks until all of them have come.
     """
 
     def __init__(
@@ -70,7 +75,14 @@ class Engine:
             raise unseen
 
     def save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> CheckpointInfo:
-        """Save a state and wait for the commit; see `ckptio.Engine.save`."""
+        """Save a state and wait for the commit, on all ranks; see `ckptio.Engine.save`.
+
+        Raises:
+            CheckpointExistsError: There is a checkpoint and `overwrite` is off.
+            RankError: It failed on some rank, and so on all of them.
+            PeerLostError: A rank died, froze or did not come.
+            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
+        """
         return _result(self.start_save(state, path, overwrite=overwrite))
 
     def start_save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> SaveHandle:
@@ -93,8 +105,10 @@ class Engine:
         """Load a state; see `ckptio.Engine.load`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
-        request = flow.make_request(into, device, dtype, select, strict, types, reports=False)
-        return flow.drive_blocking(
+        request = partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=False
+        )
+        return drive_blocking(
             self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
         ).state
 
@@ -112,8 +126,10 @@ class Engine:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
-        request = flow.make_request(into, device, dtype, select, strict, types, reports=True)
-        return flow.drive_blocking(
+        request = partial(
+            flow.make_request, into, device, dtype, select, strict, types, reports=True
+        )
+        return drive_blocking(
             self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
         )
 
@@ -126,9 +142,9 @@ class Engine:
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """Load a part of one tensor; see `ckptio.Engine.load_slice`."""
-        from ckptio.engine import flow, slices  # noqa: PLC0415  # imports torch
+        from ckptio.engine import slices  # noqa: PLC0415  # imports torch
 
-        return flow.drive_blocking(
+        return drive_blocking(
             self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
         )
 
@@ -137,10 +153,12 @@ class Engine:
         storage = self._core.storage(path)
         return self._core.call_blocking(lambda context: context.cache.get(storage), "inspect")
 
-    def verify(self, path: PathLike) -> VerifyReport:
+    def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Compare every byte with its checksum; see `ckptio.Engine.verify`."""
         storage = self._core.storage(path)
-        return self._core.call_blocking(lambda context: run_verify(storage, context), "verify")
+        return self._core.call_blocking(
+            lambda context: run_verify(storage, context, compare_copies=compare_copies), "verify"
+        )
 
     def prewarm(self, nbytes: int | None = None) -> None:
         """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
@@ -239,12 +257,43 @@ def inspect(
 def verify(
     path: PathLike,
     *,
+    compare_copies: bool = False,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint with its checksums; see `ckptio.verify`."""
     with Engine(config, observer=observer, ranks="solo") as engine:
-        return engine.verify(path)
+        return engine.verify(path, compare_copies=compare_copies)
+
+
+def convert(
+    source: PathLike,
+    path: PathLike,
+    *,
+    to: Format,
+    select: Select | None = None,
+    strip: str = "",
+    overwrite: bool = False,
+    drop_values: bool = False,
+    max_shard_nbytes: int | None = None,
+    config: CheckpointConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint of any known format into one of another; see `ckptio.convert`."""
+    from ckptio.conversion.convert import run_convert  # noqa: PLC0415  # imports torch
+
+    return run_convert(
+        source,
+        path,
+        to=to,
+        select=select,
+        strip=strip,
+        overwrite=overwrite,
+        drop_values=drop_values,
+        max_shard_nbytes=max_shard_nbytes,
+        config=config,
+        progress=progress,
+    )
 
 
 def _result(handle: SaveHandle) -> CheckpointInfo:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,19 +16,66 @@ from ckptio.cache import MetadataCache
 from ckptio.engine.context import EngineContext
 from ckptio.ranks.interface import Deadlines
 from ckptio.staging.pool import SlabPool
+from ckptio.storage.local import LocalStorage
 from ckptio.testing import MemoryStorage
+from ckptio.testing.exchange import MemoryNetwork
 from ckptio.testing.ranks import MemoryRanks
 from tests.rig import SMALL, InlineCore, engine_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
+    from ckptio.exchange.link import BulkLink
+    from ckptio.storage.interface import Storage
 
 T = TypeVar("T")
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
+
+
+@dataclass
+class MemoryLinker:
+    """Links ranks of one loop, through a network of their own for each exchange."""
+
+    world_size: int
+    seed: int = 0
+    max_delay_s: float = 0.01
+    num_slabs: int = 0
+    slab_nbytes: int = 0
+    damaged_tags: set[int] = field(default_factory=set)
+    networks: list[MemoryNetwork] = field(default_factory=list)
+
+    async def offer(
+        self, context: EngineContext, addresses: Sequence[str], stack: contextlib.AsyncExitStack
+    ) -> int:
+        """Make a network; see `engine.links.Linker`."""
+        del context, addresses
+        network = MemoryNetwork(
+            self.world_size,
+            seed=self.seed + len(self.networks),
+            max_delay_s=self.max_delay_s,
+            num_slabs=self.num_slabs,
+            slab_nbytes=self.slab_nbytes,
+        )
+        network.damaged_tags |= self.damaged_tags
+        stack.callback(network.close)
+        self.networks.append(network)
+        return len(self.networks) - 1
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, offer: Any, context: EngineContext, own_address: str
+    ) -> AsyncIterator[BulkLink]:
+        """Give the link of a rank, and break the network when it is left."""
+        del own_address
+        network, rank = self.networks[offer], context.ranks.rank
+        try:
+            yield network.links[rank]
+        finally:
+            network.lose(rank)
 
 
 @dataclass(frozen=True)
@@ -38,6 +85,7 @@ class Job:
     engines: Sequence[Engine]
     storages: Sequence[MemoryStorage]
     ranks: MemoryRanks
+    linker: MemoryLinker
 
     async def each(self, body: Callable[[int, Engine], Awaitable[T]]) -> list[T | BaseException]:
         """Run a body on every rank; gives what each returned or raised."""
@@ -65,6 +113,21 @@ class Job:
     def place(self) -> MemoryStorage:
         return self.storages[0]
 
+    def opened(self) -> list[list[str]]:
+        """Name the data files that each rank has opened."""
+        return [
+            [op.path.rpartition("/")[2] for op in storage.operations if op.kind == "open"]
+            for storage in self.storages
+        ]
+
+    def read_nbytes(self) -> list[int]:
+        """Give the bytes of data files that each rank has read."""
+        return [storage.counts.read_nbytes for storage in self.storages]
+
+    def written_nbytes(self) -> list[int]:
+        """Give the bytes of data files that each rank has written."""
+        return [storage.counts.written_nbytes for storage in self.storages]
+
 
 @contextlib.asynccontextmanager
 async def job(
@@ -75,13 +138,31 @@ async def job(
     hosts: Sequence[str] | None = None,
     seed: int = 0,
     observer: Observer | None = None,
+    linker: MemoryLinker | None = None,
+    directory: Path | None = None,
+    joins_pieces: bool = False,
 ) -> AsyncIterator[Job]:
-    """Give the engines of a job, and check at the end that none leaves anything behind."""
+    """Give the engines of a job, and check at the end that none leaves anything behind.
+
+    What they call `memory` is in `directory`, if that is given. Frames of ranks that have
+    piled up arrive as one piece, if `joins_pieces`.
+    """
+    before = asyncio.all_tasks()
     first = place or MemoryStorage("memory", seed=seed)
     storages = [first.another_name("memory") for _ in range(world_size)]
+    for twin in storages:
+        twin._rng, twin._max_delay_s = first._rng, first._max_delay_s
+    linker = linker or MemoryLinker(world_size, seed)
     async with contextlib.AsyncExitStack() as stack:
         group = await stack.enter_async_context(
-            MemoryRanks(world_size, hosts=hosts, deadlines=DEADLINES, seed=seed, max_delay_s=0.002)
+            MemoryRanks(
+                world_size,
+                hosts=hosts,
+                deadlines=DEADLINES,
+                seed=seed,
+                max_delay_s=0.002,
+                joins_pieces=joins_pieces,
+            )
         )
         cores = []
         for rank, ranks in enumerate(group.ranks):
@@ -96,14 +177,18 @@ async def job(
                 cache=MetadataCache(config.cache_entries, config.cache_nbytes),
                 observer=observer,
                 ranks=ranks,
+                linker=linker,
             )
-            cores.append(InlineCore(context, {"memory": storages[rank]}))
+            storage: Storage = storages[rank]
+            if directory is not None:
+                storage = LocalStorage(str(directory), config, context.executor, context.emit)
+            cores.append(InlineCore(context, {"memory": storage}))
             task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
             stack.push_async_callback(_wait_for, task)
             stack.callback(context.cache.close)
             while not context.cache._open:
                 await asyncio.sleep(0)
-        yield Job([engine_on(core) for core in cores], storages, group)
+        yield Job([engine_on(core) for core in cores], storages, group, linker)
         for core in cores:
             if core.tasks:
                 await asyncio.wait(core.tasks)
@@ -111,6 +196,9 @@ async def job(
             assert statistics.leased_nbytes == 0
             assert statistics.num_waiting == 0
             core.context.pool.close()
+        assert all(twin.counts.num_open_sources == 0 for twin in storages)
+        assert all(network.num_under_way == 0 for network in linker.networks)
+    assert asyncio.all_tasks() == before
 
 
 async def _wait_for(task: asyncio.Task[None]) -> None:

@@ -296,6 +296,7 @@ async def read_files(storage: Storage) -> dict[str, bytes]:
     """Read every data file of a checkpoint, as the manifest has them."""
     _, encoded = await storage.read_manifest()
     found = {}
+    assert isinstance(encoded, bytes)
     for entry in decode_manifest(encoded).files:
         source = await storage.open(entry.name, entry.nbytes)
         try:

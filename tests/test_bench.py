@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.cases import CASES
+from bench.cases.scale import fit_line
+from bench.crew import Crew, CrewError
 from bench.harness import Bench, Group, Metric, Row, Subject
+from bench.planners import Size, measure_dcp, measure_exchange, measure_save
 from bench.report import make_table
+from bench.rounds import measure_rounds
 from bench.states import Proof, blank, gpt_like, huge_tensors, small_tensors, state_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_SCALE = "0.02"
-_TIMEOUT_S = 300
+_SCALE = "0.005"
+_TIMEOUT_S = 600
 #: Why a subject may have no figures here.
 _EXCUSES = ("safetensors is not installed", "direct I/O is refused", "files stay in the page cache")
 
@@ -154,3 +159,79 @@ def test_ratios_above_one_say_that_ckptio_is_faster() -> None:
         ["peer", "6.0", "0.67", "3.00"],
         ["gone", "not installed", "", ""],
     ]
+
+
+OURS = {"by": "ckptio"}
+DCP = {"by": "dcp", "num_threads": 2}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Give a job of two ranks."""
+    with Crew(2) as two:
+        yield two
+
+
+@pytest.mark.parametrize("method", [OURS, DCP], ids=["ckptio", "dcp"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "whole"])
+def test_a_job_loads_what_it_saved_in_any_layout(
+    crew: Crew, tmp_path: Path, method: dict[str, Any], layout: str
+) -> None:
+    """Times and bytes are those of the ranks; every tensor is checked."""
+    path = str(tmp_path / "saved")
+    crew.tell("make", scale=0.003, layout="rows")
+    saved = crew.tell("save", method=method, path=path)
+    crew.tell("check_saved", method=method, path=path, count=3)
+    made = crew.tell("make", scale=0.003, layout=layout)
+    loaded = crew.tell("load", method=method, path=path)
+    crew.tell("check")
+    for rank in range(2):
+        assert made[rank]["own_nbytes"] <= made[rank]["nbytes"] * (0.6 if layout != "whole" else 1)
+        assert saved[rank]["elapsed_s"] > 0
+        assert saved[rank]["written_nbytes"] >= made[rank]["nbytes"] * 0.4
+        assert loaded[rank]["read_nbytes"] > 0
+
+
+def test_a_rank_that_fails_says_why_and_the_job_goes_on(crew: Crew, tmp_path: Path) -> None:
+    """What was not loaded is noticed; what can be loaded afterwards is."""
+    path = str(tmp_path / "saved")
+    crew.tell("make", scale=0.003, layout="rows")
+    crew.tell("save", method=OURS, path=path)
+    with pytest.raises(CrewError, match=r"rank 0: CheckpointNotFoundError.*; rank 1: "):
+        crew.tell("load", method=OURS, path=str(tmp_path / "nothing"))
+    with pytest.raises(CrewError, match=r"rank 1: AssertionError: .* has other bytes"):
+        crew.tell("check")
+    crew.tell("load", method=OURS, path=path)
+    crew.tell("check")
+
+
+def test_a_rank_that_dies_ends_the_job() -> None:
+    """It is named, and nobody waits for the others."""
+    with Crew(2) as two:
+        two.processes[1].kill()
+        with pytest.raises(CrewError, match="rank 1 died"):
+            two.tell("make", scale=0.001, layout="rows")
+        with pytest.raises(CrewError, match="the job is gone"):
+            two.tell("check")
+
+
+@pytest.mark.parametrize("measure", [measure_save, measure_exchange, measure_dcp])
+def test_planners_of_made_up_jobs_have_figures(measure: Any) -> None:
+    """Whole and cut blocks of uneven groups of ranks make a plan."""
+    figures = measure(Size(70, 9))
+    assert min(figures.values()) >= 0
+    assert figures["listing_nbytes"] > 0
+    assert figures["answer_nbytes"] > 0
+
+
+async def test_rounds_of_ranks_in_another_process_have_figures() -> None:
+    """All ranks meet, do the same rounds, and leave."""
+    figures = await measure_rounds(Size(6, 8))
+    assert all(value > 0 for value in figures.values())
+
+
+def test_what_is_extrapolated_is_a_line() -> None:
+    """Points on a line give that line."""
+    start, slope = fit_line([1, 4, 9], [5.0, 11.0, 21.0])
+    assert start == pytest.approx(3)
+    assert slope == pytest.approx(2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -32,10 +33,31 @@ def test_a_number_that_is_no_positive_int_is_refused(name: str, value: object) -
 
 
 @pytest.mark.parametrize(
+    "name",
+    [f.name for f in dataclasses.fields(CheckpointConfig) if isinstance(f.default, float)],
+)
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "4", True, None])
+def test_a_deadline_that_is_no_positive_number_is_refused(name: str, value: object) -> None:
+    """Zero, negative, endless and undefined times are refused, and what is no number."""
+    with pytest.raises(ConfigError, match=f"{name} must be a positive number, not {value!r}"):
+        CheckpointConfig(**{name: value})  # type: ignore[arg-type]  # that is what is tested
+
+
+def test_deadlines_are_floats_or_ints() -> None:
+    """Half a second is a deadline, and so is a whole number of them."""
+    config = CheckpointConfig(peer_timeout_s=0.5, meet_timeout_s=90)
+    assert (config.peer_timeout_s, config.meet_timeout_s) == (0.5, 90)
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"durability": "half"}, "durability must be none, file or full, not 'half'"),
         ({"direct_io": "on"}, "direct_io must be auto or off, not 'on'"),
+        ({"replicate": "all"}, "replicate must be once or local, not 'all'"),
+        ({"replicate": True}, "replicate must be once or local, not True"),
+        ({"exchange": "never"}, "exchange must be auto, on or off, not 'never'"),
+        ({"exchange": None}, "exchange must be auto, on or off, not None"),
         ({"block_nbytes": 5000}, "block_nbytes must be a multiple of 4096"),
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
         ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
@@ -68,12 +90,17 @@ def test_options_come_from_the_environment() -> None:
             "CKPTIO_FILE_MODE": "0o640",
             "CKPTIO_SLAB_NBYTES": "0x400000",
             "CKPTIO_DURABILITY": "file",
+            "CKPTIO_PEER_TIMEOUT_S": "2.5",
+            "CKPTIO_MEET_TIMEOUT_S": "90",
+            "CKPTIO_REPLICATE": "local",
+            "CKPTIO_EXCHANGE": "off",
             "HOME": "/root",
         }
     )
     assert config == CheckpointConfig(
-        max_writes=3, file_mode=0o640, slab_nbytes=4 * MiB, durability="file"
-    )
+        max_writes=3, file_mode=0o640, slab_nbytes=4 * MiB, durability="file",
+        peer_timeout_s=2.5, meet_timeout_s=90.0, replicate="local", exchange="off",
+    )  # fmt: skip
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +117,9 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         ({"CKPTIO_MAX_WRITES": "many"}, "CKPTIO_MAX_WRITES must be an int, not 'many'"),
         ({"CKPTIO_MAX_WRITES": "0"}, "max_writes must be a positive int"),
         ({"CKPTIO_DURABILITY": "FULL"}, "durability must be"),
+        ({"CKPTIO_PEER_TIMEOUT_S": "soon"}, "CKPTIO_PEER_TIMEOUT_S must be a number, not 'soon'"),
+        ({"CKPTIO_MEET_TIMEOUT_S": "inf"}, "meet_timeout_s must be a positive number, not inf"),
+        ({"CKPTIO_EXCHANGE": "yes"}, "exchange must be auto, on or off, not 'yes'"),
     ],
 )
 def test_a_bad_variable_is_refused(environ: dict[str, str], problem: str) -> None:

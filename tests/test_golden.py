@@ -1,11 +1,13 @@
 """Checkpoints of every version of the format that was ever released still load.
 
-`tests/golden/v<n>` was written once, by `write_golden` below at that version, and is
-never written again: `python -m tests.test_golden <directory>` makes one for a new version.
+`tests/golden/v<n>` was written once, by `write_golden` below at that version, and
+`v<n>-ranks` by several ranks, by `write_golden_of_ranks`. They are never written again:
+`python -m tests.test_golden <directory> <directory of ranks>` makes them for a new version.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import math
 import pathlib
@@ -13,15 +15,17 @@ import struct
 import sys
 import zoneinfo
 from collections import Counter, OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from ckptio import sync
+from ckptio import PerRank, Shard, sync
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.format.manifest import FORMAT_VERSION
+from ckptio.testing import run_virtual
+from tests.job_rig import blank, job, shards_of
 from tests.strategies import (
     CLASSES,
     TORCH_DTYPES,
@@ -32,6 +36,9 @@ from tests.strategies import (
     Settings,
     assert_same,
 )
+
+if TYPE_CHECKING:
+    from ckptio import Engine
 
 #: Those that the oldest torch we work with has: a checkpoint with others does not load there.
 DTYPE_NAMES = sorted(set(TORCH_DTYPES) - {"float8_e8m0fnu", "float4_e2m1fn_x2"})
@@ -122,13 +129,74 @@ def write_golden(directory: str) -> None:
     sync.save(golden_state(), directory, config=CONFIG)
 
 
+RANKS_CONFIG = dataclasses.replace(
+    CONFIG, replicate="local", local_replica_nbytes=6 * KiB, exchange="off"
+)
+NUM_RANKS = 3
+
+
+def golden_tensors() -> dict[str, torch.Tensor]:
+    """Give the tensors of a state that several ranks have together."""
+    return {
+        "rows": counted(torch.float32, 13, 70),
+        "columns": counted(torch.bfloat16, 64, 31),
+        "grid": counted(torch.int16, 4, 6, 5),
+        "flat": counted(torch.float64, 10, 10),
+        "few": counted(torch.int32, 2, 5),
+        "norm": counted(torch.float32, 1000),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "large": counted(torch.uint8, 150 * KiB),
+    }
+
+
+def golden_part(rank: int) -> dict[str, Any]:
+    """Give what one of three ranks has of it."""
+    state: dict[str, Any] = {**golden_tensors()}
+    for name, grid in {"rows": (3, 1), "columns": (1, 3), "grid": (1, 3, 1), "few": (3, 1)}.items():
+        state[name] = shards_of(state[name], grid)[rank]
+    first, stop = (100 * i // NUM_RANKS for i in (rank, rank + 1))
+    flat = state["flat"].reshape(-1)[first:stop]
+    state["flat"] = Shard(flat, (10, 10), flat_start=first)
+    state["tied"] = state["norm"]
+    state["step"], state["name"] = 7, "golden"
+    state["rng"] = PerRank({"seed": rank, "state": counted(torch.uint8, 5 + rank)})
+    if rank:
+        state["of_some"] = [counted(torch.int8, 3), "here"]
+    if rank == 1:
+        state["of_one"] = counted(torch.int8, 9)
+    return state
+
+
+def write_golden_of_ranks(directory: str) -> None:
+    """Write the golden checkpoint of several ranks: shards, copies, values of each rank."""
+
+    async def scenario() -> None:
+        async with job(
+            NUM_RANKS,
+            config=RANKS_CONFIG,
+            hosts=["host0", "host0", "host1"],
+            directory=pathlib.Path(directory),
+        ) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(golden_part(rank), "memory")
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+
+
 versions = pytest.mark.parametrize("version", ["v1", "v2"])
 
 
 def test_there_is_a_checkpoint_of_every_version() -> None:
     """A change of the format adds one."""
-    found = sorted(int(path.name.removeprefix("v")) for path in GOLDEN.iterdir() if path.is_dir())
-    assert found == list(range(1, FORMAT_VERSION + 1))
+    names = {path.name for path in GOLDEN.glob("v*")}
+    assert names == {
+        *(f"v{version}" for version in range(1, FORMAT_VERSION + 1)),
+        *(f"v{version}-ranks" for version in range(2, FORMAT_VERSION + 1)),
+    }
 
 
 def test_data_files_of_one_rank_are_those_of_version_1() -> None:
@@ -185,5 +253,71 @@ def test_a_checkpoint_has_these_names(version: str) -> None:
     assert found["keys"] == {"red": "enum"}
 
 
+of_ranks = pytest.mark.parametrize("version", ["v2-ranks"])
+
+
+@of_ranks
+def test_what_ranks_saved_is_whole_for_one(version: str) -> None:
+    """Tensors are put together, and copies agree."""
+    loaded = sync.load(GOLDEN / version)
+    for name, tensor in golden_tensors().items():
+        assert torch.equal(loaded[name], tensor), name
+    assert loaded["tied"] is loaded["norm"]
+    assert (loaded["step"], loaded["name"]) == (7, "golden")
+    assert torch.equal(loaded["of_one"], counted(torch.int8, 9))
+    assert loaded["of_some"][1] == "here"
+    report = sync.verify(GOLDEN / version, compare_copies=True)
+    assert report.is_whole
+    assert report.num_copies >= NUM_RANKS - 1
+
+
+@of_ranks
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_ranks_saved_loads_at_any_number_of_ranks(version: str, world_size: int) -> None:
+    """Cut another way; each rank of the same number finds its own values."""
+    tensors = golden_tensors()
+
+    async def scenario() -> None:
+        async with job(world_size, config=RANKS_CONFIG, directory=GOLDEN / version) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                target: dict[str, Any] = {n: torch.zeros_like(t) for n, t in tensors.items()}
+                wanted = shards_of(tensors["rows"], (1, world_size))[rank]
+                target |= {"rows": blank(wanted), "step": 0, "rng": PerRank(None)}
+                await engine.load("memory", into=target, strict="ignore")
+                assert torch.equal(target.pop("rows").tensor, wanted.tensor)
+                assert target["step"] == 7
+                if rank < NUM_RANKS:
+                    assert target["rng"].value["seed"] == rank
+                    state = target["rng"].value["state"]
+                    assert torch.equal(state, counted(torch.uint8, 5 + rank))
+                for name in tensors.keys() - {"rows"}:
+                    assert torch.equal(target[name], tensors[name]), name
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+
+
+@of_ranks
+def test_what_ranks_saved_has_these_places(version: str) -> None:
+    """Files of each rank, hosts, chunks and copies."""
+    manifest = sync.inspect(GOLDEN / version)
+    assert manifest.hosts == ("host0", "host0", "host1")
+    assert {entry.rank for entry in manifest.files} == {0, 1, 2}
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    for name in ("norm", "scalar"):
+        (chunk,) = tensors[name].chunks
+        places = {manifest.files[file].rank for file, _ in chunk.copies}
+        assert places | {manifest.files[chunk.file].rank} == {0, 1, 2}
+    for name in ("rows", "columns", "grid"):
+        assert len(tensors[name].chunks) == NUM_RANKS
+        assert not any(chunk.copies for chunk in tensors[name].chunks)
+    assert len(tensors["flat"].chunks) > NUM_RANKS
+    assert len(tensors["large"].chunks) > 1
+    assert {"rng.state~rank0", "rng.state~rank1", "of_one", "of_some.0"} <= tensors.keys()
+
+
 if __name__ == "__main__":
     write_golden(sys.argv[1])
+    write_golden_of_ranks(sys.argv[2])

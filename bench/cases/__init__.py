@@ -7,6 +7,9 @@ from bench.cases.local import save_local
 from bench.cases.loop import loop_lag
 from bench.cases.manifest import manifest_open
 from bench.cases.memory import memory
+from bench.cases.ranks import load_ranks, save_ranks
+from bench.cases.reshard import replicated_load, reshard
+from bench.cases.scale import scale
 from bench.cases.small import many_small
 from bench.cases.stall import stall
 from bench.cases.train import train_slowdown
@@ -23,6 +26,11 @@ CASES = (
     loop_lag,
     train_slowdown,
     memory,
+    save_ranks,
+    load_ranks,
+    reshard,
+    replicated_load,
+    scale,
 )
 
 __all__ = ["CASES"]

@@ -43,6 +43,24 @@ class Order(StrEnum):
     name = "name"
 
 
+class Format(StrEnum):
+    """What `convert` writes."""
+
+    ckptio = "ckptio"
+    safetensors = "safetensors"
+    hf = "hf"
+    dcp = "dcp"
+
+
+SelectOption = Annotated[
+    list[str],
+    typer.Option(
+        default_factory=list,
+        show_default=False,
+        metavar="GLOB",
+        help="Only these names: a glob or a dotted prefix; may be given several times.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -129,13 +147,17 @@ def show(
 def verify(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Checkpoints.")],
     *,
+    copies: Annotated[
+        bool,
+        typer.Option("--copies", help="Also compare copies that ranks wrote of one tensor."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read every byte of checkpoints and compare it with its checksums.
 
-    A damaged manifest is damage; a checkpoint that is not there is not. CKPTIO_MAX_READS,
-    CKPTIO_SLAB_NBYTES and the other options of ckptio.CheckpointConfig are taken from the
-    environment.
+    A damaged manifest is damage, and so is with --copies a copy that differs; a checkpoint
+    that is not there is not. CKPTIO_MAX_READS, CKPTIO_SLAB_NBYTES and the other options of
+    ckptio.CheckpointConfig are taken from the environment.
 
     JSON: checkpoints, a list of path, state ("whole", "damaged", "missing", "unreadable"),
     save_id, num_files, nbytes (bytes read), damage (a list of file, start, stop, problem,
@@ -144,7 +166,151 @@ def verify(
     """
     from ckptio.cli.verify import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(paths, as_json=as_json))
+    _finish(lambda: run(paths, compare_copies=copies, as_json=as_json))
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, of any known format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    *,
+    select: SelectOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Say in what two checkpoints differ: names, kinds, types, shapes, bits and values.
+
+    Exit codes: 0 equal; 1 different; 2 one of them cannot be read, or is damaged.
+
+    JSON: a; b; equal; only_a and only_b, lists of names; different, a list of name, reason
+    (the first of "kind", "dtype", "shape", "bits", "value"), a and b (in words; not of
+    bits), num_elements, num_different and largest (absolute difference; "nan" or "inf" as
+    strings) of bits; num_same; nbytes (compared, of one side); error.
+    """
+    from ckptio.cli.diff import run  # noqa: PLC0415  # only what the command needs
+
+    _finish(lambda: run(a, b, select=select, as_json=as_json))
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, of any format.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="What to write.")],
+    *,
+    to: Annotated[Format, typer.Option("--to", help="The format to write.")],
+    select: SelectOption,
+    strip: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Only what is below NAME, without it in the names."),
+    ] = "",
+    drop_values: Annotated[
+        bool, typer.Option("--drop-values", help="Leave out what safetensors cannot hold.")
+    ] = False,
+    max_shard_nbytes: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Bytes of a file of hf; 5 GB if not given."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a checkpoint of any known format to another, in bounded memory.
+
+    Read are checkpoints of ckptio, safetensors files, Hugging Face folders, directories of
+    torch.distributed.checkpoint, and files of torch.save; nothing in them is run. Written
+    are ckptio; safetensors, one file; hf, a folder of files with an index; dcp, a directory
+    for torch.distributed.checkpoint. A conversion to safetensors or hf that was stopped goes
+    on with the files that are missing.
+
+    JSON: source; path; to; state ("converted", "failed"); num_tensors; nbytes (of tensors);
+    files, a list of name, nbytes and was_there; error.
+    """
+    from ckptio.cli.convert import run  # noqa: PLC0415  # only what the command needs
+
+    _finish(
+        lambda: run(
+            source,
+            target,
+            to=to,
+            select=select,
+            strip=strip,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            max_shard_nbytes=max_shard_nbytes,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
+def prune(
+    root: Annotated[str, typer.Argument(help="The directory of a run.")],
+    *,
+    last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, metavar="K", help="Keep the K highest steps."),
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep multiples of N.")
+    ] = None,
+    best: Annotated[
+        list[str],
+        typer.Option(
+            "--keep-best",
+            default_factory=list,
+            show_default=False,
+            metavar="METRIC[:K[:max]]",
+            help="Keep the K steps with the lowest (or highest) METRIC; several times.",
+        ),
+    ],
+    pins: Annotated[
+        list[int],
+        typer.Option(
+            "--pin",
+            default_factory=list,
+            show_default=False,
+            metavar="STEP",
+            help="Keep this step; several times.",
+        ),
+    ],
+    dry_run: Annotated[bool, typer.Option(help="Only say what would be removed.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove steps of a run that are not kept, as a Checkpointer saves them.
+
+    What one of the options keeps is kept. The highest step and the one committed last
+    always stay. Steps whose manifests cannot be read count for nothing and stay, as does
+    everything that is not called step-<number>. Whoever reads a step while it is removed
+    ends with an error. Exits with 2 if something could not be removed.
+
+    JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
+    (why it is still there); kept and unreadable, lists of step and path; error.
+    """
+    from ckptio.cli.prune import run  # noqa: PLC0415  # only what the command needs
+
+    _finish(
+        lambda: run(
+            root, last=last, every=every, best=best, pins=pins, dry_run=dry_run, as_json=as_json
+        )
+    )
+
+
+@app.command()
+def doctor(
+    path: Annotated[str, typer.Argument(help="A directory that is there.")] = ".",
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what the file system at PATH can do for saves, and what dead saves left there.
+
+    It is tried in a directory that is made at PATH and removed again; nothing else is
+    written. Exit codes: 0 fine; 2 saves cannot rely on it, or PATH is no directory that can
+    be written.
+
+    JSON: path; file_system; free_nbytes; findings, a list of name, state ("yes", "slow" if a
+    save does without it, "no") and detail; leftovers, a list of path, names and nbytes; error.
+    """
+    from ckptio.cli.doctor import run  # noqa: PLC0415  # only what the command needs
+
+    _finish(lambda: run(path, as_json=as_json))
 
 
 def _finish(command: Callable[[], int]) -> None:

@@ -38,7 +38,7 @@ class _Meter:
             self.advance(event.read_nbytes, event.nbytes)
 
 
-def run(paths: Sequence[str], *, as_json: bool) -> int:
+def run(paths: Sequence[str], *, compare_copies: bool, as_json: bool) -> int:
     """Verify checkpoints, and give the exit code."""
     terminal = Terminal()
     meter = _Meter()
@@ -53,7 +53,7 @@ def run(paths: Sequence[str], *, as_json: bool) -> int:
     with Engine(config, observer=meter) as engine:
         for path in paths:
             with terminal.progress(path, in_bytes=True) as meter.advance:
-                result = _verify(engine, path)
+                result = _verify(engine, path, compare_copies=compare_copies)
             results.append(result)
             if not as_json:
                 _print(result, terminal)
@@ -62,10 +62,10 @@ def run(paths: Sequence[str], *, as_json: bool) -> int:
     return exit_code(result["state"] for result in results)
 
 
-def _verify(engine: Engine, path: str) -> Json:
+def _verify(engine: Engine, path: str, *, compare_copies: bool) -> Json:
     """Verify one checkpoint, and give its object of the JSON document."""
     try:
-        report = engine.verify(path)
+        report = engine.verify(path, compare_copies=compare_copies)
     except CheckpointError as error:
         return _failed(path, error)
     return _found(path, report)

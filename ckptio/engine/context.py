@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import run_blocking
+from ckptio.engine.links import HostLinker
 from ckptio.events import notify
 from ckptio.ranks.solo import SoloRanks
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ckptio.cache import MetadataCache
     from ckptio.config import CheckpointConfig
     from ckptio.engine.decide import JobRecord
+    from ckptio.engine.links import Linker
     from ckptio.engine.together import Agreement
     from ckptio.events import Event, Observer
     from ckptio.format.manifest import Manifest
@@ -30,6 +32,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _MAX_PLANS = 8
+_MAX_RECEIVED = 2
 _MAX_OPEN_FILES = 32
 
 
@@ -49,6 +52,7 @@ class EngineContext:
         cache: Manifests.
         observer: Takes events, if anybody does.
         ranks: The engines of the job, of which this is one.
+        linker: Links them where they pass on what they read.
         plans: Plans of earlier saves of this rank alone.
         agreements: What ranks agreed on for earlier saves.
         jobs: On rank 0, what was decided in earlier saves, by plan.
@@ -69,6 +73,7 @@ class EngineContext:
     cache: MetadataCache
     observer: Observer | None = None
     ranks: Ranks = field(default_factory=SoloRanks)
+    linker: Linker = field(default_factory=HostLinker)
     plans: Recent[tuple[LeafSpec, ...], SavePlan] = field(init=False)
     agreements: Recent[tuple[LeafSpec, ...], Agreement] = field(init=False)
     jobs: Recent[str, JobRecord] = field(init=False)
@@ -84,7 +89,7 @@ class EngineContext:
         self.agreements = Recent(_MAX_PLANS)
         # more than any rank refers to
         self.jobs = Recent(4 * _MAX_PLANS)
-        self.received = Recent(_MAX_PLANS)
+        self.received = Recent(_MAX_RECEIVED)
         self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
         self.saves = asyncio.Semaphore(self.config.max_saves)
 

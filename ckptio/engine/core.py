@@ -26,6 +26,7 @@ from ckptio.engine.context import EngineContext
 from ckptio.engine.running import Running
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import notify
+from ckptio.foreign.storage import AnyStorage
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
@@ -210,7 +211,8 @@ class EngineCore:
     def storage(self, path: PathLike) -> Storage:
         """Find the storage for a path. Touches nothing."""
         context = self.context
-        return resolve_storage(path, self.config, context.executor, context.emit)
+        storage = resolve_storage(path, self.config, context.executor, context.emit)
+        return AnyStorage(storage, self.config.block_nbytes, context.executor)
 
     def submit(
         self,

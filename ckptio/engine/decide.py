@@ -7,8 +7,10 @@ checksums and values cross the network.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime as dt
+import errno
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckptio._aio import run_blocking
+from ckptio._gc import collection_paused
 from ckptio._version import __version__
-from ckptio.errors import ConfigError, PlanError
+from ckptio.errors import ConfigError, PlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.manifest import encode_manifest
 from ckptio.plan.job import merge_tables, plan_job
@@ -32,12 +35,22 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
     from ckptio.plan.job import JobPlan
+    from ckptio.ranks.interface import Session
     from ckptio.storage.interface import Attempt
 
     Json = Any
     Message = dict[str, Json]
 
-_COMMON = ("path", "overwrite", "block_nbytes", "replicate", "local_replica_nbytes")
+#: Looks for files of other ranks, and waits between them, in seconds.
+_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 0.0)
+_COMMON = (
+    "path",
+    "overwrite",
+    "durability",
+    "block_nbytes",
+    "replicate",
+    "local_replica_nbytes",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +87,7 @@ class Decider:
 
     Attributes:
         attempt: What is committed; set before the receipts are in.
+        session: The ranks; set before anything is decided.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class Decider:
         self._context = context
         self._my_turn = my_turn
         self.attempt: Attempt | None = None
+        self.session: Session | None = None
 
     async def decide(self, messages: Sequence[Message]) -> Sequence[Json] | Same:
         """Answer a round.
@@ -93,62 +108,55 @@ class Decider:
             CheckpointError: It could not be committed.
         """
         _check_common(messages)
-        if all(message["kind"] == "receipt" for message in messages):
-            return await self._commit(messages)
-        return await run_blocking(self._context.executor, self._plan, messages)
+        receipts = [message for message in messages if message["kind"] == "receipt"]
+        if len(receipts) == len(messages):
+            return await self._commit(receipts)
+        old = self._record_of(receipts) if receipts else None
+        record, answers = await run_blocking(self._context.executor, self._plan, messages, old)
+        plan_id = secrets.token_hex(8)
+        self._context.jobs.put(plan_id, record)
+        return [{**answer, "plan": plan_id, "replaces": old is not None} for answer in answers]
 
-    def _plan(self, messages: Sequence[Message]) -> Sequence[Json]:
-        """Share out what the ranks hold. Blocks."""
-        if all(message["kind"] == "listing" for message in messages):
-            leaves = [_leaves(message["leaves"]) for message in messages]
-            config = self._context.config
-            job = plan_job(
-                leaves,
-                hosts=self._context.ranks.hosts,
-                replicate=config.replicate,
-                local_nbytes=config.local_replica_nbytes,
-            )
-            record = JobRecord(
-                leaves=leaves,
-                job=job,
-                places=[None] * len(leaves),
-                num_files=[0] * len(leaves),
-            )
-            return self._answers(record, messages)
-        return self._replan(messages)
+    def _plan(
+        self, messages: Sequence[Message], old: JobRecord | None
+    ) -> tuple[JobRecord, list[dict[str, Json]]]:
+        """Share out what the ranks hold, or what some hold now while others did not change.
 
-    def _replan(self, messages: Sequence[Message]) -> Sequence[Json]:
-        """Share out what is new on some ranks, while others have written as before."""
-        old = self._record_of([m for m in messages if m["kind"] == "receipt"])
-        changed = {
+        Blocks. Gives the plan, and what each rank is told of it.
+        """
+        config = self._context.config
+        listed = {
             rank: _leaves(message["leaves"])
             for rank, message in enumerate(messages)
             if message["kind"] == "listing"
         }
-        job, kept = replan_job(old.job, old.leaves, changed)
-        record = JobRecord(
-            leaves=[changed.get(rank, leaves) for rank, leaves in enumerate(old.leaves)],
-            job=job,
-            places=[
-                _in_order(old.places[rank], order) if order is not None else None
-                for rank, order in enumerate(kept)
-            ],
-            num_files=list(old.num_files),
-        )
-        return self._answers(record, messages)
-
-    def _answers(self, record: JobRecord, messages: Sequence[Message]) -> Sequence[Json]:
-        """Keep a plan, and tell each rank its part of it."""
-        plan_id = secrets.token_hex(8)
-        self._context.jobs.put(plan_id, record)
+        hosts, replicate = self._context.ranks.hosts, config.replicate
+        local_nbytes = config.local_replica_nbytes
+        places: list[list[tuple[int, int]] | None] = [None] * len(messages)
+        num_files = [0] * len(messages)
+        if old is None:
+            leaves = [listed[rank] for rank in range(len(messages))]
+            job = plan_job(leaves, hosts=hosts, replicate=replicate, local_nbytes=local_nbytes)
+        else:
+            leaves = [listed.get(rank, held) for rank, held in enumerate(old.leaves)]
+            job = replan_job(
+                old.job,
+                old.leaves,
+                listed,
+                hosts=hosts,
+                replicate=replicate,
+                local_nbytes=local_nbytes,
+            )
+            places = [None if r in listed else held for r, held in enumerate(old.places)]
+            num_files = list(old.num_files)
+        record = JobRecord(leaves=leaves, job=job, places=places, num_files=num_files)
         twins = find_twins([message["tree"][0] for message in messages])
-        answers = []
-        for rank, message in enumerate(messages):
-            answer: dict[str, Json] = {"plan": plan_id, "sends_tree": twins[rank] == rank}
-            if message["kind"] == "listing":
-                answer["parts"] = msgspec.to_builtins(record.job.assignments[rank])
-            answers.append(answer)
-        return answers
+        answers: list[dict[str, Json]] = []
+        for rank in range(len(messages)):
+            answers.append({"sends_tree": twins[rank] == rank})
+            if rank in listed:
+                answers[rank]["parts"] = msgspec.to_builtins(job.assignments[rank])
+        return record, answers
 
     def _record_of(self, receipts: Sequence[Message]) -> JobRecord:
         """Find the plan that ranks followed.
@@ -169,9 +177,18 @@ class Decider:
         if missing := missing_trees(trees):
             return Same({"trees": missing})
         manifest = await run_blocking(self._context.executor, self._encode, record, receipts, trees)
-        assert self.attempt is not None  # noqa: S101  # rank 0 has written, too
+        await self._check_files(receipts)
         await self._my_turn()
-        await self.attempt.commit(manifest)
+        attempt, session = self.attempt, self.session
+        assert attempt is not None  # noqa: S101  # rank 0 has written, too
+        assert session is not None  # noqa: S101  # and met the others
+        session.decisive(is_on=True)
+        try:
+            await attempt.commit(manifest)
+        except Exception:
+            if not attempt.is_published:
+                session.decisive(is_on=False)
+            raise
         sizes = [nbytes for message in receipts for _, nbytes, _ in message["files"]]
         done = {
             "nbytes": sum(sizes),
@@ -180,6 +197,37 @@ class Decider:
         }
         twins = find_twins([tree.digest for tree in trees])
         return [{**done, "sends_tree": twin == rank} for rank, twin in enumerate(twins)]
+
+    async def _check_files(self, receipts: Sequence[Message]) -> None:
+        """Look for the files of all ranks from here: a path may be another place elsewhere.
+
+        Raises:
+            StorageError: A rank has written where rank 0 does not see it.
+        """
+        files = [
+            (rank, name, nbytes)
+            for rank, message in enumerate(receipts)
+            for name, nbytes, _ in message["files"]
+        ]
+        storage = self._job.storage
+        for pause_s in _PAUSES_S:  # a network file system may be a moment behind
+            sizes = await storage.sizes([name for _, name, _ in files])
+            unseen = [
+                (rank, name, nbytes, size)
+                for (rank, name, nbytes), size in zip(files, sizes, strict=True)
+                if size != nbytes
+            ]
+            if not unseen:
+                return
+            await asyncio.sleep(pause_s)
+        rank, name, nbytes, size = unseen[0]
+        found = "does not see it" if size is None else f"sees {size} bytes"
+        raise StorageError(
+            f"rank {rank} has written {name!r} of {nbytes} bytes and rank 0 {found}; save to a"
+            " path that is the same place on all hosts",
+            path=storage.path,
+            code=errno.ENOENT,
+        )
 
     def _encode(
         self, record: JobRecord, receipts: Sequence[Message], trees: Sequence[RankTree]
@@ -208,6 +256,7 @@ class Decider:
             tensors=record.table,
             tree=msgspec.json.encode(tree),
             hosts=hosts if len(hosts) > 1 else (),
+            metadata=self._job.metadata,
         )
 
 
@@ -228,22 +277,6 @@ def _check_common(messages: Sequence[Message]) -> None:
 
 
 def _leaves(listed: Sequence[Json]) -> tuple[LeafSpec, ...]:
-    """Read what a rank holds."""
-    return tuple(
-        LeafSpec(
-            name,
-            dtype,
-            tuple(shape),
-            None if global_shape is None else tuple(global_shape),
-            None if global_offset is None else tuple(global_offset),
-            replica,
-        )
-        for name, dtype, shape, global_shape, global_offset, replica in listed
-    )
-
-
-def _in_order(
-    places: Sequence[tuple[int, int]] | None, order: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """Give places in the order that another plan has for the same parts."""
-    return None if places is None else [places[i] for i in order]
+    """Read what a rank holds. Blocks: half a microsecond a block, if no collection starts."""
+    with collection_paused():
+        return msgspec.convert(listed, tuple[LeafSpec, ...])

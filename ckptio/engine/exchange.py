@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from contextlib import asynccontextmanager, closing, nullcontext
+from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import first_failure, run_blocking, shielded
 from ckptio.engine.context import settle
 from ckptio.engine.load import check_and_land
+from ckptio.errors import PeerLostError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
 from ckptio.staging.pool import Slab
@@ -140,17 +141,47 @@ async def read_shared(
     half = context.config.num_slabs // 2
     num_pooled = min(half, _MAX_LANES - 1, _LANES_PER_READER * context.config.max_reads - 1)
     try:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(
-                    exchange.run_lanes(part.reads, exchange.read, num_pooled, link.slabs),
-                    name="read for all",
-                )
-                group.create_task(exchange.take_all(num_pooled), name="take from others")
-        finally:
+        await _run_both(
+            exchange.run_lanes(part.reads, exchange.read, num_pooled, link.slabs),
+            exchange.take_all(num_pooled),
+        )
+    except PeerLostError:
+        await exchange.close_sources()
+        raise
+    except BaseException:
+        # who is cancelled meanwhile still says what went wrong here: nobody else knows
+        with suppress(asyncio.CancelledError):
             await exchange.close_sources()
+        raise
+
+
+async def _run_both(
+    reading: Coroutine[None, None, None], taking: Coroutine[None, None, None]
+) -> None:
+    """Run both sides to their ends; raise what ended them.
+
+    A failure of either side ends the link, and so does a cancellation; and with the link
+    ends whatever waits for other ranks, as if one of them were lost. Some of that may be
+    through before the lane that failed has cleaned up, so the first error that comes out
+    is not always the cause.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101  # a coroutine runs in a task
+    num_cancels = task.cancelling()
+    try:
+        async with asyncio.TaskGroup() as group:
+            sides = [
+                group.create_task(reading, name="read for all"),
+                group.create_task(taking, name="take from others"),
+            ]
+            # waited for in the block, where the group takes back its own cancellation of it:
+            # before Python 3.13 it does not, of one that comes later
+            await asyncio.wait(sides)
     except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
+        _, others = errors.split(PeerLostError)
+        if others is None and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError from None
+        failure = first_failure(others or errors)
         raise failure from failure.__cause__
 
 

@@ -2,23 +2,21 @@
 
 What touches the caller's objects (tensors, streams, stateful objects) happens on the
 caller's thread; what reads and writes happens on the engine's loop. A load goes back and
-forth, so it is written once, as a generator that hands out coroutines to run over there;
-a coroutine and a blocking function drive it the same way.
+forth (`engine.drive`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.engine.context import EngineContext
-from ckptio.engine.group import fetch_manifest, read_together
+from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.load import Reading, plan_and_read
 from ckptio.engine.places import find_wanted
 from ckptio.engine.restore import LoadReport, LoadRequest, plan_restoration
@@ -27,6 +25,7 @@ from ckptio.engine.save import SaveJob, run_save
 from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
     ConfigError,
+    EngineClosedError,
     SaveAbortedError,
     TargetError,
 )
@@ -39,21 +38,18 @@ from ckptio.state.rebuild import device_of
 from ckptio.state.tree import make_predicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
+    from ckptio.engine.drive import Flow
     from ckptio.engine.restore import Restoration
-    from ckptio.format.manifest import Manifest
+    from ckptio.format.manifest import Manifest, Metadata
     from ckptio.plan.load import Wanted
     from ckptio.staging.cuda import CallerStreams
     from ckptio.state.tree import Select
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
-
-T = TypeVar("T")
-Step = Callable[[EngineContext], Awaitable[Any]]
-#: How a load goes: it yields what to run on the engine's loop, and is sent the result.
-Flow = Generator[Step, Any, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,13 @@ class LoadResult:
 
 
 def begin_save(
-    core: EngineCore, state: Any, path: PathLike, *, overwrite: bool, close_after: bool = False
+    core: EngineCore,
+    state: Any,
+    path: PathLike,
+    *,
+    overwrite: bool,
+    metadata: Metadata | None = None,
+    close_after: bool = False,
 ) -> SaveHandle:
     """Take a state apart and start saving it. On the caller's thread; copies nothing.
 
@@ -79,6 +81,7 @@ def begin_save(
         state: What to save.
         path: Where to.
         overwrite: Whether a checkpoint that is there may be replaced.
+        metadata: What the manifest says beside the state.
         close_after: Close the engine when the save has ended, before the handle says so.
 
     Raises:
@@ -87,32 +90,33 @@ def begin_save(
         EngineClosedError: The engine is not open.
     """
     started = time.perf_counter()
-    ranks = core.context.ranks
     key = core.next_key("save")
+    running: Running[Callable[[], None]] = Running()
     try:
+        ranks = core.context.ranks
         storage = core.storage(path)
         flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
-    except Exception as error:  # raised again; the other ranks must not wait for this one
+        streams = caller_streams(flat.sources, core, saving=True)
+        handle = SaveHandle(
+            storage.path,
+            save_id_of(ranks.nonce, key),
+            abort=running.abort,
+            fence=streams.fence if streams is not None else _no_fence,
+        )
+        job = SaveJob(
+            save_id=handle.save_id,
+            key=key,
+            storage=storage,
+            flat=flat,
+            source=SourceState(flat.sources, streams),
+            overwrite=overwrite,
+            handle=handle,
+            started_s=started,
+            metadata=metadata,
+        )
+    except BaseException as error:  # raised again; the other ranks must not wait for this one
         _fail(core, key, error)
         raise
-    streams = caller_streams(flat.sources, core, saving=True)
-    running: Running[Callable[[], None]] = Running()
-    handle = SaveHandle(
-        storage.path,
-        save_id_of(ranks.nonce, key),
-        abort=running.abort,
-        fence=streams.fence if streams is not None else _no_fence,
-    )
-    job = SaveJob(
-        save_id=handle.save_id,
-        key=key,
-        storage=storage,
-        flat=flat,
-        source=SourceState(flat.sources, streams),
-        overwrite=overwrite,
-        handle=handle,
-        started_s=started,
-    )
     if close_after:
         core.submit(lambda context: _saved(job, context), f"save {storage.path}", running)
         threading.Thread(
@@ -130,10 +134,12 @@ def begin_save(
     return handle
 
 
-def _fail(core: EngineCore, key: str, error: Exception) -> None:
+def _fail(core: EngineCore, key: str, error: BaseException) -> None:
     """Tell the other ranks, if there are any, without waiting for them."""
-    if core.context.ranks.world_size > 1:
-        core.submit(lambda context: fail_together(context, key, error), f"fail {key}")
+    cause = error if isinstance(error, Exception) else SaveAbortedError("it was interrupted there")
+    with contextlib.suppress(EngineClosedError):
+        if core.context.ranks.world_size > 1:
+            core.submit(lambda context: fail_together(context, key, cause), f"fail {key}")
 
 
 def _no_fence() -> None:
@@ -185,8 +191,16 @@ async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
     return lambda: handle.committed.reach(info)
 
 
-def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[LoadResult]:
+def load_flow(
+    core: EngineCore, path: PathLike, make_request: Callable[[], LoadRequest]
+) -> Flow[LoadResult]:
     """Load a checkpoint.
+
+    Args:
+        core: The engine.
+        path: The checkpoint.
+        make_request: Checks the options; called here, so that other ranks hear of what it
+            refuses.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -198,21 +212,16 @@ def load_flow(core: EngineCore, path: PathLike, request: LoadRequest) -> Flow[Lo
         StorageError: It cannot be read.
     """
     started = time.perf_counter()
-    key = core.next_key("load")
-    came = False  # whether the other ranks know of this one that it came to the last session
-    phase = "manifest"
+    course = Course(core.next_key("load"))
     try:
+        request = make_request()
         storage = core.storage(path)
-        came = True
-        manifest: Manifest = yield lambda context: fetch_manifest(storage, context, key)
-        came, phase = False, "read"
+        manifest: Manifest = yield lambda context: fetch_manifest(storage, context, course)
         load = yield from _prepare(core, storage, manifest, request)
-        came = True
-        nbytes: int = yield lambda context: load.read(context, key)
+        nbytes: int = yield lambda context: load.read(context, course)
     except BaseException as error:  # raised again; the other ranks must not wait for this one
-        if not came:
-            cause = error if isinstance(error, Exception) else SaveAbortedError("cancelled")
-            _fail(core, f"{key} {phase}", cause)
+        if course.next_session:
+            _fail(core, course.next_session, error)
         raise
     load.target.mark_written()
     restoration = load.restoration
@@ -254,10 +263,10 @@ class _Load:
     wanted: Sequence[Wanted]
     whole_files: bool
 
-    async def read(self, context: EngineContext, key: str) -> int:
+    async def read(self, context: EngineContext, course: Course) -> int:
         """Read, alone or with the other ranks; gives the bytes that came."""
         if context.ranks.world_size > 1:
-            return await read_together(self.reading, self.wanted, context, key)
+            return await read_together(self.reading, self.wanted, context, course)
         return await plan_and_read(self.reading, self.wanted, context, whole_files=self.whole_files)
 
 
@@ -355,39 +364,3 @@ def caller_streams(
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
 
     return CallerStreams(devices, core.side_streams(min(devices, key=str), saving=saving))
-
-
-async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
-    """Run a flow from a coroutine of another loop."""
-    try:
-        step = next(flow)
-        while True:
-            try:
-                result = await core.call(step, name)
-            except Exception as error:  # the flow may know what to do with it
-                step = flow.throw(error)
-            else:
-                step = flow.send(result)
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
-    finally:
-        flow.close()
-
-
-def drive_blocking(core: EngineCore, flow: Flow[T], name: str) -> T:
-    """Run a flow from a thread without a loop, or that may block one."""
-    try:
-        step = next(flow)
-        while True:
-            try:
-                result = core.call_blocking(step, name)
-            except Exception as error:  # the flow may know what to do with it
-                step = flow.throw(error)
-            else:
-                step = flow.send(result)
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
-    finally:
-        flow.close()

@@ -12,6 +12,7 @@ know that they can be filled.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ import msgspec
 
 from ckptio._aio import run_blocking
 from ckptio.engine.exchange import plan_part, read_shared
-from ckptio.engine.links import offer_link, open_link
 from ckptio.engine.load import announce, plan_and_read
-from ckptio.errors import ConfigError
+from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
+from ckptio.events import ExchangePlanned
 from ckptio.format.checksum import crc32c
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.exchange import (
@@ -31,24 +32,48 @@ from ckptio.plan.exchange import (
     is_worth_exchanging,
     plan_exchange,
 )
+from ckptio.plan.explain import explain, explain_text
 from ckptio.ranks.interface import Same
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ckptio.engine.context import EngineContext
+    from ckptio.engine.exchange import SharedPart
     from ckptio.engine.load import Reading
     from ckptio.format.manifest import Manifest
+    from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
     from ckptio.storage.interface import Storage
 
     Json = Any
 
 
-async def fetch_manifest(storage: Storage, context: EngineContext, key: str) -> Manifest:
+class Course:
+    """How far a load has come, as the other ranks see it.
+
+    Args:
+        key: Names the load among those of the engine, on all ranks alike.
+
+    Attributes:
+        next_session: The session in which the others will wait for this rank, or may, if
+            it does not come; none when all of them end together.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self.next_session = self.of("manifest")
+
+    def of(self, phase: str) -> str:
+        """Name a session."""
+        return f"{self._key} {phase}"
+
+
+async def fetch_manifest(storage: Storage, context: EngineContext, course: Course) -> Manifest:
     """Read the manifest, on rank 0 for all.
 
     Raises:
+        CheckpointNotFoundError: There is none; on every rank.
         RankError: It cannot be read, or ranks load different paths.
         CheckpointError: The same, for one rank alone.
     """
@@ -57,7 +82,10 @@ async def fetch_manifest(storage: Storage, context: EngineContext, key: str) -> 
 
     async def decide(messages: Sequence[Json]) -> Same:
         _check_paths(messages)
-        manifest = await context.cache.get(storage)
+        try:
+            manifest = await context.cache.get(storage)
+        except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
+            return Same({"save_id": None})
         context.received.put(storage.identity, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}
         if any(message["has"] != manifest.save_id for message in messages):
@@ -65,15 +93,21 @@ async def fetch_manifest(storage: Storage, context: EngineContext, key: str) -> 
         return Same(answer)
 
     has = context.received.get(storage.identity)
-    async with context.ranks.session(f"{key} manifest") as session:
+    course.next_session = ""
+    async with context.ranks.session(course.of("manifest")) as session:
+        # if this rank fails from here on, others may be through with this session already
+        course.next_session = course.of("read")
         message = {"path": storage.path, "has": None if has is None else has.save_id}
         answer = await session.round("manifest", message, decide)
-        latest = context.received.get(storage.identity)
-        if latest is None or latest.save_id != answer["save_id"]:
-            latest = await run_blocking(
-                context.executor, decode_manifest, answer["manifest"].encode()
-            )
-            context.received.put(storage.identity, latest)
+    if answer["save_id"] is None:
+        course.next_session = ""
+        raise CheckpointNotFoundError(storage.path)
+    latest = context.received.get(storage.identity)
+    if latest is None or latest.save_id != answer["save_id"]:
+        latest = await run_blocking(
+            context.executor, decode_manifest, answer["manifest"].encode(), may_be_foreign=True
+        )
+        context.received.put(storage.identity, latest)
     return latest
 
 
@@ -98,7 +132,7 @@ def _check_paths(messages: Sequence[Json]) -> None:
 
 
 async def read_together(
-    reading: Reading, wanted: Sequence[Wanted], context: EngineContext, key: str
+    reading: Reading, wanted: Sequence[Wanted], context: EngineContext, course: Course
 ) -> int:
     """Read, verify and land what this rank wants, and help the others.
 
@@ -110,10 +144,11 @@ async def read_together(
         PeerLostError: A rank was lost.
     """
     meeting = _Meeting(reading, context)
+    course.next_session = ""
     # links are left when all ranks are through: the session ends first
     async with (
         contextlib.AsyncExitStack() as links,
-        context.ranks.session(f"{key} read") as session,
+        context.ranks.session(course.of("read")) as session,
     ):
         message = await run_blocking(context.executor, meeting.wish, wanted)
         answer = await session.round("want", message, lambda m: meeting.decide(m, links))
@@ -129,12 +164,34 @@ async def read_together(
                 context.ranks.rank,
             )
             announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
-            link = await links.enter_async_context(
-                open_link(answer["link"], context, context.ranks.address)
-            )
-            await read_shared(part, reading, link, context)
+            await _pass_on(part, reading, context, answer["link"], links)
         await session.round("done", None, _all_done)
     return reading.read_nbytes
+
+
+async def _pass_on(
+    part: SharedPart,
+    reading: Reading,
+    context: EngineContext,
+    offer: Json,
+    links: contextlib.AsyncExitStack,
+) -> None:
+    """Read for all, and take from others, over a link that is left with `links`.
+
+    Raises:
+        PeerLostError: The link broke, and nobody in the group says why.
+        CheckpointError: The first failure on this rank.
+    """
+    try:
+        link = await links.enter_async_context(
+            context.linker.open(offer, context, context.ranks.address)
+        )
+        await read_shared(part, reading, link, context)
+    except PeerLostError:
+        # a rank that failed, or died, has left the link: the group is about to hear of that,
+        # and then stops this one; what it has to say itself would only hide the cause
+        await asyncio.sleep(context.config.peer_timeout_s)
+        raise
 
 
 class _Meeting:
@@ -179,10 +236,30 @@ class _Meeting:
             ways == {"on"} or is_worth_exchanging(plan, context.ranks.hosts)
         )
         addresses = [message["address"] for message in messages]
-        offer = await offer_link(context, addresses, links) if pays else None
+        offer = await context.linker.offer(context, addresses, links) if pays else None
+        self._say(plan, is_exchanged=offer is not None)
         if offer is None:
             return Same({"link": None})
         return [{"link": offer, "units": units} for units in plan.parts()]
+
+    def _say(self, plan: ExchangePlan, *, is_exchanged: bool) -> None:
+        """Tell the observer, if there is one, who reads what."""
+        if self._context.observer is None:
+            return
+        manifest = self._reading.manifest
+
+        def explainer(names: Collection[str] | None) -> str:
+            return explain_text(explain(plan, manifest, names, is_exchanged=is_exchanged))
+
+        self._context.emit(
+            ExchangePlanned(
+                path=self._reading.storage.path,
+                is_exchanged=is_exchanged,
+                read_nbytes=tuple(plan.read_nbytes() if is_exchanged else plan.wanted_nbytes()),
+                sent_nbytes=plan.sent_nbytes() if is_exchanged else 0,
+                explainer=explainer,
+            )
+        )
 
 
 async def _all_done(messages: Sequence[Json]) -> Same:

@@ -7,7 +7,7 @@ breaks it, and one that waits for the next load would keep memory and connection
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptio.exchange.shared import shared_link
 
@@ -23,62 +23,80 @@ if TYPE_CHECKING:
 _MAX_SHARED_SLABS = 8
 
 
-async def offer_link(
-    context: EngineContext, addresses: Sequence[str], stack: AsyncExitStack
-) -> Json:
-    """Make on rank 0 what a link needs, for as long as `stack` is open; say what it is.
+class Linker(Protocol):
+    """Makes links between the ranks of a job."""
 
-    Args:
-        context: The engine.
-        addresses: Where each rank is reached; empty for one that is on rank 0's machine.
-        stack: Left after the exchange.
+    async def offer(
+        self, context: EngineContext, addresses: Sequence[str], stack: AsyncExitStack
+    ) -> Json:
+        """Make on rank 0 what a link needs, for as long as `stack` is open; say what it is.
 
-    Returns:
-        What `open_link` takes, on every rank; `None` if there is no way to link them.
-    """
-    if len(set(context.ranks.hosts)) == 1:
-        return {"token": secrets.token_hex(16)}
-    from ckptio.exchange.gloo import is_available, serve_store  # noqa: PLC0415  # imports torch
+        Args:
+            context: The engine.
+            addresses: Where each rank is reached; empty for one that is on rank 0's machine.
+            stack: Left after the exchange.
 
-    own = next((address for address in addresses if address), "")
-    if not own or not is_available():
-        return None
-    address = await stack.enter_async_context(serve_store(own, context.config.meet_timeout_s))
-    return {"host": address.host, "port": address.port}
+        Returns:
+            What `open` takes, on every rank; `None` if there is no way to link them.
+        """
+        ...
+
+    def open(
+        self, offer: Json, context: EngineContext, own_address: str
+    ) -> AbstractAsyncContextManager[BulkLink]:
+        """Open a link, on every rank.
+
+        Args:
+            offer: What rank 0 offers.
+            context: The engine.
+            own_address: Where the others reach this rank; that of rank 0 if empty.
+
+        Raises:
+            PeerLostError: Not all ranks came in time.
+        """
+        ...
 
 
-def open_link(
-    offer: Json, context: EngineContext, own_address: str
-) -> AbstractAsyncContextManager[BulkLink]:
-    """Open a link, on every rank.
+class HostLinker:
+    """Links ranks through memory where they are on one host, and by gloo where not."""
 
-    Args:
-        offer: What rank 0 offers.
-        context: The engine.
-        own_address: Where the others reach this rank; that of rank 0 if empty.
+    async def offer(
+        self, context: EngineContext, addresses: Sequence[str], stack: AsyncExitStack
+    ) -> Json:
+        """Make on rank 0 what a link needs; see `Linker`."""
+        if len(set(context.ranks.hosts)) == 1:
+            return {"token": secrets.token_hex(16)}
+        from ckptio.exchange.gloo import is_available, serve_store  # noqa: PLC0415  # imports torch
 
-    Raises:
-        PeerLostError: Not all ranks came in time.
-    """
-    ranks, config = context.ranks, context.config
-    if "token" in offer:
-        # twice the readers: one slab is read into while another is on its way
-        num_slabs = min(_MAX_SHARED_SLABS, max(2, config.num_slabs // 2), 2 * config.max_reads)
-        return shared_link(
+        own = next((address for address in addresses if address), "")
+        if not own or not is_available():
+            return None
+        address = await stack.enter_async_context(serve_store(own, context.config.meet_timeout_s))
+        return {"host": address.host, "port": address.port}
+
+    def open(
+        self, offer: Json, context: EngineContext, own_address: str
+    ) -> AbstractAsyncContextManager[BulkLink]:
+        """Open a link, on every rank; see `Linker`."""
+        ranks, config = context.ranks, context.config
+        if "token" in offer:
+            # twice the readers: one slab is read into while another is on its way
+            num_slabs = min(_MAX_SHARED_SLABS, max(2, config.num_slabs // 2), 2 * config.max_reads)
+            return shared_link(
+                ranks.rank,
+                ranks.world_size,
+                offer["token"],
+                num_slabs=num_slabs,
+                slab_nbytes=config.slab_nbytes,
+                timeout_s=config.meet_timeout_s,
+            )
+        from ckptio.exchange.gloo import StoreAddress, gloo_link  # noqa: PLC0415  # imports torch
+
+        address = StoreAddress(offer["host"], offer["port"])
+        return gloo_link(
             ranks.rank,
             ranks.world_size,
-            offer["token"],
-            num_slabs=num_slabs,
-            slab_nbytes=config.slab_nbytes,
-            timeout_s=config.meet_timeout_s,
+            address,
+            own_address or address.host,
+            config.meet_timeout_s,
         )
-    from ckptio.exchange.gloo import StoreAddress, gloo_link  # noqa: PLC0415  # imports torch
-
-    address = StoreAddress(offer["host"], offer["port"])
-    return gloo_link(
-        ranks.rank,
-        ranks.world_size,
-        address,
-        own_address or address.host,
-        config.meet_timeout_s,
-    )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.load import Reading
-    from ckptio.engine.restore import Place, Restoration
+    from ckptio.engine.regions import Place
+    from ckptio.engine.restore import Restoration
     from ckptio.errors import CorruptionError
     from ckptio.format.manifest import Chunk
     from ckptio.plan.load import Wanted
@@ -90,7 +91,7 @@ def _avoiding(place: Place, lost: dict[int, CorruptionError]) -> Place:
         chosen = place(chunk)
         if chosen[0] not in lost:
             return chosen
-        places = ((chunk.file, chunk.start), *chunk.copies)
+        places = sorted(((chunk.file, chunk.start), *chunk.copies))
         return next((found for found in places if found[0] not in lost), chosen)
 
     return choose

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Metadata
     from ckptio.handle import SaveHandle
     from ckptio.plan.save import Bucket, SavePlan, Segment
     from ckptio.staging.copy import SourceState
@@ -61,6 +62,7 @@ class SaveJob:
         overwrite: Whether a checkpoint that is there may be replaced.
         handle: What the caller has of it; told of `submitted` and `staged` from here.
         started_s: When it was asked for, by `time.perf_counter`.
+        metadata: What to say of it in the manifest; that of rank 0 counts.
         staged_s: Seconds from then until every byte was copied.
     """
 
@@ -72,6 +74,7 @@ class SaveJob:
     overwrite: bool
     handle: SaveHandle
     started_s: float
+    metadata: Metadata | None = None
     staged_s: float = 0.0
 
     def elapsed_s(self) -> float:
@@ -159,13 +162,14 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
     Raises:
         CheckpointError: The first failure of any part.
     """
-    async with _turn(job, context) as my_turn, _place(job, context):
+    async with _turn(job, context) as my_turn:
         is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
         if context.ranks.world_size > 1 or is_sharded:
             from ckptio.engine.together import save_together  # noqa: PLC0415  # it builds on this
 
             return await save_together(job, context, my_turn)
-        return await _save_alone(job, context, my_turn)
+        async with place_for(job, context):
+            return await _save_alone(job, context, my_turn)
 
 
 async def _save_alone(
@@ -231,7 +235,7 @@ async def _turn(
 
 
 @contextlib.asynccontextmanager
-async def _place(job: SaveJob, context: EngineContext) -> AsyncIterator[None]:
+async def place_for(job: SaveJob, context: EngineContext) -> AsyncIterator[None]:
     """Hold one of the places for saves in flight; say so if there is none."""
     if context.saves.locked():
         context.emit(SaveQueued(path=job.storage.path, num_in_flight=context.num_saves))
@@ -367,4 +371,5 @@ def _encode(
         files=files,
         tensors=plan.tensor_table,
         tree=msgspec.json.encode(job.flat.tree),
+        metadata=job.metadata,
     )

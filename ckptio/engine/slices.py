@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptio.engine.flow import Flow, caller_streams
+from ckptio.engine.flow import caller_streams
 from ckptio.engine.load import Reading, check_sizes, read_plan
-from ckptio.engine.restore import want_region
+from ckptio.engine.regions import want_region
 from ckptio.errors import ConfigError, TargetError
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptio.engine.core import EngineCore
+    from ckptio.engine.drive import Flow
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.storage.resolve import PathLike

@@ -17,6 +17,7 @@ its files alone where it finds none: rank 0 may be about to write it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -25,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio._aio import run_blocking
+from ckptio._aio import run_blocking, shielded
 from ckptio.engine.decide import Decider
-from ckptio.engine.save import SaveReceipt, announce, write_buckets
+from ckptio.engine.save import SaveReceipt, announce, place_for, write_buckets
 from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     Json = Any
 
 
+_TELL_S = 1.0
 _EXISTS = CheckpointExistsError.__name__ + ":"
 
 
@@ -74,9 +76,13 @@ def save_id_of(nonce: str, key: str) -> str:
 
 
 async def fail_together(context: EngineContext, key: str, error: Exception) -> None:
-    """Tell the others that this rank failed before it came to what they do together."""
-    with contextlib.suppress(RankError):  # the caller raises `error`
-        async with context.ranks.session(key):
+    """Tell the others that this rank failed before it came to what they do together.
+
+    They hear of it when they come; it is not waited for long whether they do.
+    """
+    context.agreements.clear()  # as the others do, whose save fails
+    with contextlib.suppress(RankError, TimeoutError):  # the caller raises `error`
+        async with asyncio.timeout(_TELL_S), context.ranks.session(key):
             raise error
 
 
@@ -104,8 +110,18 @@ async def save_together(
         if exists and context.ranks.world_size > 1:  # as itself: who resumes a run catches it
             raise CheckpointExistsError(job.storage.path) from error
         raise
-    await save.end()
+    try:
+        await shielded(save.end())
+    except asyncio.CancelledError:
+        _stay()
     return receipt
+
+
+def _stay() -> None:
+    """Take no notice of a cancellation that came after the commit."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
 
 
 class _JointSave:
@@ -124,6 +140,11 @@ class _JointSave:
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
+        self._decider.session = session
+        async with place_for(self._job, self._context):
+            return await self._run(session)
+
+    async def _run(self, session: Session) -> SaveReceipt:
         specs = self._job.flat.specs
         tree = await run_blocking(
             self._context.executor, take_tree, self._job.flat.tree, self._job.flat.names
@@ -132,6 +153,7 @@ class _JointSave:
         reused = agreement is not None
         if agreement is None:
             answer = await session.round("plan", self._listing(tree), self._decider.decide)
+            self._forget_replaced(answer)
             agreement = await self._adopt(answer)
         self._agreement = agreement
         files = await self._write(agreement, reused=reused)
@@ -139,6 +161,7 @@ class _JointSave:
         phase = "plan" if reused else "commit"  # the first round of a save has one name
         answer = await session.round(phase, self._receipt(files, tree), self._decider.decide)
         if "plan" in answer:  # others have changed: the same files, under another plan
+            self._forget_replaced(answer)
             agreement = replace(agreement, plan_id=answer["plan"], sends_tree=answer["sends_tree"])
             answer = await session.round(
                 "commit", self._receipt(files, tree, agreement), self._decider.decide
@@ -156,6 +179,11 @@ class _JointSave:
             num_tensors=answer["num_tensors"],
             plan_reused=reused,
         )
+
+    def _forget_replaced(self, answer: dict[str, Json]) -> None:
+        """Forget what was agreed on before, if other ranks go by another plan from now on."""
+        if answer["replaces"]:
+            self._context.agreements.clear()
 
     async def end(self) -> None:
         """Let go of files that are part of a checkpoint now."""
@@ -179,13 +207,19 @@ class _JointSave:
             return None
         else:
             await attempt.leave()
-        in_doubt = self._vouched and isinstance(error, RankError)
-        return await self._look_back() if in_doubt else None
+        if not self._vouched or not isinstance(error, (RankError, asyncio.CancelledError)):
+            return None
+        committed = await self._look_back()
+        if committed is not None and isinstance(error, asyncio.CancelledError):
+            _stay()
+        return committed
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
         with contextlib.suppress(CheckpointError):  # nothing that can be read: in doubt
             _, data = await self._job.storage.read_manifest()
+            if not isinstance(data, bytes):  # of what another program wrote
+                return None
             manifest = await run_blocking(self._context.executor, decode_manifest, data)
             if manifest.save_id == self._job.save_id:
                 self._context.cache.forget(self._job.storage)
@@ -204,6 +238,7 @@ class _JointSave:
             "kind": kind,
             "path": self._job.storage.path,
             "overwrite": self._job.overwrite,
+            "durability": config.durability,
             "block_nbytes": config.block_nbytes,
             "replicate": config.replicate,
             "local_replica_nbytes": config.local_replica_nbytes,

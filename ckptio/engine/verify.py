@@ -1,11 +1,17 @@
-"""Read every byte of a checkpoint and compare it with its checksums. Without torch."""
+"""Read every byte of a checkpoint and compare it with its checksums. Without torch.
+
+On request, copies of chunks are compared with each other, too: every rank that has a
+tensor may have written it right, and something else than the others.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptio.engine.copies import CopyDigests, report_differences
 from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.errors import FormatError
 from ckptio.plan.load import LoadPlan, plan_load
 
 if TYPE_CHECKING:
@@ -23,8 +29,10 @@ class VerifyReport:
         save_id: The save that wrote it.
         num_files: Data files it has.
         nbytes: Bytes read.
-        damage: One error for each damaged block and each file that is not whole, by file
-            and offset; empty for a whole checkpoint.
+        damage: One error for each damaged block and each file that is not whole, and for
+            each copy that differs from the first of its chunk, by file and offset; empty
+            for a whole checkpoint.
+        num_copies: Copies that were compared with the first; none unless asked for.
     """
 
     path: str
@@ -32,6 +40,7 @@ class VerifyReport:
     num_files: int
     nbytes: int
     damage: tuple[CorruptionError, ...]
+    num_copies: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -39,8 +48,15 @@ class VerifyReport:
         return not self.damage
 
 
-async def run_verify(storage: Storage, context: EngineContext) -> VerifyReport:
+async def run_verify(
+    storage: Storage, context: EngineContext, *, compare_copies: bool = False
+) -> VerifyReport:
     """Verify a checkpoint.
+
+    Args:
+        storage: Where it is.
+        context: The engine.
+        compare_copies: Compare copies of chunks with each other.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -49,12 +65,19 @@ async def run_verify(storage: Storage, context: EngineContext) -> VerifyReport:
         StorageError: It cannot be read.
     """
     manifest = await context.cache.get(storage)
+    if manifest.is_foreign:
+        raise FormatError(
+            f"{storage.path!r} was written by {manifest.writer}, which keeps no checksums: there is"
+            " nothing to verify it with; convert it first"
+        )
     damage: list[CorruptionError] = []
     reading = Reading(storage, manifest, on_damage=damage.append)
     whole = await check_sizes(reading, range(len(manifest.files)), context)
-    plan = plan_load(manifest, (), context.config, whole_files=True)
+    digests = reading.target = CopyDigests(manifest, whole if compare_copies else ())
+    plan = plan_load(manifest, digests.wanted, context.config, whole_files=True)
     readable = tuple(segment for segment in plan.segments if segment.file in whole)
     await read_plan(LoadPlan(readable), reading, context)
+    await report_differences(digests, reading, context)
     order = {entry.name: index for index, entry in enumerate(manifest.files)}
     damage.sort(key=lambda error: (order[error.file], error.start))
     return VerifyReport(
@@ -63,4 +86,5 @@ async def run_verify(storage: Storage, context: EngineContext) -> VerifyReport:
         num_files=len(manifest.files),
         nbytes=reading.read_nbytes,
         damage=tuple(damage),
+        num_copies=len(digests.pairs),
     )

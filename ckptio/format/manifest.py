@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Version that is written, and the last that is read; all before it are read too.
 FORMAT_VERSION = 2
+#: Of a manifest that was made in memory of what another program wrote; no file has it.
+FOREIGN_VERSION = 0
 MANIFEST_NAME = "manifest.json"
 #: A larger manifest is refused unread. One million chunks take about 100 MB.
 MAX_MANIFEST_NBYTES = 1 << 30
@@ -38,6 +40,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 _HOST = re.compile(r"[\x21-\x7e]{1,255}\Z")
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TAIL_NBYTES = len(b',"crc32c":"00000000"}\n')
+
+Scalar = None | bool | int | float | str
+#: Plain values by name, at most one level deep, so that it needs no limits of its own.
+Metadata = dict[str, Scalar | dict[str, Scalar]]
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,6 +64,12 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     def checksums(self) -> tuple[int, ...]:
         """Give the crc32c of each block."""
         return unpack_checksums(self.packed_checksums)
+
+    def expected(self, block_nbytes: int) -> tuple[int | None, ...]:
+        """Give the crc32c of each block, `None` for those of a foreign file, which has none."""
+        if self.nbytes and not self.packed_checksums:
+            return (None,) * -(-self.nbytes // block_nbytes)
+        return self.checksums()
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -115,6 +127,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tensors: Tensors, in the order in which the tree refers to them.
         tree: The state with its tensors by index, as `format.encode` writes it.
         hosts: Host of each rank that took part in the save; none if it was one rank alone.
+        metadata: What was said of the checkpoint beside its state. Do not change it.
     """
 
     ckptio: int
@@ -126,11 +139,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[TensorEntry, ...]
     tree: msgspec.Raw
     hosts: tuple[str, ...] = ()
+    metadata: Metadata = {}
 
     @property
     def num_ranks(self) -> int:
         """Ranks that took part in the save."""
         return len(self.hosts) or 1
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote the checkpoint: its files have no checksums."""
+        return self.ckptio == FOREIGN_VERSION
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +173,7 @@ def encode_manifest(
     tensors: bytes,
     tree: bytes,
     hosts: Sequence[str] = (),
+    metadata: Metadata | None = None,
 ) -> bytes:
     """Write a manifest.
 
@@ -168,9 +188,11 @@ def encode_manifest(
             from save to save.
         tree: The tree, as JSON.
         hosts: Host of each rank that took part; none for one rank alone.
+        metadata: What to say beside the state; floats are finite.
 
     Raises:
-        FormatError: A host has no name that readers take.
+        FormatError: A host has no name that readers take, or it would be larger than they
+            take.
     """
     _check_hosts(hosts)
     head = msgspec.json.encode(
@@ -187,10 +209,16 @@ def encode_manifest(
             ],
             "tensors": msgspec.Raw(tensors),
             **({"hosts": tuple(hosts)} if hosts else {}),
+            **({"metadata": metadata} if metadata else {}),
             "tree": msgspec.Raw(tree),
         }
     )
     body = head[:-1]  # without the closing brace: the checksum is the last member
+    if len(body) + _TAIL_NBYTES > MAX_MANIFEST_NBYTES:
+        raise FormatError(
+            f"a manifest of {len(body)} bytes, and readers take {MAX_MANIFEST_NBYTES}; raise"
+            " block_nbytes, or save fewer and larger tensors"
+        )
     return body + b',"crc32c":"%08x"}\n' % crc32c(body)
 
 
@@ -215,12 +243,11 @@ def _short(chunk: Chunk) -> tuple[Any, ...]:
     return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape)
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest.
+def checked_document(data: bytes) -> bytes:
+    """Give a manifest without its checksum, which is right.
 
     Raises:
-        FormatError: `data` is not a manifest, was damaged, or contradicts itself.
-        FormatVersionError: It has a format this version does not read.
+        FormatError: `data` is not a manifest, or was damaged.
     """
     tail = _TAIL.search(data[-_TAIL_NBYTES:])
     if tail is None:
@@ -228,10 +255,25 @@ def decode_manifest(data: bytes) -> Manifest:
     body = memoryview(data)[:-_TAIL_NBYTES]
     if crc32c(body) != int(tail[1], 16):
         raise FormatError("the manifest is damaged: its bytes do not have its checksum")
-    document = bytes(body) + b"}"
+    return bytes(body) + b"}"
+
+
+def decode_manifest(data: bytes, *, may_be_foreign: bool = False) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        data: Its bytes.
+        may_be_foreign: Also take one that another rank made of a foreign checkpoint.
+
+    Raises:
+        FormatError: `data` is not a manifest, was damaged, or contradicts itself.
+        FormatVersionError: It has a format this version does not read.
+    """
+    document = checked_document(data)
     try:
         version = _version_decoder.decode(document).ckptio  # type: ignore[attr-defined]  # defstruct
-        if not 1 <= version <= FORMAT_VERSION:
+        is_foreign = may_be_foreign and version == FOREIGN_VERSION
+        if not 1 <= version <= FORMAT_VERSION and not is_foreign:
             raise FormatVersionError(
                 f"the checkpoint has format {version} and this version of ckptio reads"
                 f" 1 to {FORMAT_VERSION}; upgrade ckptio"
@@ -239,8 +281,9 @@ def decode_manifest(data: bytes) -> Manifest:
         manifest = _decoder.decode(document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the manifest is not what ckptio writes: {error}") from None
-    _check_head(manifest)
-    _check_tensors(manifest)
+    if not is_foreign:
+        _check_head(manifest)
+    check_tensors(manifest)
     return manifest
 
 
@@ -252,7 +295,7 @@ def _check_head(manifest: Manifest) -> None:
         raise FormatError(f"bad block size {manifest.block_nbytes} in the manifest")
     _check_hosts(manifest.hosts)
     if manifest.ckptio == 1 and _has_ranks(manifest):
-        raise FormatError("the manifest has format 1 and ranks or copies, which format 2 brought")
+        raise FormatError("the manifest has format 1 and what format 2 brought")
     names: set[str] = set()
     for file in manifest.files:
         if not _FILE_NAME.match(file.name) or file.name == MANIFEST_NAME or file.name in names:
@@ -284,15 +327,19 @@ def _has_ranks(manifest: Manifest) -> bool:
     """Whether a manifest has anything that version 1 did not know."""
     return bool(
         manifest.hosts
+        or manifest.metadata
         or any(file.rank for file in manifest.files)
         or any(chunk.copies for tensor in manifest.tensors for chunk in tensor.chunks)
     )
 
 
-def _check_tensors(manifest: Manifest) -> None:
+def check_tensors(manifest: Manifest) -> None:
     """Check that chunks lie inside files and tensors, apart from each other.
 
     One pass, since checkpoints of 64,000 chunks are opened in a tenth of a second.
+
+    Raises:
+        FormatError: They do not.
     """
     itemsizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]

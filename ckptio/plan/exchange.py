@@ -94,6 +94,14 @@ class ExchangePlan:
             loads[unit.reader] += unit.nbytes
         return loads
 
+    def wanted_nbytes(self) -> list[int]:
+        """Give the bytes that each rank wants: what it reads if nothing is passed on."""
+        wants = [0] * self.num_ranks
+        for unit in self.units:
+            for rank in (unit.reader, *unit.takers):
+                wants[rank] += unit.nbytes
+        return wants
+
     def shared_nbytes(self) -> int:
         """Give the bytes that are read for more than one rank."""
         return sum(unit.nbytes for unit in self.units if unit.takers)
@@ -142,26 +150,30 @@ def choose_places(manifest: Manifest, rank: int, host: str) -> Callable[[Chunk],
     """Choose among the places of chunks with copies, for a rank on a host.
 
     Its own file goes first: nothing has to be exchanged then. Else all ranks of a host
-    choose alike, so that one of them can read for all.
+    choose alike, so that one of them can read for all. Where nothing is near (a job that
+    was restarted on other machines), the file of the rank of the same number goes first:
+    it has to be opened for what has no copies anyway. Among equals it is the first file, so
+    that few are opened.
 
     Returns:
-        What gives the file and the start of a chunk: in the rank's own file, or in one that
-        its host wrote, or of the chunk itself.
+        What gives the file and the start of a chunk: in the rank's own file, in one that
+        its host wrote, in one that a rank of its number wrote, or in any.
     """
     hosts = manifest.hosts
     here = [0 <= f.rank < len(hosts) and hosts[f.rank] == host for f in manifest.files]
-    own = [near and f.rank == rank for near, f in zip(here, manifest.files, strict=True)]
+    mine = [f.rank == rank for f in manifest.files]
+    own = [near and same for near, same in zip(here, mine, strict=True)]
 
     def place(chunk: Chunk) -> tuple[int, int]:
         main = (chunk.file, chunk.start)
         if not chunk.copies:
             return main
-        places = (main, *chunk.copies)
-        for nearer in (own, here):
+        places = sorted((main, *chunk.copies))
+        for nearer in (own, here, mine):
             for found in places:
                 if nearer[found[0]]:
                     return found
-        return main
+        return places[0]
 
     return place
 

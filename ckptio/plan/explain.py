@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptio.layout import DTYPES, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ckptio.format.manifest import Manifest
-    from ckptio.plan.exchange import ExchangePlan
+    from ckptio.plan.exchange import ExchangePlan, Unit
+
+#: Why a rank reads what it wants where nothing is passed on.
+APART = "passing on would not pay"
 
 
 class Line(NamedTuple):
@@ -48,7 +51,11 @@ def explain_text(lines: Iterable[Line]) -> str:
 
 
 def explain(
-    plan: ExchangePlan, manifest: Manifest, names: Iterable[str] | None = None
+    plan: ExchangePlan,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    is_exchanged: bool = True,
 ) -> tuple[Line, ...]:
     """Say which rank reads what from which file, for whom and why.
 
@@ -56,15 +63,16 @@ def explain(
         plan: The plan.
         manifest: The one that was planned for.
         names: Only what holds bytes of these tensors; everything if not given.
+        is_exchanged: Whether the plan is followed. If not, each rank reads what it wants.
 
     Returns:
-        Neighbouring units of one reader, takers and reason together, by file and start.
+        Neighbouring units of one reader, takers and reason together, by file and start; by
+        rank first if nothing is exchanged.
         `explain_text` writes them for people.
     """
     spans = None if names is None else _spans(manifest, set(names))
     lines: list[Line] = []
-    by_place = sorted(zip(plan.units, plan.reasons, strict=True), key=lambda u: u[0][1:3])
-    for unit, reason in by_place:
+    for unit, reason in _by_place(plan) if is_exchanged else _by_rank(plan):
         stop = unit.start + unit.nbytes
         if spans is not None and not any(
             first < stop and unit.start < end for first, end in spans.get(unit.file, ())
@@ -78,6 +86,22 @@ def explain(
             continue
         lines.append(line)
     return tuple(lines)
+
+
+def _by_place(plan: ExchangePlan) -> list[tuple[Unit, str]]:
+    """Give units and reasons by file and start."""
+    return sorted(zip(plan.units, plan.reasons, strict=True), key=lambda found: found[0][1:3])
+
+
+def _by_rank(plan: ExchangePlan) -> Iterator[tuple[Unit, str]]:
+    """Give what each rank reads if nothing is passed on, by rank, file and start."""
+    units = [
+        unit._replace(reader=rank, takers=())
+        for unit in plan.units
+        for rank in (unit.reader, *unit.takers)
+    ]
+    for unit in sorted(units, key=lambda unit: (unit.reader, unit.file, unit.start)):
+        yield unit, APART
 
 
 def _spans(manifest: Manifest, names: set[str]) -> dict[int, list[tuple[int, int]]]:

@@ -12,8 +12,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.format.checksum import unpack_checksums
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -50,7 +48,7 @@ class ReadSegment:
         file: Index of the file in the manifest.
         start: First byte in the file; a multiple of the block.
         nbytes: Bytes to read, whole blocks but at the end of the file.
-        checksums: crc32c of each block.
+        checksums: crc32c of each block; `None` where it is not known.
         pieces: For each block, where its bytes land: offset in the block, destination,
             offset in the destination's row-major bytes, bytes.
     """
@@ -58,7 +56,7 @@ class ReadSegment:
     file: int
     start: int
     nbytes: int
-    checksums: tuple[int, ...]
+    checksums: tuple[int | None, ...]
     pieces: tuple[tuple[Piece, ...], ...]
 
 
@@ -113,7 +111,7 @@ def plan_load(
     segments: list[ReadSegment] = []
     for file, members in by_file.items():
         entry = manifest.files[file]
-        checksums = unpack_checksums(entry.packed_checksums)
+        checksums = entry.expected(block)
         whole = [(0, -(-entry.nbytes // block), members)]
         for first, last, inside in whole if whole_files else _merge(members, block, gap_nbytes):
             stop = min(last * block, entry.nbytes)
@@ -163,11 +161,11 @@ def plan_spans(
     for want in sorted(wanted):
         by_file.setdefault(want.file, []).append(want)
     landings = {file: _landings(members, block) for file, members in by_file.items()}
-    checksums: dict[int, tuple[int, ...]] = {}
+    checksums: dict[int, tuple[int | None, ...]] = {}
     segments = []
     for file, start, nbytes in spans:
         if file not in checksums:
-            checksums[file] = manifest.files[file].checksums()
+            checksums[file] = manifest.files[file].expected(block)
         landing = landings.get(file, {})
         numbers = range(start // block, -(-(start + nbytes) // block))
         segments.append(
@@ -204,7 +202,7 @@ def _cut(
     start: int,
     stop: int,
     wanted: Sequence[Wanted],
-    checksums: Sequence[int],
+    checksums: Sequence[int | None],
     block: int,
     limit: int,
 ) -> list[ReadSegment]:

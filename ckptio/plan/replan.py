@@ -1,129 +1,195 @@
 """Change the plan of a save for ranks whose blocks changed, while others have written.
 
 Ranks that did not change follow the old plan and may be done with it, so what they write
-is fixed. A rank that changed keeps writing what it had to write and still holds, and what
-no rank held before is shared out among those that hold it now. Only if a rank no longer
-holds what it alone wrote for others is there no such plan; those others have let go of
-their tensors by then, so the save fails, and the next one plans from the start.
+is fixed, part by part. A tensor that one of them has stays cut as it was: every chunk of
+it has to have a writer still, who either did not change or holds the same block. Tensors
+that only changed ranks have are shared out among those, from the start.
+
+If a chunk has no writer left, there is no such plan: ranks that still hold it have let go
+of it by then. The save fails, and the next one plans anew.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptio.config import MiB
 from ckptio.errors import PlanError
-from ckptio.plan.assign import Assignment
+from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
-from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptio.shards import Part
+    from ckptio.config import Replicate
+    from ckptio.plan.assign import PlannedChunk
+    from ckptio.shards import LeafSpec
+
+#: A part: block, first byte in it, shape, first index in the tensor.
+_Cut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def replan_job(
     job: JobPlan,
     leaves: Sequence[Sequence[LeafSpec]],
     changed: Mapping[int, Sequence[LeafSpec]],
-) -> tuple[JobPlan, list[list[int] | None]]:
+    *,
+    hosts: Sequence[str] = (),
+    replicate: Replicate = "once",
+    local_nbytes: int = MiB,
+) -> JobPlan:
     """Change a plan.
 
     Args:
         job: The plan that ranks followed.
         leaves: The blocks of each rank when it was made.
         changed: The blocks that ranks hold now, for each rank that has others than then.
+        hosts: As in `plan_job`, for what is new.
+        replicate: As above.
+        local_nbytes: As above.
 
     Returns:
-        The plan, whose parts refer to the blocks that ranks hold now; and for each rank
-        that did not change the indices of its old parts, in the order of its new ones.
+        The plan. Ranks that did not change have their old assignments in it.
 
     Raises:
         PlanError: A rank dropped or changed what it was to write while others still hold
             it, or what the ranks hold is no whole state.
     """
-    held: list[list[LeafSpec]] = []
-    origins: list[list[tuple[int, int]]] = []  # block and first byte of what is held
-    for rank, old in enumerate(leaves):
-        parts = job.assignments[rank].parts(old)
-        if rank in changed:
-            specs, where = _as_changed(old, parts, changed[rank])
-        else:
-            specs, where = _as_blocks(old, parts, None)
-        held.append(specs)
-        origins.append(where)
     try:
-        planned = plan_job(held)
-        _check_names(planned, leaves, changed)
+        return _Replan(job, leaves, changed).make(hosts, replicate, local_nbytes)
     except PlanError as error:
         raise PlanError(
             f"the blocks of ranks {sorted(changed)} changed, not those of the others, and"
             f" there is no plan for both: {error}; save again"
         ) from None
-    assignments = []
-    kept: list[list[int] | None] = []
-    for rank, assigned in enumerate(planned.assignments):
-        where = origins[rank]
-        parts = assigned.parts(held[rank])
-        cuts = [
-            (i, where[part.leaf][1] + part.start, part.shape, part.global_offset)
-            for i, part in enumerate(parts)
+
+
+class _Replan:
+    """The change of one plan."""
+
+    def __init__(
+        self,
+        job: JobPlan,
+        leaves: Sequence[Sequence[LeafSpec]],
+        changed: Mapping[int, Sequence[LeafSpec]],
+    ) -> None:
+        self._job = job
+        self._leaves = leaves
+        self._changed = changed
+        self._held = [changed.get(rank, old) for rank, old in enumerate(leaves)]
+        #: Names that a rank has which did not change: these stay as they were cut.
+        self._kept = {
+            spec.name for rank, old in enumerate(leaves) if rank not in changed for spec in old
+        }
+        self._cuts: dict[int, list[_Cut]] = {rank: [] for rank in changed}
+        #: For changed ranks, the index of each old part among the new ones.
+        self._moved: dict[int, dict[int, int]] = {rank: {} for rank in changed}
+
+    def make(self, hosts: Sequence[str], replicate: Replicate, local_nbytes: int) -> JobPlan:
+        """Make the plan."""
+        plan_job(self._held)  # for its checks: types, shapes, gaps and overlaps
+        for rank in self._changed:
+            self._keep_parts(rank)
+        tensors = [
+            self._keep_tensor(tensor) for tensor in self._job.tensors if tensor.name in self._kept
         ]
-        leaves_now = tuple(where[part.leaf][0] for part in parts)
-        assignments.append(Assignment(leaves_now, tuple(cuts)))
-        kept.append(None if rank in changed else [part.leaf for part in parts])
-    return JobPlan(tuple(assignments), planned.tensors, planned.written_nbytes), kept
+        missing = self._kept - {tensor.name for tensor in tensors}
+        if missing:
+            raise PlanError(f"nobody writes {min(missing)!r}")
+        new = [
+            [
+                (i, spec)
+                for i, spec in enumerate(specs)
+                if rank in self._changed and spec.name not in self._kept
+            ]
+            for rank, specs in enumerate(self._held)
+        ]
+        fresh = plan_job(
+            [[spec for _, spec in specs] for specs in new],
+            hosts=hosts,
+            replicate=replicate,
+            local_nbytes=local_nbytes,
+        )
+        tensors += self._add(fresh, [[i for i, _ in specs] for specs in new])
+        assignments = [
+            self._assignment(rank) if rank in self._changed else assigned
+            for rank, assigned in enumerate(self._job.assignments)
+        ]
+        tensors.sort(key=lambda tensor: tensor.name)
+        return JobPlan(tuple(assignments), tuple(tensors), ())
 
+    def _keep_parts(self, rank: int) -> None:
+        """Let a changed rank write what it wrote, of the blocks that it holds still."""
+        old = self._leaves[rank]
+        index = {spec: i for i, spec in enumerate(self._changed[rank])}
+        for number, part in enumerate(self._job.assignments[rank].parts(old)):
+            spec = old[part.leaf]
+            if spec.name in self._kept and spec in index:
+                self._moved[rank][number] = len(self._cuts[rank])
+                self._cuts[rank].append((index[spec], part.start, part.shape, part.global_offset))
 
-def _check_names(
-    planned: JobPlan,
-    leaves: Sequence[Sequence[LeafSpec]],
-    changed: Mapping[int, Sequence[LeafSpec]],
-) -> None:
-    """Check that no rank has a tensor that nobody writes any more."""
-    written = {tensor.name for tensor in planned.tensors}
-    for rank, old in enumerate(leaves):
-        for spec in changed.get(rank, old):
-            if spec.name not in written:
-                raise PlanError(f"rank {rank} has {spec.name!r}, and nobody writes it")
+    def _keep_tensor(self, tensor: PlannedTensor) -> PlannedTensor:
+        """Find who still writes the chunks of a tensor."""
+        boxes, ranks, parts, copies = [], [], [], []
+        for chunk in tensor.chunks:
+            holders = self._still(chunk)
+            if not holders:
+                raise PlanError(
+                    f"nobody writes {tensor.name!r} at {chunk.global_offset} any more, which"
+                    f" rank {chunk.holders[0][0]} wrote"
+                )
+            boxes.append((chunk.global_offset, chunk.local_shape))
+            ranks.append(holders[0][0])
+            parts.append(holders[0][1])
+            copies.append(tuple(holders[1:]))
+        return PlannedTensor(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            tuple(boxes),
+            tuple(ranks),
+            tuple(parts),
+            tuple(copies) if any(copies) else (),
+        )
 
+    def _still(self, chunk: PlannedChunk) -> list[tuple[int, int]]:
+        """Give the holders of a chunk that write it still, with their part's new number."""
+        holders = []
+        for rank, part in chunk.holders:
+            if rank not in self._changed:
+                holders.append((rank, part))
+            elif part in self._moved[rank]:
+                holders.append((rank, self._moved[rank][part]))
+        return holders
 
-def _as_changed(
-    old: Sequence[LeafSpec], parts: Sequence[Part], new: Sequence[LeafSpec]
-) -> tuple[list[LeafSpec], list[tuple[int, int]]]:
-    """Say what a rank that changed has to write still, and what it holds that is new."""
-    index = {spec: i for i, spec in enumerate(new)}
-    specs, where = _as_blocks(old, parts, index)
-    known = set(old)
-    for i, spec in enumerate(new):
-        if spec not in known:
-            specs.append(spec)
-            where.append((i, 0))
-    return specs, where
+    def _add(self, fresh: JobPlan, blocks: Sequence[Sequence[int]]) -> list[PlannedTensor]:
+        """Add what is new behind what ranks keep."""
+        base = {rank: len(cuts) for rank, cuts in self._cuts.items()}
+        for rank in self._changed:
+            specs = [self._held[rank][i] for i in blocks[rank]]
+            for part in fresh.assignments[rank].parts(specs):
+                self._cuts[rank].append(
+                    (blocks[rank][part.leaf], part.start, part.shape, part.global_offset)
+                )
+        return [
+            PlannedTensor(
+                tensor.name,
+                tensor.dtype,
+                tensor.shape,
+                tensor.boxes,
+                tensor.ranks,
+                tuple(
+                    part + base[rank] for rank, part in zip(tensor.ranks, tensor.parts, strict=True)
+                ),
+                tuple(tuple((r, part + base[r]) for r, part in more) for more in tensor.copies),
+            )
+            for tensor in fresh.tensors
+        ]
 
-
-def _as_blocks(
-    old: Sequence[LeafSpec], parts: Sequence[Part], index: Mapping[LeafSpec, int] | None
-) -> tuple[list[LeafSpec], list[tuple[int, int]]]:
-    """Describe what a rank writes as blocks of its own.
-
-    Args:
-        old: The rank's blocks when the plan was made.
-        parts: What it was to write.
-        index: Where the rank has the same blocks now; parts of others are left out.
-    """
-    specs, where = [], []
-    for part in parts:
-        spec = old[part.leaf]
-        leaf = part.leaf if index is None else index.get(spec, -1)
-        if leaf < 0:
-            continue
-        shape = spec.shape if spec.global_shape is None else spec.global_shape
-        box = (None, None) if part.shape == shape else (shape, part.global_offset)
-        specs.append(LeafSpec(spec.name, spec.dtype, part.shape, *box))
-        where.append((leaf, part.start))
-    if index is None:  # names of which the rank holds nothing
-        empty = [(i, spec) for i, spec in enumerate(old) if not spec.nbytes]
-        specs += [spec for _, spec in empty]
-        where += [(i, 0) for i, _ in empty]
-    return specs, where
+    def _assignment(self, rank: int) -> Assignment:
+        """Write down what a changed rank writes."""
+        cuts = self._cuts[rank]
+        return Assignment(
+            tuple(leaf for leaf, _, _, _ in cuts),
+            tuple((i, start, shape, offset) for i, (_, start, shape, offset) in enumerate(cuts)),
+        )

@@ -150,7 +150,11 @@ class _Merger:
             if everyone not in holders:  # at no place do all of them have it
                 self._differences.add(f"{name!r} names tensors of different keys")
         for name, rank in self._owners.items():
-            if rank < 0 and name not in self._holders:
+            if name in self._holders:
+                self._differences.add(
+                    f"{name!r} names a tensor of all ranks, and one of rank {rank} in PerRank"
+                )
+            elif rank < 0:
                 self._differences.add(f"{name!r} names tensors of several ranks in PerRank values")
         self._differences.check()
         return merged

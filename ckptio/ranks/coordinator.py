@@ -258,6 +258,10 @@ class Coordinator:
         """Give the answers of a round, if it still runs."""
         return self._table.answer(key, answers)
 
+    def decisive(self, key: str, *, is_on: bool) -> None:
+        """Say whether a decision may have been made."""
+        self._table.decisive(key, is_on=is_on)
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
         self._table.left(0, key)

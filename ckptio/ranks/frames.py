@@ -11,6 +11,7 @@ process.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -215,6 +216,8 @@ def describe(error: BaseException) -> str:
     """Say what an error is, in one text of bounded length."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled there"
     message = str(error)
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     text = text.encode(errors="backslashreplace").decode()  # JSON takes no lone surrogates

@@ -7,8 +7,11 @@ with one name differ in the second, two containers of one machine in the first.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 
+_ODD = re.compile(r"[^\x21-\x7e]")  # nothing that a manifest does not take
+_MAX_NAME_CHARS = 200
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NUM_BOOT_DIGITS = 8
 _DISCARD_PORT = 9
@@ -16,7 +19,7 @@ _DISCARD_PORT = 9
 
 def this_host() -> str:
     """Name this machine: its host name, and the beginning of its boot id where there is one."""
-    name = socket.gethostname() or "localhost"
+    name = _ODD.sub("-", socket.gethostname())[:_MAX_NAME_CHARS] or "localhost"
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return f"{name}-{file.read(_NUM_BOOT_DIGITS)}"

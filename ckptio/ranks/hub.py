@@ -74,8 +74,8 @@ class _Meeting:
     """A session, as the table sees it."""
 
     __slots__ = (
-        "causes", "deciding", "ended", "failing_since_s", "in_doubt", "key", "left", "messages",
-        "num_causes", "phase", "reason", "since_s", "strangers",
+        "causes", "deciding", "ended", "failing_since_s", "in_doubt", "is_decisive", "key", "left",
+        "messages", "num_causes", "phase", "reason", "since_s", "strangers",
     )  # fmt: skip
 
     def __init__(self, key: str) -> None:
@@ -89,6 +89,7 @@ class _Meeting:
         self.failing_since_s: float | None = None
         self.reason = ""
         self.in_doubt = False
+        self.is_decisive = False
         self.causes: dict[int, str] = {}
         self.num_causes = 0
         self.strangers: list[int] = []  # lost, or did not come
@@ -190,6 +191,13 @@ class Hub:
             self._send(rank, frame)
         return True
 
+    def decisive(self, key: str, *, is_on: bool) -> None:
+        """Note whether a failure from now on leaves ranks in doubt."""
+        meeting = self._meeting(key)
+        meeting.is_decisive = is_on
+        if meeting.failing_since_s is not None:
+            meeting.in_doubt = is_on
+
     def left(self, rank: int, key: str) -> None:
         """Take note that a rank is through with a session."""
         meeting = self._meeting(key)
@@ -272,7 +280,7 @@ class Hub:
         if meeting.failing_since_s is not None:
             return
         meeting.failing_since_s = self._clock()
-        meeting.in_doubt = meeting.deciding
+        meeting.in_doubt = meeting.is_decisive
         meeting.reason = reason
         for rank, cause in causes.items():
             meeting.blame(rank, cause)

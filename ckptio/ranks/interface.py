@@ -60,6 +60,13 @@ class Deadlines:
 class Session(Protocol):
     """A few rounds of all ranks. Made by `Ranks.session`."""
 
+    def decisive(self, *, is_on: bool) -> None:
+        """Say on the coordinator that a decision is about to be made that cannot be undone.
+
+        From then on a failure leaves ranks in doubt whether it was made, and their errors
+        say so. To be taken back where it turns out that it was not made.
+        """
+
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Give a message, get an answer.
 

@@ -188,6 +188,10 @@ class Member:
         """Answers come from rank 0 alone."""
         raise AssertionError(f"rank {self.rank} decided in {key!r}: {answers!r}")
 
+    def decisive(self, key: str, *, is_on: bool) -> None:
+        """Rank 0 alone decides."""
+        raise AssertionError(f"rank {self.rank} decides in {key!r}: {is_on}")
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
         self._send(frames.Left(key))

@@ -38,6 +38,9 @@ class Voice(Protocol):
     def answer(self, key: str, answers: Sequence[Json] | Same) -> bool:
         """Give the answers of a round, if it still runs; the coordinator alone."""
 
+    def decisive(self, key: str, *, is_on: bool) -> None:
+        """Say whether a decision may have been made; the coordinator alone."""
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
 
@@ -185,6 +188,7 @@ class RankSession:
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
         self._is_inside = False  # the block runs
+        self._stopping = asyncio.Event()
         self._is_stopped = False  # its task was cancelled from here
         self._round: asyncio.Future[Json] | None = None
         self._spoilt: BaseException | None = None  # what a round ended with
@@ -224,6 +228,7 @@ class RankSession:
         """Stop the block, if it has not ended."""
         if self._is_inside and not self._is_stopped and self._task is not None:
             self._is_stopped = True
+            self._stopping.set()
             self._task.cancel()
 
     def end(self, verdict: Verdict) -> None:
@@ -231,6 +236,10 @@ class RankSession:
         if not self._verdict.done():
             self._verdict.set_result(verdict)
         self.stop()
+
+    def decisive(self, *, is_on: bool) -> None:
+        """Say whether a decision may have been made; see `interface.Session`."""
+        self._sessions.voice.decisive(self.key, is_on=is_on)
 
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Give a message, get an answer; see `interface.Session`."""
@@ -268,8 +277,10 @@ class RankSession:
             raise ValueError(f"{len(answers)} answers for {len(messages)} ranks")
         if not self._sessions.voice.answer(self.key, answers):
             # the session has failed a moment ago: nobody hears the answer, so rank 0 must not
-            # act on it either, and the cancellation is on its way
-            await asyncio.get_running_loop().create_future()
+            # act on it either. The cancellation is on its way, or `decide` has swallowed it
+            await self._stopping.wait()
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError
         return answers.answer if isinstance(answers, Same) else answers[0]
 
     async def __aexit__(

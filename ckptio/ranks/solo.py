@@ -41,6 +41,9 @@ class SoloRanks:
         del key
         yield self
 
+    def decisive(self, *, is_on: bool) -> None:
+        """Do nothing: nobody is in doubt who decides alone; see `interface.Session`."""
+
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Decide alone; see `interface.Session`."""
         del phase

@@ -121,6 +121,8 @@ class Match:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index.
         wrapped: Tensors of the target whose memory is filled behind their back.
+        kept: Values kept for each rank that the checkpoint has for other ranks only; they
+            stay as they are.
         missing: Names of the target that the checkpoint does not have.
         unexpected: Names of the checkpoint that the target does not have.
         mismatched: One line for each name that is there in another shape, type or kind.
@@ -132,6 +134,7 @@ class Match:
     fills: list[Fill] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
     wrapped: list[torch.Tensor] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)

@@ -136,6 +136,9 @@ class Matcher:
         if not is_ranks(node):
             found = "a value for each rank in the target, one for all in the checkpoint"
             return self._mismatch(fqn, target, found)
+        if is_absent(node):
+            self.match.kept.append(fqn)
+            return lambda _: target
         assemble = self.merge(fqn, target.value, node)
 
         def wrap(rebuilder: Rebuilder) -> Any:
@@ -266,20 +269,21 @@ class Matcher:
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
-        stored = {
+        found_here = {
             identity_of(key): (key, name, item)
             for key, (name, item) in zip(keys_of(node), children(fqn, node), strict=True)
-            if not is_absent(item)
         }
+        stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
-            found = stored.pop(identity_of_key(fqn, key), None)
+            identity = identity_of_key(fqn, key)
+            found = stored.pop(identity, None)
             if found is not None:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
                 continue
-            self._note_missing(join_fqn(fqn, key), value)
+            self._note_missing(join_fqn(fqn, key), value, is_kept=identity in found_here)
             merged.append((key, lambda _, value=value: value))  # type: ignore[misc]  # as it was
         made: list[tuple[Json, Assemble]] = []
         for encoded_key, name, item in stored.values():
@@ -354,7 +358,10 @@ class Matcher:
             self.match.mismatched.append(f"{fqn}: {found}")
         return lambda _: target
 
-    def _note_missing(self, fqn: str, target: Any) -> None:
+    def _note_missing(self, fqn: str, target: Any, *, is_kept: bool = False) -> None:
+        if is_kept and isinstance(target, PerRank):
+            self.match.kept.append(fqn)
+            return
         names = [
             name for name in _target_names(fqn, target) if self._keep is None or self._keep(name)
         ]

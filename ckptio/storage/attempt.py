@@ -114,6 +114,9 @@ class LocalAttempt:
                 return fd
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
+    def _make_own_dir(self) -> None:
+        self._make_dirs(self._directory)
+
     def _make_dirs(self, path: str) -> None:
         """Make a directory and those above it, remembering which are new."""
         missing = []
@@ -127,11 +130,18 @@ class LocalAttempt:
         if missing and not os.path.isdir(missing[0]):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])
 
+    @property
+    def is_published(self) -> bool:
+        """Whether the manifest is out, or may be; see `interface.Attempt`."""
+        return self._published
+
     async def create(self, name: str, nbytes: int) -> BlockWriter:
         """Begin a data file; see `interface.Attempt`."""
         path = self._path(name)
         self._made_files.append(path)
-        writer = BlockWriter(self._files, path, nbytes, self._config, self._direct_refused)
+        writer = BlockWriter(
+            self._files, path, nbytes, self._config, self._direct_refused, self._make_own_dir
+        )
         self._writers.append(writer)
         return writer
 

@@ -50,6 +50,7 @@ class BlockWriter:
         nbytes: Its final size.
         config: For direct I/O, durability and modes.
         on_refused: Called with the reason if direct I/O is refused.
+        make_dir: Makes the directory again if it is gone at the first write.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class BlockWriter:
         nbytes: int,
         config: CheckpointConfig,
         on_refused: Callable[[str], None],
+        make_dir: Callable[[], None] | None = None,
     ) -> None:
         self._files = files
         self._path = path
+        self._make_dir = make_dir
         self._nbytes = nbytes
         self._config = config
         self._on_refused = on_refused
@@ -111,24 +114,34 @@ class BlockWriter:
         with self._lock:
             if self._fd >= 0:
                 return
-            mode = self._config.file_mode
-            fd = -1
-            if self._direct:
-                try:
-                    fd = self._files.create(self._path, mode, direct=True)
-                except OSError as error:
-                    if error.errno not in _REFUSALS:
-                        raise
-                    self._refuse(f"open: {error.strerror}")
-                    # some file systems make the file, then refuse the flag
-                    with contextlib.suppress(FileNotFoundError):
-                        self._files.unlink(self._path)
-            if fd < 0:
-                fd = self._files.create(self._path, mode, direct=False)
-            self._fd = fd
-            if self._direct and not self._is_aligned(fd):
-                self._files.set_buffered(fd)
-            self._files.allocate(fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+            try:
+                self._create()
+            except FileNotFoundError:  # the end of another save took the empty directory along
+                if self._make_dir is None:
+                    raise
+                self._make_dir()
+                self._create()
+
+    def _create(self) -> None:
+        """Make the file."""
+        mode = self._config.file_mode
+        fd = -1
+        if self._direct:
+            try:
+                fd = self._files.create(self._path, mode, direct=True)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                self._refuse(f"open: {error.strerror}")
+                # some file systems make the file, then refuse the flag
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(self._path)
+        if fd < 0:
+            fd = self._files.create(self._path, mode, direct=False)
+        self._fd = fd
+        if self._direct and not self._is_aligned(fd):
+            self._files.set_buffered(fd)
+        self._files.allocate(fd, -(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
     def _is_aligned(self, fd: int) -> bool:
         """Whether pages are aligned enough for direct I/O here."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    from ckptio.format.manifest import Manifest
+
 
 class Sink(Protocol):
     """A data file being written. Ranges come from several threads, in any order, once each."""
@@ -64,6 +66,11 @@ class Source(Protocol):
 
 class Attempt(Protocol):
     """One save on its way to a commit. Used by one task; ends in `commit` or `abort`."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the manifest is out, or may be."""
+        ...
 
     async def create(self, name: str, nbytes: int) -> Sink:
         """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
@@ -124,8 +131,10 @@ class Storage(Protocol):
         """
         ...
 
-    async def read_manifest(self) -> tuple[Hashable, bytes]:
+    async def read_manifest(self) -> tuple[Hashable, bytes | Manifest]:
         """Read the manifest, and the version of just these bytes.
+
+        Of a checkpoint that another program wrote, a manifest that was made of it.
 
         Raises:
             CheckpointNotFoundError: There is no manifest.

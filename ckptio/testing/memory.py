@@ -232,6 +232,11 @@ class MemoryAttempt:
         self._committed = False
         storage.counts.num_open_attempts += 1
 
+    @property
+    def is_published(self) -> bool:
+        """Whether the manifest is out; see `interface.Attempt`."""
+        return self._committed
+
     async def create(self, name: str, nbytes: int) -> MemorySink:
         """Begin a data file; see `interface.Attempt`."""
         self._storage.step("create", name, nbytes)
@@ -258,6 +263,13 @@ class MemoryAttempt:
         """Publish a manifest; see `interface.Attempt`."""
         await self._storage.commit(self._made, manifest, overwrite=self._overwrite)
         self._committed = True
+        try:
+            await self._storage._wait()  # noqa: SLF001  # as above
+        except asyncio.CancelledError:
+            # the commit came first, as with the local one
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
         self._end()
 
     async def abort(self) -> None:

@@ -4,7 +4,8 @@ What runs is what runs between machines, down to the protocols; only the sockets
 there. Bytes arrive late and in pieces, by a seed, and in order. A rank can be killed (its
 connections end) or frozen (nothing comes from it and nothing reaches it, and nobody is
 told), and then its own tasks go on like those of a machine behind a cut cable: what they
-end with is nobody's business.
+end with is nobody's business. One that is deafened has only not read for a while: a step
+holds the interpreter, say.
 """
 
 from __future__ import annotations
@@ -38,13 +39,20 @@ class MemoryTransport(asyncio.Transport):
     Args:
         rng: Draws delays, and where bytes are cut.
         max_delay_s: The longest delay of a piece, in seconds.
+        joins_pieces: Whether what has piled up arrives as one piece.
+
+    Attributes:
+        sent_nbytes: Bytes that were sent from this end.
     """
 
-    def __init__(self, rng: random.Random, max_delay_s: float) -> None:
+    def __init__(
+        self, rng: random.Random, max_delay_s: float, *, joins_pieces: bool = False
+    ) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
         self._rng = rng
         self._max_delay_s = max_delay_s
+        self._joins_pieces = joins_pieces
         self._protocol: asyncio.Protocol | None = None
         self._peer: MemoryTransport | None = None
         self._sent: collections.deque[bytes | Exception | None] = collections.deque()
@@ -55,6 +63,7 @@ class MemoryTransport(asyncio.Transport):
         self._is_closing = False
         self._is_gone = False
         self._is_held = False
+        self.sent_nbytes = 0
 
     def join(self, peer: MemoryTransport, protocol: asyncio.Protocol) -> None:
         """Connect."""
@@ -70,6 +79,7 @@ class MemoryTransport(asyncio.Transport):
         if self._is_closing or self._has_ended:
             return
         data = bytes(data)
+        self.sent_nbytes += len(data)
         cut = self._rng.randint(1, len(data)) if data else 0
         self._push(data[:cut])
         self._push(data[cut:])
@@ -132,6 +142,8 @@ class MemoryTransport(asyncio.Transport):
             return
         piece = self._sent.popleft()
         if isinstance(piece, bytes):
+            while self._joins_pieces and self._sent and isinstance(self._sent[0], bytes):
+                piece += cast("bytes", self._sent.popleft())
             self._num_sent_bytes -= len(piece)
         if self._peer is not None:
             self._peer.arrive(piece)
@@ -162,6 +174,8 @@ class MemoryRanks:
         deadlines: How long ranks wait for each other.
         seed: Draws how bytes travel.
         max_delay_s: The longest delay of a piece of them, in seconds.
+        joins_pieces: Whether bytes that have piled up arrive as one piece, as they do from
+            a socket whose reader was busy. Else the loop has turns between any two.
 
     Attributes:
         ranks: One for each rank, inside the block.
@@ -175,11 +189,13 @@ class MemoryRanks:
         deadlines: Deadlines | None = None,
         seed: int = 0,
         max_delay_s: float = 0.01,
+        joins_pieces: bool = False,
     ) -> None:
         self._hosts = tuple(hosts) if hosts is not None else ("host",) * world_size
         self._deadlines = deadlines or Deadlines()
         self._rng = random.Random(seed)  # noqa: S311  # a schedule, nothing secret
         self._max_delay_s = max_delay_s
+        self._joins_pieces = joins_pieces
         self._ends: dict[int, tuple[MemoryTransport, MemoryTransport]] = {}
         self.ranks: tuple[Ranks, ...] = ()
 
@@ -213,17 +229,22 @@ class MemoryRanks:
             raise AssertionError(f"rank {member.rank} was not taken: {reason}")
         await member.gather(self._deadlines.meet_s)
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that the ranks have sent each other."""
+        return sum(end.sent_nbytes for ends in self._ends.values() for end in ends)
+
     def connect(
         self, mine: asyncio.Protocol, theirs: asyncio.Protocol
     ) -> tuple[MemoryTransport, MemoryTransport]:
         """Connect two protocols; give the end of each."""
-        ends = (
-            MemoryTransport(self._rng, self._max_delay_s),
-            MemoryTransport(self._rng, self._max_delay_s),
-        )
+        ends = (self._end(), self._end())
         ends[0].join(ends[1], mine)
         ends[1].join(ends[0], theirs)
         return ends
+
+    def _end(self) -> MemoryTransport:
+        return MemoryTransport(self._rng, self._max_delay_s, joins_pieces=self._joins_pieces)
 
     def kill(self, rank: int) -> None:
         """End a rank's connections, as the end of its process does."""
@@ -236,6 +257,14 @@ class MemoryRanks:
     def freeze(self, rank: int) -> None:
         """Stop what goes to and from a rank, and tell nobody."""
         self._hold(rank, held=True)
+
+    def deafen(self, rank: int) -> None:
+        """Let nothing reach a rank, while what it says arrives."""
+        for member, (end, leader_end) in self._ends.items():
+            if member == rank:
+                leader_end.hold(held=True)
+            elif rank == 0:
+                end.hold(held=True)
 
     def thaw(self, rank: int) -> None:
         """Let what was held go on."""

@@ -4,14 +4,21 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
+from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.cli.text import format_nbytes
+from ckptio.format.checksum import block_checksums
+from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest, encode_tensors
 from tests.cli.rig import (
     data_file,
     flip,
+    rewrite,
     run_json,
     save_at,
 )
+from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,3 +84,45 @@ def test_verify_takes_options_from_the_environment(
     code, document = run_json(capsys, "verify", str(ckpt))
     assert code == 2
     assert "CKPTIO_MAX_READS" in document["error"]
+
+
+def test_verify_compares_copies_when_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy that differs is damage; its checksums are right, so that it is not seen else."""
+    path, state = tmp_path / "c", {"w": torch.zeros(2000), "v": torch.ones(2)}
+    sync.save(state, path, config=SMALL)
+    old = decode_manifest((path / "manifest.json").read_bytes())
+    (first,) = old.files
+    data = bytearray(data_file(path).read_bytes())
+    tensor = next(tensor for tensor in old.tensors if tensor.name == "w")
+    data[tensor.chunks[0].start + 4001] ^= 1
+    name = first.name.replace("-00000-", "-00001-")
+    (path / name).write_bytes(data)
+    rewrite(
+        path,
+        files=[
+            (first.name, first.nbytes, first.checksums(), 0),
+            (name, len(data), block_checksums(memoryview(data), old.block_nbytes), 1),
+        ],
+        hosts=["h", "h"],
+        tensors=encode_tensors(
+            [
+                TensorEntry(t.name, t.dtype, t.shape, (Chunk(0, t.chunks[0].start, None, None,
+                ((1, t.chunks[0].start),)),))
+                for t in old.tensors
+            ]
+        ),
+    )  # fmt: skip
+    assert run_json(capsys, "verify", str(path))[0] == 0
+    code, document = run_json(capsys, "verify", "--copies", str(path))
+    assert code == 1
+    (damage,) = document["checkpoints"][0]["damage"]
+    start = tensor.chunks[0].start
+    assert damage == {
+        "file": name,
+        "start": start + 4001,
+        "stop": start + 8000,
+        "problem": f"other bytes than in the copy at byte {start + 4001} of {first.name!r}",
+        "tensors": ["w"],
+    }

@@ -16,11 +16,13 @@ from ckptio.format.manifest import (
     MAX_EXTENT,
     Chunk,
     Manifest,
+    Metadata,
     TensorEntry,
     decode_manifest,
     encode_manifest,
     encode_tensors,
 )
+from ckptio.format.summary import decode_summary
 
 SAVE_ID = "0123456789abcdef" * 2
 FILES = [("data-0.safetensors", 9000, [1, 2, 3]), ("data-1.safetensors", 0, [])]
@@ -481,3 +483,18 @@ def check(found: Manifest) -> None:
 def _nbytes(tensor: TensorEntry, chunk: Chunk) -> int:
     shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
     return TensorEntry("", tensor.dtype, shape, ()).nbytes
+
+
+def test_metadata_is_plain_values_one_level_deep() -> None:
+    """What is said beside the state; nothing that needs limits of its own."""
+    metadata: Metadata = {"step": 3, "metrics": {"loss": 0.5, "bad": "nan"}, "note": None}
+    data = manifest(metadata=metadata)
+    assert decode_manifest(data).metadata == metadata
+    assert decode_summary(data).metadata == metadata
+    assert decode_manifest(manifest()).metadata == {}
+    assert b"metadata" not in manifest()
+    for hostile in ([1], {"a": [1]}, {"a": {"b": {"c": 1}}}, 3):
+        with pytest.raises(FormatError):
+            decode_manifest(manifest(metadata=hostile))
+        with pytest.raises(FormatError):
+            decode_summary(manifest(metadata=hostile))

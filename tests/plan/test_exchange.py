@@ -315,13 +315,14 @@ def test_local_copies_let_each_rank_open_its_own_file_only() -> None:
 
 
 def test_a_copy_on_the_same_host_goes_before_one_elsewhere() -> None:
-    """All ranks of a host choose the same copy, so that one can read it for all."""
+    """All ranks of a host choose alike, so that one can read for all; then numbers decide."""
     manifest = manifest_of([BLOCK] * 4, range(4), ["a", "b", "b", "c"])
-    chunk = Chunk(0, 0, None, None, ((1, 0), (2, 64)))
+    chunk = Chunk(2, 64, None, None, ((0, 0), (1, 0)))
     assert choose_places(manifest, 2, "b")(chunk) == (2, 64)
     assert choose_places(manifest, 5, "b")(chunk) == (1, 0)
     assert choose_places(manifest, 6, "b")(chunk) == (1, 0)
-    assert choose_places(manifest, 2, "d")(chunk) == (0, 0)
+    assert choose_places(manifest, 2, "d")(chunk) == (2, 64)
+    assert choose_places(manifest, 5, "d")(chunk) == (0, 0)
     assert choose_places(manifest, 0, "a")(chunk) == (0, 0)
     assert choose_places(manifest_of([BLOCK]), 0, "a")(Chunk(0, 8)) == (0, 8)
 

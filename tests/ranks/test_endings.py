@@ -17,7 +17,7 @@ from tests.ranks.test_sessions import DEADLINES, NOTICED_S, add, run, turn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.ranks.interface import Json, Ranks
+    from ckptio.ranks.interface import Json, Ranks, Session
 
 WORLD = 4
 
@@ -177,6 +177,12 @@ def test_a_failed_decision_fails_on_all() -> None:
     run(scenario())
 
 
+def decide_for_good(ranks: Ranks, session: Session) -> None:
+    """Say on rank 0 that what is decided cannot be undone."""
+    if ranks.rank == 0:
+        session.decisive(is_on=True)
+
+
 def test_a_decision_that_comes_too_late_is_none() -> None:
     """Where nobody hears the answers any more, rank 0 does not go on with its own."""
 
@@ -190,6 +196,7 @@ def test_a_decision_that_comes_too_late_is_none() -> None:
 
             async def body(ranks: Ranks) -> None:
                 async with ranks.session("save") as session:
+                    decide_for_good(ranks, session)
                     await session.round("commit", 1, decide)
 
             errors = errors_of(await world.run(body))
@@ -231,6 +238,7 @@ def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
             asyncio.get_running_loop().call_later(1, task.cancel)
         try:
             async with ranks.session("save") as session:
+                decide_for_good(ranks, session)
                 await session.round("commit", 1, never)
         finally:
             assert task.cancelling() == (ranks.rank == rank)
@@ -240,7 +248,7 @@ def test_a_cancelled_rank_stays_cancelled(rank: int) -> None:
             outcomes = await world.run(body)
             assert isinstance(outcomes.pop(rank), asyncio.CancelledError)
             errors = errors_of(outcomes)
-            assert errors[0].causes == {rank: "CancelledError"}
+            assert errors[0].causes == {rank: "it was cancelled there"}
             assert errors[0].in_doubt
             assert "look whether the checkpoint is there" in str(errors[0])
 
@@ -406,7 +414,7 @@ def test_a_block_that_gives_up_on_a_round_fails() -> None:
 
     async def scenario() -> None:
         async with group() as world:
-            assert errors_of(await world.run(body))[0].causes == {3: "CancelledError"}
+            assert errors_of(await world.run(body))[0].causes == {3: "it was cancelled there"}
 
     run(scenario())
 
@@ -439,6 +447,7 @@ def test_a_lost_rank_is_named_by_all_in_time(how: str, rank: int, where: str) ->
             await asyncio.sleep(NOTICED_S + 1)
         async with ranks.session("save") as session:
             if where == "round":
+                decide_for_good(ranks, session)
                 await session.round("commit", 1, never)
             await asyncio.Event().wait()
 

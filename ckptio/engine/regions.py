@@ -1,0 +1,139 @@
+"""From tensors, and blocks of them, to the byte ranges of files that bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptio.errors import FormatError
+from ckptio.layout import DTYPES, Box, numel, shared_runs
+from ckptio.plan.load import Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.format.manifest import Chunk, TensorEntry
+
+#: Chooses one of the places of a chunk: a file, and where the chunk starts in it.
+Place = Callable[["Chunk"], tuple[int, int]]
+#: Ranges of one tensor, at most: a load plans each, and takes about 150 bytes for it.
+_MAX_RANGES = 8_000_000
+
+
+class Need(NamedTuple):
+    """A stored tensor, or a part of it, that a destination takes.
+
+    Attributes:
+        entry: The tensor.
+        destination: Index of the destination.
+        span: The range of its row-major bytes; all of them if not given.
+        region: The block of it; all of it if not given. Never with `span`.
+    """
+
+    entry: TensorEntry
+    destination: int
+    span: tuple[int, int] | None = None
+    region: Box | None = None
+
+    def expand(self, wanted: list[Wanted], place: Place | None = None) -> None:
+        """Add the ranges of files that bring it.
+
+        Args:
+            wanted: Takes them.
+            place: Chooses the place of each chunk; the first one if not given.
+        """
+        entry, destination, span, region = self
+        if len(entry.chunks) == 1 and region is None:
+            chunk = entry.chunks[0]
+            first, stop = span or (0, entry.nbytes)
+            if first < stop:
+                file, start = (chunk.file, chunk.start) if place is None else place(chunk)
+                wanted.append(Wanted(file, start + first, stop - first, destination, 0))
+            return
+        found = wanted if span is None else []
+        want_region(entry, region or _all_of(entry), destination, found, place)
+        if span is not None:
+            wanted += _cut_out(found, *span)
+
+    def chunks(self) -> list[Chunk]:
+        """Give the chunks that have something of it."""
+        region = self.region
+        if region is None or len(self.entry.chunks) == 1:
+            return list(self.entry.chunks)
+        return [
+            chunk for chunk in self.entry.chunks if numel(_shared(self.entry, chunk, region).shape)
+        ]
+
+
+def want_region(
+    entry: TensorEntry,
+    region: Box,
+    destination: int,
+    wanted: list[Wanted],
+    place: Place | None = None,
+) -> None:
+    """Want a rectangular part of a stored tensor, in a destination of just that shape.
+
+    Args:
+        entry: The tensor.
+        region: The part.
+        destination: Index of the destination.
+        wanted: Takes the ranges.
+        place: Chooses the place of each chunk; the first one if not given.
+
+    Raises:
+        FormatError: The chunks are cut into more pieces than any sharding has.
+    """
+    itemsize = DTYPES[entry.dtype].itemsize
+    for chunk in entry.chunks:
+        shared = _shared(entry, chunk, region)
+        if not numel(shared.shape):
+            continue
+        block = _box_of(entry, chunk)
+        file, first = (chunk.file, chunk.start) if place is None else place(chunk)
+        in_chunk = tuple(a - b for a, b in zip(shared.offset, block.offset, strict=True))
+        in_region = tuple(a - b for a, b in zip(shared.offset, region.offset, strict=True))
+        runs = shared_runs(shared.shape, (in_chunk, block.shape), (in_region, region.shape))
+        for start, at, count in runs:
+            if len(wanted) >= _MAX_RANGES:
+                raise FormatError(
+                    f"{entry.name!r} is cut into more than {_MAX_RANGES} pieces; load a part of it"
+                )
+            begin, nbytes = first + start * itemsize, count * itemsize
+            wanted.append(Wanted(file, begin, nbytes, destination, at * itemsize))
+
+
+def _all_of(entry: TensorEntry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+def _box_of(entry: TensorEntry, chunk: Chunk) -> Box:
+    """Give the block of a tensor that a chunk is."""
+    if chunk.global_offset is None:
+        return _all_of(entry)
+    return Box(chunk.global_offset, chunk.local_shape or entry.shape)
+
+
+def _shared(entry: TensorEntry, chunk: Chunk, region: Box) -> Box:
+    """Give what a chunk has of a region; its shape has a zero if that is nothing."""
+    block = _box_of(entry, chunk)
+    first = tuple(map(max, block.offset, region.offset))
+    shape = tuple(
+        max(0, min(a + s, b + t) - start)
+        for a, s, b, t, start in zip(
+            block.offset, block.shape, region.offset, region.shape, first, strict=True
+        )
+    )
+    return Box(first, shape)
+
+
+def _cut_out(wanted: Sequence[Wanted], first: int, stop: int) -> list[Wanted]:
+    """Keep what lies in `[first, stop)` of the destination's bytes, counted from `first`."""
+    kept = []
+    for want in wanted:
+        begin = max(want.offset, first)
+        end = min(want.offset + want.nbytes, stop)
+        if begin < end:
+            start = want.start + begin - want.offset
+            kept.append(Wanted(want.file, start, end - begin, want.destination, begin - first))
+    return kept

@@ -1,0 +1,541 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import Shard
+from ckptio.config import KiB
+from ckptio.errors import CheckpointError, ConfigError, CorruptionError, PeerLostError, RankError
+from ckptio.events import ExchangePlanned, LoadStarted
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
+from tests.job_rig import Job, MemoryLinker, blank, job, shards_of
+from tests.rig import SMALL, config_with
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio import Engine
+
+BLOCK = SMALL.block_nbytes
+ON = config_with(exchange="on")
+OFF = config_with(exchange="off")
+seeds = st.integers(0, 2**32 - 1)
+ways = st.sampled_from(["kill", "freeze"])
+
+
+def replicated(seed: int = 0, scale: int = 1) -> dict[str, Any]:
+    """Tensors that every rank has: large, small and many."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [30_000 * scale, 9_001, 4_096, *(50 + 7 * i for i in range(40))]
+    return {f"w{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}
+
+
+def blank_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: blank(value) if isinstance(value, Shard) else torch.zeros_like(value)
+        for name, value in state.items()
+    }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        one, other = (v.tensor if isinstance(v, Shard) else v for v in (found[name], value))
+        assert torch.equal(one, other), name
+
+
+async def save_states(ranks: Job, states: Sequence[dict[str, Any]], **options: Any) -> None:
+    async def body(rank: int, engine: Engine) -> None:
+        await engine.save(states[rank], "memory", **options)
+
+    await ranks.all(body)
+
+
+async def load_states(ranks: Job, states: Sequence[dict[str, Any]]) -> None:
+    """Load into blank targets; each rank has to get its state."""
+    for end in await try_to_load(ranks, states):
+        if end is not None:
+            raise end
+
+
+async def try_to_load(
+    ranks: Job, states: Sequence[dict[str, Any]]
+) -> Sequence[BaseException | None]:
+    """The same; give how each rank ended."""
+
+    async def body(rank: int, engine: Engine) -> None:
+        target = blank_of(states[rank])
+        await engine.load("memory", into=target)
+        assert_equal(target, states[rank])
+
+    return await ranks.each(body)
+
+
+def file_nbytes(place: MemoryStorage) -> int:
+    return sum(map(len, place.files.values()))
+
+
+def spread(tensor: torch.Tensor, grid: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"w": shard} for shard in shards_of(tensor, grid)]
+
+
+# --- what is read and written, and by whom
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_an_unchanged_job_reads_what_it_wrote(world_size: int) -> None:
+    """Each rank of a sharded state opens its file, reads it once, and nothing else."""
+    states = spread(torch.randn(world_size * 24, 1000), (world_size, 1))
+
+    async def scenario() -> None:
+        async with job(world_size, config=OFF) as ranks:
+            await save_states(ranks, states)
+            written = ranks.written_nbytes()
+            assert max(written) <= 1.10 * sum(written) / world_size
+            await load_states(ranks, states)
+            assert all(a <= b for a, b in zip(ranks.read_nbytes(), written, strict=True))
+            assert ranks.place.manifest is not None
+            files = decode_manifest(ranks.place.manifest).files
+            for rank, opened in enumerate(ranks.opened()):
+                assert opened == [entry.name for entry in files if entry.rank == rank]
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (4, 1), (2, 3), (3, 2), (4, 8), (8, 4)])
+def test_another_world_size_reads_each_byte_by_who_needs_it(saved: int, loaded: int) -> None:
+    """Rows at another parallel size: little more than its own rows for each rank."""
+    tensor = torch.randn(240, 256)
+    before, after = (spread(tensor, (size, 1)) for size in (saved, loaded))
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(saved, place, OFF) as ranks:
+            await save_states(ranks, before)
+        async with job(loaded, place, OFF) as ranks:
+            await load_states(ranks, after)
+            share = tensor.nbytes // loaded
+            num_files = saved // loaded + 2
+            assert all(nbytes <= share + 2 * BLOCK * num_files for nbytes in ranks.read_nbytes())
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_columns_of_what_was_saved_in_rows_read_only_the_blocks_that_hold_them() -> None:
+    """Each rank reads its part of each row, and two blocks more at the most."""
+    tensor = torch.randn(8, 16 * KiB)
+    rows, columns = spread(tensor, (4, 1)), spread(tensor, (1, 4))
+
+    async def scenario() -> None:
+        async with job(4, config=OFF) as ranks:
+            await save_states(ranks, rows)
+            await load_states(ranks, columns)
+            a_part = 4 * 16 * KiB // 4
+            assert all(nbytes <= 8 * (a_part + 2 * BLOCK) for nbytes in ranks.read_nbytes())
+            assert sum(ranks.read_nbytes()) <= tensor.nbytes + 2 * 8 * 4 * BLOCK
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, world_size=st.integers(2, 6))
+def test_replicas_are_written_once_and_about_as_much_by_each(seed: int, world_size: int) -> None:
+    """A large tensor is shared out among the ranks that have it."""
+    state = replicated(seed, scale=20)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(world_size, place, seed=seed) as ranks:
+            await save_states(ranks, [state] * world_size)
+            written = ranks.written_nbytes()
+            assert nbytes <= sum(written) <= 1.02 * nbytes
+            assert max(written) <= 1.10 * sum(written) / world_size
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_without_exchange_every_rank_reads_all_that_it_wants() -> None:
+    """Four replicas, four times the bytes."""
+    states = [replicated()] * 4
+
+    async def scenario() -> None:
+        async with job(4, config=OFF) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            assert len(set(ranks.read_nbytes())) == 1
+            assert min(ranks.read_nbytes()) >= sum(w.nbytes for w in states[0].values())
+            assert ranks.linker.networks == []
+
+    run_virtual(scenario(), seed=0)
+
+
+# --- the exchange
+
+
+@given(
+    seed=seeds,
+    saved=st.integers(1, 5),
+    loaded=st.integers(2, 5),
+    num_slabs=st.integers(0, 2),
+)
+def test_with_exchange_each_byte_is_read_once_and_about_as_much_by_each(
+    seed: int, saved: int, loaded: int, num_slabs: int
+) -> None:
+    """Whoever wrote it; and every rank has every byte in the end."""
+    state = replicated(seed, scale=4)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(saved, place, ON, seed=seed) as ranks:
+            await save_states(ranks, [state] * saved)
+        linker = MemoryLinker(loaded, seed, num_slabs=num_slabs, slab_nbytes=ON.slab_nbytes)
+        async with job(loaded, place, ON, seed=seed, linker=linker) as ranks:
+            await load_states(ranks, [state] * loaded)
+            read = ranks.read_nbytes()
+        assert sum(read) <= 1.05 * file_nbytes(place)
+        assert max(read) <= 1.10 * sum(read) / loaded
+        assert min(read) > 0
+        (network,) = linker.networks
+        assert sum(network.sent_nbytes) == (loaded - 1) * sum(read)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:
+    """Tensor-parallel by 4 and replicated 8 times: who wrote a part reads it for the others."""
+    tensors = [torch.randn(256, 128 * (i + 1)) for i in range(4)]
+    norms = {f"norm{i}": torch.randn(64) for i in range(4)}
+    by_tp = [[shards_of(tensor, (1, 4))[tp] for tensor in tensors] for tp in range(4)]
+    states = [
+        {**{f"w{i}": shard for i, shard in enumerate(by_tp[rank % 4])}, **norms}
+        for rank in range(32)
+    ]
+
+    async def scenario() -> None:
+        config = config_with(exchange="on", replicate="local", bucket_nbytes=1024 * KiB)
+        async with job(32, config=config) as ranks:
+            await save_states(ranks, states)
+            written = ranks.written_nbytes()
+            assert max(written) <= 1.10 * sum(written) / 32
+            await load_states(ranks, states)
+            assert ranks.place.manifest is not None
+            manifest = decode_manifest(ranks.place.manifest)
+            assert len(manifest.files) == 32
+            assert ranks.opened() == [[entry.name] for entry in manifest.files]
+            read = ranks.read_nbytes()
+            assert sum(read) <= 1.05 * file_nbytes(ranks.place)
+            assert max(read) <= 1.10 * sum(read) / 32
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, saved=st.integers(1, 4), loaded=st.integers(2, 4))
+def test_shards_and_replicas_mix(seed: int, saved: int, loaded: int) -> None:
+    """Rows that one rank wants beside tensors that all want."""
+    tensor = torch.randn(120, 90, generator=torch.Generator().manual_seed(seed))
+
+    def states_of(world_size: int) -> list[dict[str, Any]]:
+        state = replicated(seed)
+        return [{**state, **own} for own in spread(tensor, (1, world_size))]
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(saved, place, ON, seed=seed) as ranks:
+            await save_states(ranks, states_of(saved))
+        async with job(loaded, place, ON, seed=seed) as ranks:
+            await load_states(ranks, states_of(loaded))
+            read = ranks.read_nbytes()
+            assert sum(read) <= 1.05 * file_nbytes(place)
+            assert max(read) <= 1.10 * sum(read) / loaded + 2 * BLOCK
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_ranks_that_want_different_things_need_no_link() -> None:
+    """Where nothing is wanted twice, nothing is passed on, however the option stands."""
+    states = spread(torch.randn(96, 1024), (4, 1))
+
+    async def scenario() -> None:
+        async with job(4, config=ON) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            assert ranks.linker.networks == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, rank=st.integers(0, 3), number=st.integers(0, 60))
+def test_a_failure_anywhere_ends_the_load_everywhere(seed: int, rank: int, number: int) -> None:
+    """Whatever operation fails on whatever rank: all ranks raise alike, or all have loaded."""
+    states = [replicated(seed)] * 4
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(4, place, ON, seed=seed) as ranks:
+            await save_states(ranks, states)
+            storage = ranks.storages[rank]
+            done = len(storage.operations)
+            storage.fault = fail_at(done + number, OSError(5, "broken"))
+            ends = await try_to_load(ranks, states)
+            if len(storage.operations) <= done + number:
+                assert ends == [None] * 4
+                return
+            assert all(isinstance(end, CheckpointError) for end in ends)
+            others = [end for end in ends if isinstance(end, RankError)]
+            assert len(others) >= 3
+            assert len({str(end) for end in others}) == 1
+            assert all(end.causes.keys() == {rank} for end in others)
+            assert all("broken" in end.causes[rank] for end in others)
+            storage.fault = None
+            await load_states(ranks, states)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, rank=st.integers(0, 2), at_s=st.floats(0, 1.0), num_slabs=st.integers(0, 2))
+def test_cancelling_on_one_rank_ends_the_load_on_all(
+    seed: int, rank: int, at_s: float, num_slabs: int
+) -> None:
+    """Whenever a rank gives up its load, the others end too, and the next load works."""
+    states = [replicated(seed)] * 3
+    linker = MemoryLinker(3, seed, num_slabs=num_slabs, slab_nbytes=ON.slab_nbytes)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+        async with job(3, place, ON, seed=seed, linker=linker) as ranks:
+            await save_states(ranks, states)
+
+            async def body(number: int, engine: Engine) -> str:
+                async with asyncio.timeout(at_s if number == rank else None):
+                    await engine.load("memory", into=blank_of(states[number]))
+                return "loaded"
+
+            ends = await ranks.each(body)
+            if ends[rank] == "loaded":
+                assert ends == ["loaded"] * 3
+            else:
+                assert isinstance(ends[rank], TimeoutError)
+                others = [end for number, end in enumerate(ends) if number != rank]
+                # the last round may have been decided already
+                assert all(end == "loaded" or isinstance(end, RankError) for end in others)
+                assert len(set(map(str, others))) == 1
+            await load_states(ranks, states)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, rank=st.integers(0, 2), at_s=st.floats(0, 1.0), how=ways)
+def test_a_lost_rank_ends_the_load_on_the_others(
+    seed: int, rank: int, at_s: float, how: str
+) -> None:
+    """A rank that dies or freezes while others wait for its bytes: they raise in time."""
+    states = [replicated(seed)] * 3
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.02)
+        async with job(3, place, ON, seed=seed) as ranks:
+            await save_states(ranks, states)
+            begun_s = asyncio.get_running_loop().time()
+
+            async def end() -> None:
+                await asyncio.sleep(at_s)
+                getattr(ranks.ranks, how)(rank)
+
+            async with asyncio.TaskGroup() as group:
+                ending = group.create_task(end(), name="end")
+                ends = await try_to_load(ranks, states)
+                others = [end for number, end in enumerate(ends) if number != rank]
+                if rank == 0:  # what it said last, that all are through, may have reached some
+                    others = [end for end in others if end is not None]
+                if others != [None] * 2:
+                    assert all(isinstance(end, PeerLostError) for end in others)
+                    assert all(rank in end.ranks for end in others)  # type: ignore[union-attr]  # as above
+                assert asyncio.get_running_loop().time() - begun_s < 30
+                await ending
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, which=st.integers(0, 2**20))
+def test_a_damaged_block_fails_the_load_on_every_rank_alike(seed: int, which: int) -> None:
+    """One error for all, that names the file, the range and the tensors."""
+    states = [replicated(seed)] * 3
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        async with job(3, place, ON, seed=seed) as ranks:
+            await save_states(ranks, states)
+            files = sorted(place.files)
+            name = files[which % len(files)]
+            assert place.manifest is not None
+            manifest = decode_manifest(place.manifest)
+            index = [entry.name for entry in manifest.files].index(name)
+            starts = [c.start for t in manifest.tensors for c in t.chunks if c.file == index]
+            place.files[name][starts[which % len(starts)]] ^= 1
+            ends = await try_to_load(ranks, states)
+            assert all(isinstance(end, RankError) for end in ends)
+            assert len({str(end) for end in ends}) == 1
+            assert name in str(ends[0])
+            assert "checksum" in str(ends[0])
+            (cause,) = (end.__cause__ for end in ends if end is not None and end.__cause__)
+            assert isinstance(cause, CorruptionError)
+            assert cause.file == name
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, tag=st.integers(0, 5))
+def test_what_is_damaged_between_ranks_fails_the_load(seed: int, tag: int) -> None:
+    """A network is not trusted more than a disk: the taker finds it, all raise."""
+    states = [replicated(seed, scale=4)] * 3
+    linker = MemoryLinker(3, seed, damaged_tags={tag})
+
+    async def scenario() -> None:
+        async with job(3, config=ON, seed=seed, linker=linker) as ranks:
+            await save_states(ranks, states)
+            ends = await try_to_load(ranks, states)
+            assert all(isinstance(end, RankError) for end in ends)
+            assert len({str(end) for end in ends}) == 1
+            assert "checksum" in str(ends[0])
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_ranks_with_different_options_are_told() -> None:
+    """One that exchanges and one that does not would wait for each other for ever."""
+    states = [replicated()] * 2
+
+    async def scenario() -> None:
+        async with job(2, config=ON) as ranks:
+            await save_states(ranks, states)
+            ranks.engines[1]._core.context.config = dataclasses.replace(ON, exchange="off")
+            ends = await try_to_load(ranks, states)
+            assert all(isinstance(end, RankError) for end in ends)
+            assert ends[0] is not None
+            assert isinstance(ends[0].__cause__, ConfigError)
+            assert "exchange" in str(ends[1])
+
+    run_virtual(scenario(), seed=0)
+
+
+# --- the manifest
+
+
+@given(seed=seeds, world_size=st.integers(2, 5), exchange=st.sampled_from(["on", "off"]))
+def test_one_rank_reads_the_manifest_and_none_reads_it_again(
+    seed: int, world_size: int, exchange: str
+) -> None:
+    """The others receive it; while it is unchanged, not even that."""
+    states = [replicated(seed)] * world_size
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
+        config = config_with(exchange=exchange)
+        async with job(world_size, place, config, seed=seed) as ranks:
+            await save_states(ranks, states)
+
+            def reads() -> list[int]:
+                return [storage.counts.num_manifest_reads for storage in ranks.storages]
+
+            only_one = [1] + [0] * (world_size - 1)
+            for _ in range(3):
+                await load_states(ranks, states)
+                assert reads() == only_one
+            other = [replicated(seed + 1)] * world_size
+            await save_states(ranks, other, overwrite=True)
+            await load_states(ranks, other)
+            assert reads() == [2 * count for count in only_one]
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_what_crosses_the_network_when_nothing_changed_is_no_manifest() -> None:
+    """The second load sends less than the manifest has."""
+    state = {f"w{i}": torch.zeros(3) for i in range(2000)}
+
+    async def scenario() -> None:
+        async with job(2, config=OFF) as ranks:
+            await save_states(ranks, [state] * 2)
+            assert ranks.place.manifest is not None
+            sent = []
+            for _ in range(2):
+                before = ranks.ranks.sent_nbytes
+                await load_states(ranks, [state] * 2)
+                sent.append(ranks.ranks.sent_nbytes - before)
+            assert sent[0] > len(ranks.place.manifest)
+            assert sent[1] < len(ranks.place.manifest) / 10
+
+    run_virtual(scenario(), seed=0)
+
+
+# --- who reads what, and why
+
+
+def test_an_event_says_who_reads_what_and_why() -> None:
+    """On rank 0, for all ranks; the text is made when it is asked for."""
+    states = [replicated()] * 2
+    log = EventLog()
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(2, place, ON, observer=log) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            (event,) = log.of(ExchangePlanned)
+            assert event.path == "memory"
+            assert event.is_exchanged
+            assert list(event.read_nbytes) == ranks.read_nbytes()
+            assert event.sent_nbytes == sum(ranks.linker.networks[0].sent_nbytes)
+            assert "explainer" not in repr(event)
+            lines = event.explain().splitlines()
+            for rank in range(2):
+                about = [line for line in lines if line.startswith(f"rank {rank} reads [")]
+                assert any("(own file), for" in line for line in about)
+            some = event.explain(["w1"]).splitlines()
+            assert 0 < len(some) <= len(lines)
+            assert event.explain(["no such name"]) == ""
+            started = log.of(LoadStarted)
+            assert {event.nbytes for event in started} == {sum(ranks.read_nbytes())}
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_event_says_that_passing_on_would_not_pay() -> None:
+    """Left to itself, an engine does not link ranks for a few bytes; each reads its own."""
+    states = [replicated()] * 3
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with job(3, observer=log) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            (event,) = log.of(ExchangePlanned)
+            assert not event.is_exchanged
+            assert list(event.read_nbytes) == ranks.read_nbytes()
+            assert event.sent_nbytes == 0
+            lines = event.explain().splitlines()
+            assert len(lines) == 3 * len(ranks.place.files)
+            assert all(line.endswith("(passing on would not pay)") for line in lines)
+            assert [line.split()[1] for line in lines] == sorted(line.split()[1] for line in lines)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_nobody_plans_where_the_exchange_is_off() -> None:
+    """Ranks do not even say what they want."""
+    states = [replicated()] * 2
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with job(2, config=OFF, observer=log) as ranks:
+            await save_states(ranks, states)
+            await load_states(ranks, states)
+            assert log.of(ExchangePlanned) == []
+
+    run_virtual(scenario(), seed=0)

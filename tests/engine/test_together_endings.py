@@ -1,0 +1,598 @@
+"""Saves and loads of many ranks that end while something else happens, or that one refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio.engine import flow
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    RankError,
+    SaveAbortedError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing import MemoryStorage, run_virtual
+from ckptio.testing.memory import MemoryAttempt
+from tests.job_rig import Job, job
+from tests.rig import (
+    SAVE_IDS,
+    InlineCore,
+    config_with,
+    contents_of,
+    inline_engine,
+    read_files,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from ckptio import Engine
+    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.storage.interface import Storage
+
+SOON_S = 5.0  # well before anybody gives up on a rank that does not come
+
+
+def own_state(rank: int, value: float = 1.0) -> dict[str, Any]:
+    """Make a state with a tensor of its own for each rank, and one that all have."""
+    return {f"own{rank}": torch.full((5000,), value + rank), "all": torch.full((300,), value)}
+
+
+def begin_saves(job: Job, value: float = 1.0, *, overwrite: bool = True) -> list[SaveHandle]:
+    return [
+        engine.save(own_state(rank, value), "memory", overwrite=overwrite)
+        for rank, engine in enumerate(job.engines)
+    ]
+
+
+async def outcomes_of(handles: Sequence[SaveHandle]) -> list[CheckpointInfo | BaseException]:
+    async def outcome(handle: SaveHandle) -> CheckpointInfo | BaseException:
+        try:
+            return await handle
+        except Exception as error:  # the test looks at it
+            return error
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(outcome(handle), name="wait") for handle in handles]
+    return [task.result() for task in tasks]
+
+
+def core_of(engine: Engine) -> InlineCore:
+    assert isinstance(engine._core, InlineCore)
+    return engine._core
+
+
+def give_place(job: Job, rank: int, storage: Storage) -> None:
+    """Let a rank find another place under the name that all save to."""
+    core_of(job.engines[rank])._storages = {"memory": storage}
+
+
+def same_place(job: Job, kind: type[MemoryStorage]) -> Any:
+    """Give the place of a job with other manners."""
+    storage = kind("memory")
+    storage._place = job.place._place
+    return storage
+
+
+async def check_saved(job: Job, value: float = 1.0) -> None:
+    """Check that all files are there, and no others, and what they hold; on every rank."""
+    assert job.place.manifest is not None
+    manifest = decode_manifest(job.place.manifest)
+    assert sorted(job.place.files) == sorted(entry.name for entry in manifest.files)
+
+    async def load(_: int, engine: Engine) -> None:
+        loaded = await engine.load("memory")
+        for rank in range(len(job.engines)):
+            for name, tensor in own_state(rank, value).items():
+                assert torch.equal(loaded[name], tensor), name
+
+    await job.all(load)
+
+
+async def check_goes_on(job: Job) -> None:
+    """Check that all ranks count their calls alike still: they save, and load it."""
+    begun_s = asyncio.get_running_loop().time()
+    for handle in begin_saves(job, 7.0):
+        await handle
+    await check_saved(job, 7.0)
+    assert asyncio.get_running_loop().time() - begun_s < SOON_S
+
+
+def run(scenario: Coroutine[Any, Any, None], *, seed: int) -> None:
+    """Run a scenario; one in which somebody waits for ever fails."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(600):
+            await scenario
+
+    run_virtual(bounded(), seed=seed)
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# around the commit
+
+
+@pytest.mark.parametrize("aborting", [1, 2])
+@pytest.mark.parametrize("joins_pieces", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_files_stay_where_the_answer_and_a_stop_come_together(
+    seed: int, aborting: int, *, joins_pieces: bool
+) -> None:
+    """A rank that reads of the commit and of another's abort at once keeps what is committed."""
+
+    async def scenario() -> None:
+        async with job(3, seed=seed, joins_pieces=joins_pieces) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            handles = begin_saves(ranks, 2.0)
+            for rank in (1, 2):  # they have all they need to write and to give their receipts
+                ranks.ranks.deafen(rank)
+            await handles[0]
+            handles[aborting].abort()
+            await asyncio.sleep(1)
+            for rank in (1, 2):
+                ranks.ranks.thaw(rank)
+            infos = [await handle for handle in handles]
+            assert len({info.save_id for info in infos}) == 1
+            assert {info.nbytes for info in infos} == {sum(map(len, ranks.place.files.values()))}
+            await check_saved(ranks, 2.0)
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("aborting", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_abort_while_the_manifest_is_made_durable_comes_too_late(
+    seed: int, aborting: int
+) -> None:
+    """The commit takes no notice of it, rank 0 does not hang, and all say that it is saved."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.5)
+        async with job(3, place, seed=seed) as ranks:
+            handles = begin_saves(ranks)
+            while place.manifest is None:
+                await asyncio.sleep(0.001)
+            handles[aborting].abort()
+            begun_s = now_s()
+            infos = [await handle for handle in handles]
+            assert now_s() - begun_s < SOON_S
+            assert len({info.save_id for info in infos}) == 1
+            await check_saved(ranks)
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=seed)
+
+
+class SlowToLeave(MemoryStorage):
+    """Takes a while to let go of files, as a thread does."""
+
+    leaving: asyncio.Event
+
+    async def join(self, save_id: str) -> MemoryAttempt:
+        await super().join(save_id)
+        self.counts.num_open_attempts -= 1
+        return _SlowAttempt(self, save_id, overwrite=True, leads=False)
+
+
+class _SlowAttempt(MemoryAttempt):
+    async def leave(self) -> None:
+        storage = self._storage
+        assert isinstance(storage, SlowToLeave)
+        storage.leaving.set()
+        await asyncio.sleep(0.1)
+        await super().leave()
+
+
+def test_an_abort_after_the_commit_comes_too_late() -> None:
+    """What a rank lets go of is saved: it does not say that nothing has changed."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            slow = same_place(ranks, SlowToLeave)
+            slow.leaving = asyncio.Event()
+            give_place(ranks, 1, slow)
+            handles = begin_saves(ranks)
+            await slow.leaving.wait()
+            handles[1].abort()
+            infos = [await handle for handle in handles]
+            assert len({info.save_id for info in infos}) == 1
+            assert slow.counts.num_open_attempts == 0
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
+class LosesItsVoice(MemoryStorage):
+    """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
+
+    async def begin(self, save_id: str, *, overwrite: bool) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite)
+        self.counts.num_open_attempts -= 1
+        return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
+
+
+class _LostAttempt(MemoryAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        await super().commit(manifest)
+        raise StorageError("cannot commit: Input/output error", path="memory", code=5)
+
+
+def test_a_commit_that_fails_when_the_manifest_is_out_is_found() -> None:
+    """Every rank is in doubt, looks, and finds what it wrote to be a checkpoint."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            give_place(ranks, 0, same_place(ranks, LosesItsVoice))
+            infos = [await handle for handle in begin_saves(ranks)]
+            assert len({(info.save_id, info.nbytes, info.num_files) for info in infos}) == 1
+            assert infos[0].num_files == 3
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_another_writer_that_was_first_leaves_nobody_in_doubt(seed: int) -> None:
+    """All ranks hear of the conflict; what the other has committed is untouched."""
+    theirs = contents_of(SAVE_IDS[0], 5000, 9000)
+
+    async def scenario() -> None:
+        async with job(2, seed=seed) as ranks:
+            handles = begin_saves(ranks, overwrite=False)
+            while not any(op.kind == "begin" for op in ranks.place.operations):
+                await asyncio.sleep(0.0001)
+            other = ranks.place.another_name("other")
+            await write_files(other, SAVE_IDS[0], theirs)
+            errors = await outcomes_of(handles)
+            assert len({str(error) for error in errors}) == 1
+            for error in errors:
+                assert isinstance(error, RankError)
+                assert "another writer committed a checkpoint here" in error.causes[0]
+                assert not error.in_doubt
+                assert "look whether" not in str(error)
+            assert ranks.place.leftovers() == []
+            assert await read_files(other) == theirs
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=seed)
+
+
+def test_a_refusal_leaves_nobody_in_doubt() -> None:
+    """What rank 0 refuses to decide was not decided: nobody is sent to look."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save({"w": torch.zeros(4), "step": rank}, "memory")
+
+            for error in await ranks.each(save):
+                assert isinstance(error, RankError)
+                assert not error.in_doubt
+                assert "look whether" not in str(error)
+
+            async def load(_: int, engine: Engine) -> None:
+                await engine.load("memory")
+
+            for absent in await ranks.each(load):
+                assert type(absent) is CheckpointNotFoundError
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+# aborted early
+
+
+@pytest.mark.parametrize("aborting", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_save_that_waits_for_a_place_is_aborted_for_all(seed: int, aborting: int) -> None:
+    """The others do not wait for a rank whose save never began; earlier and later ones go on."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed, max_delay_s=0.5)
+        async with job(2, place, config_with(max_saves=1), seed=seed) as ranks:
+            saves = []
+            for value in (1.0, 2.0, 3.0):
+                saves.append(begin_saves(ranks, value))
+                await asyncio.sleep(0.001)  # they queue in this order on every rank
+            first, second, third = saves
+            second[aborting].abort()
+            error = (await outcomes_of(second))[1 - aborting]
+            assert isinstance(error, RankError)
+            assert error.causes == {aborting: "it was cancelled there"}
+            assert not error.in_doubt
+            with pytest.raises(SaveAbortedError):
+                await second[aborting]
+            for handle in (*first, *third):
+                await handle
+            assert now_s() < SOON_S
+            await check_saved(ranks, 3.0)
+
+    run(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_load_that_is_cancelled_between_rounds_ends_on_all(seed: int, cancelled: int) -> None:
+    """A rank that has the manifest and does not come to read is not waited for."""
+
+    async def scenario() -> None:
+        loop: Any = asyncio.get_running_loop()
+        async with job(2, seed=seed) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            begun_s = now_s()
+
+            loads = [
+                loop.create_task(engine.load("memory"), name=f"load {rank}")
+                for rank, engine in enumerate(ranks.engines)
+            ]
+            while not loop.calls["decode_manifest"]:
+                await asyncio.sleep(0.0001)
+            loads[cancelled].cancel()
+            await asyncio.wait(loads)
+            assert now_s() - begun_s < SOON_S
+            assert loads[cancelled].cancelled()
+            assert isinstance(loads[1 - cancelled].exception(), RankError)
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=seed)
+
+
+# refused at the call
+
+
+class Stateful:
+    """Raises when it is asked for its state."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self.error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize(
+    ("value", "kind", "cause"),
+    [
+        (object(), UnsupportedLeafError, "UnsupportedLeafError"),
+        (Stateful(ZeroDivisionError("in the model")), ZeroDivisionError, "in the model"),
+        (Stateful(KeyboardInterrupt()), KeyboardInterrupt, "it was interrupted there"),
+    ],
+    ids=["refused", "failed", "interrupted"],
+)
+def test_a_state_that_one_rank_does_not_give_fails_the_save_alone(
+    value: object, kind: type[BaseException], cause: str, refusing: int
+) -> None:
+    """The others hear of it at once; every later call of all ranks is the same one still."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                state = {**own_state(rank), "x": value if rank == refusing else 1}
+                await engine.save(state, "memory")
+
+            results = await ranks.each(save)
+            assert isinstance(results[refusing], kind)
+            error = results[1 - refusing]
+            assert isinstance(error, RankError)
+            assert list(error.causes) == [refusing]
+            assert cause in error.causes[refusing]
+            assert now_s() < SOON_S
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_device_that_fails_at_the_call_fails_the_save_on_all(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that cannot be pinned, say, when the save has its number already."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            broken = core_of(ranks.engines[failing])
+            caller_streams = flow.caller_streams
+
+            def streams(tensors: Any, core: Any, *, saving: bool) -> Any:
+                if core is broken and saving:
+                    raise RuntimeError("no memory left to pin")
+                return caller_streams(tensors, core, saving=saving)
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save(own_state(rank), "memory")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(flow, "caller_streams", streams)
+                results = await ranks.each(save)
+            assert isinstance(results[failing], RuntimeError)
+            error = results[1 - failing]
+            assert isinstance(error, RankError)
+            assert error.causes == {failing: "RuntimeError: no memory left to pin"}
+            assert now_s() < SOON_S
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [{"strict": "maybe"}, {"into": {"all": torch.zeros(300)}, "device": "cpu"}],
+    ids=["strict", "device"],
+)
+def test_options_that_one_rank_refuses_fail_the_load_alone(
+    options: dict[str, Any], refusing: int
+) -> None:
+    """A call that was refused has its number as well: the ones after it do not mix."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+
+            async def load(rank: int, engine: Engine) -> None:
+                await engine.load("memory", **(options if rank == refusing else {}))
+
+            begun_s = now_s()
+            for _ in range(2):
+                results = await ranks.each(load)
+                assert isinstance(results[refusing], ConfigError)
+                error = results[1 - refusing]
+                assert isinstance(error, RankError)
+                assert error.causes[refusing].startswith("ConfigError: ")
+            assert now_s() - begun_s < SOON_S
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_a_refused_state_makes_all_ranks_plan_anew(refusing: int) -> None:
+    """Who was refused goes by no older plan than those whose save failed for it."""
+    config = config_with(replicate="local")
+    norm = torch.arange(1 << 15, dtype=torch.float32).view(256, 128)
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(3, place, config) as ranks:
+
+            def state_of(rank: int) -> dict[str, Any]:
+                return {f"own{rank}": torch.zeros(1000), "norm": norm}
+
+            async def save(rank: int, engine: Engine) -> CheckpointInfo:
+                return await engine.save(state_of(rank), "memory", overwrite=True)
+
+            async def refused(rank: int, engine: Engine) -> CheckpointInfo:
+                state = {**state_of(rank), **({"x": object()} if rank == refusing else {})}
+                return await engine.save(state, "memory", overwrite=True)
+
+            await ranks.all(save)
+            assert [info.plan_reused for info in await ranks.all(save)] == [True] * 3
+            assert all(isinstance(error, Exception) for error in await ranks.each(refused))
+            assert [info.plan_reused for info in await ranks.all(save)] == [False] * 3
+            assert place.leftovers() == []
+        async with inline_engine({"memory": place}) as engine:
+            assert torch.equal((await engine.load("memory"))["norm"], norm)
+
+    run(scenario(), seed=0)
+
+
+# ranks that differ
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("durability", "none"),
+        ("block_nbytes", 8192),
+        ("replicate", "local"),
+        ("local_replica_nbytes", 77),
+    ],
+)
+def test_options_that_differ_are_named_on_every_rank(option: str, value: object) -> None:
+    """One that syncs its files and one that does not make no checkpoint that is durable."""
+
+    async def scenario() -> None:
+        async with job(2, config=config_with()) as ranks:
+            core_of(ranks.engines[1]).context.config = config_with(**{option: value})
+            errors = await outcomes_of(begin_saves(ranks))
+            assert len({str(error) for error in errors}) == 1
+            error = errors[1]
+            assert isinstance(error, RankError)
+            assert f"rank 1 saves with {option} {value!r} and rank 0 with" in str(error)
+            assert not error.in_doubt
+            assert ranks.place.manifest is None
+            assert ranks.place.leftovers() == []
+
+    run(scenario(), seed=0)
+
+
+def test_a_path_that_is_another_disk_elsewhere_is_refused() -> None:
+    """A checkpoint whose files are on two machines is none; nothing is left on either."""
+
+    async def scenario() -> None:
+        async with job(2, hosts=["a", "b"]) as ranks:
+            elsewhere = MemoryStorage("memory")
+            give_place(ranks, 1, elsewhere)
+            errors = await outcomes_of(begin_saves(ranks))
+            assert len({str(error) for error in errors}) == 1
+            for error in errors:
+                assert isinstance(error, RankError)
+                assert "rank 1 has written" in error.causes[0]
+                assert "save to a path that is the same place on all hosts" in error.causes[0]
+                assert not error.in_doubt
+            for place in (ranks.place, elsewhere):
+                assert place.manifest is None
+                assert place.leftovers() == []
+
+    run(scenario(), seed=0)
+
+
+class FallsBehind(MemoryStorage):
+    """Sees files of others late, and smaller at first, as a network file system may."""
+
+    num_looks = 0
+
+    async def sizes(self, names: Sequence[str]) -> list[int | None]:
+        self.num_looks += 1
+        sizes = await super().sizes(names)
+        first: list[int | None] = [None, 0]
+        return [*sizes[:-1], first[self.num_looks - 1]] if self.num_looks <= len(first) else sizes
+
+
+def test_files_that_are_seen_late_are_waited_for() -> None:
+    """Rank 0 looks a few times before it says that a path is not the same place."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            behind = same_place(ranks, FallsBehind)
+            give_place(ranks, 0, behind)
+            for handle in begin_saves(ranks):
+                await handle
+            assert behind.num_looks == 3
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
+def test_a_host_that_no_manifest_takes_fails_the_save() -> None:
+    """What could not be read again is not written: the checkpoint that is there stays."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(2, place) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+        before = place.manifest
+        async with job(2, place, hosts=["büro-1", "node 2"]) as ranks:
+            for error in await outcomes_of(begin_saves(ranks, 2.0)):
+                assert isinstance(error, RankError)
+                assert not error.in_doubt
+            assert place.manifest == before
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
