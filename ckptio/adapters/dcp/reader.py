@@ -1,0 +1,238 @@
+"""DCP's side of a load: `StorageReader`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import storage as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from ckptio.adapters.dcp.calls import engine, is_path, storage_at
+from ckptio.adapters.dcp.document import Pieces
+from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
+from ckptio.adapters.dcp.regions import Opened, files_of
+from ckptio.adapters.dcp.writer import place_of_rank
+from ckptio.config import CheckpointConfig
+from ckptio.engine.load import Reading, check_sizes
+from ckptio.errors import ConfigError
+from ckptio.state.rebuild import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+    from ckptio.adapters.dcp.document import Item
+    from ckptio.events import Observer
+    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.storage.resolve import PathLike
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads what DCP's planners ask for, with the engine of `ckptio`.
+
+    Use it where a `FileSystemReader` is used, in `dcp.load`. It reads the rows that are asked
+    for and verifies every block of them; nothing that is read is ever unpickled. One reader
+    serves any number of checkpoints, one after the other, and may be pickled.
+
+    Args:
+        path: Where from; not needed where each call has a `checkpoint_id`.
+        _extension_registry: Refused: files hold the bytes of tensors as they are.
+        types: Classes of dataclasses, named tuples and enums to get back as such.
+        allow_opaque: Whether planners may have bytes that a planner of one's own made in
+            `resolve_data`. The stock planner unpickles what it is given, so only where the
+            planner does not, or the checkpoint is trusted.
+        config: Options of the engine; the defaults if not given.
+        observer: Called with each event, on any thread; see `ckptio.events`.
+
+    Raises:
+        ConfigError: An option is wrong or would have no effect.
+    """
+
+    def __init__(
+        self,
+        path: PathLike | None = None,
+        _extension_registry: Any = None,
+        *,
+        types: Sequence[type] = (),
+        allow_opaque: bool = False,
+        config: CheckpointConfig | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        if _extension_registry is not None:
+            raise ConfigError(
+                "_extension_registry has no effect: files hold the bytes of tensors as they are"
+            )
+        self.path = path
+        self._types = tuple(types)
+        self._allows_opaque = allow_opaque
+        self._config = config or CheckpointConfig()
+        self._observer = observer
+        if path is not None:
+            storage_at(path, self._config, None)
+        self._place: str | None = None
+        self._is_of_rank = False
+        self._opened: Opened | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the load that is under way."""
+        return {**self.__dict__, "_place": None, "_opened": None}
+
+    @property
+    def checkpoint_id(self) -> PathLike | None:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether there could be a checkpoint. Touches nothing."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Turn to another checkpoint; see `dcp.StorageReader`."""
+        self._place = self._opened = None
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # the stock signature
+        """Read what the checkpoint is made of; see `dcp.StorageReader`. Blocks.
+
+        Args:
+            *args: Nothing that is known.
+            **kwargs: `rank`, to read what that rank saved for itself.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            CorruptionError: What DCP has to know of it is damaged.
+            FormatError: It was not saved by a `StorageWriter`, or by a newer version.
+        """
+        if self.path is None:
+            raise ConfigError(
+                "where to load from? give the reader a path, or the call a checkpoint_id"
+            )
+        place = os.fspath(self.path)
+        self._is_of_rank = kwargs.get("rank") is not None
+        if self._is_of_rank:
+            place = place_of_rank(place, kwargs["rank"])
+        self._opened = None
+        with engine(self._config, self._observer) as core:
+            storage = core.storage(place)
+            opened = core.call_blocking(lambda context: open_checkpoint(storage, context), "open")
+        self._place, self._opened = place, opened
+        return _metadata_of(opened)
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001  # the stock signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Begin a load on this rank; see `dcp.StorageReader`."""
+        del metadata, is_coordinator, args, kwargs
+        if self._opened is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Change nothing."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check the sizes of all files that any rank needs, before any rank has a target.
+
+        Raises:
+            CorruptionError: A file is missing or was cut.
+            CheckpointChangedError: The checkpoint was overwritten meanwhile.
+        """
+        opened, place = self._under_way()
+        if self._is_of_rank:  # others have checkpoints of their own, and look for themselves
+            return plans
+        files = files_of(opened, [item for plan in plans for item in plan.items])
+        with engine(self._config, self._observer) as core:
+            reading = Reading(core.storage(place), opened.manifest)
+            core.call_blocking(lambda context: check_sizes(reading, files, context), "sizes")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank asks for; see `dcp.StorageReader`. Blocks.
+
+        Raises:
+            CorruptionError: A size or a checksum is wrong.
+            CheckpointChangedError: The checkpoint was overwritten meanwhile.
+            StorageError: The first failure of any file, on any thread.
+            TargetError: A target does not have the shape that was asked for.
+        """
+        opened, place = self._under_way()
+        with engine(self._config, self._observer) as core:
+            load = RankLoad(
+                opened,
+                core.storage(place),
+                core,
+                types=self._types,
+                allows_opaque=self._allows_opaque,
+            )
+            load.run(plan.items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _under_way(self) -> tuple[Opened, str]:
+        if self._opened is None or self._place is None:
+            raise ConfigError("DCP did not set the reader up: use it in dcp.load")
+        return self._opened, self._place
+
+
+def _metadata_of(opened: Opened) -> Metadata:
+    """Say what DCP knows of a checkpoint."""
+    meta = opened.document.storage_meta
+    return Metadata(
+        state_dict_metadata={
+            item.fqn: _stored(item, opened.manifest) for item in opened.document.items
+        },
+        planner_data=opened.document.planner_data,
+        storage_data={},
+        storage_meta=StorageMeta(
+            checkpoint_id=meta.get("checkpoint_id"),
+            save_id=opened.manifest.save_id,
+            load_id=secrets.token_hex(16),
+            modules=meta.get("modules", []),
+        ),
+    )
+
+
+def _stored(item: Item, manifest: Manifest) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Say what DCP knows of an item."""
+    if isinstance(item.what, str):
+        return BytesStorageMetadata()
+    if isinstance(item.what, Pieces):
+        shape = item.what.shape
+        entries = [(manifest.tensors[index], first) for index, first in item.what.parts]
+        dtype = entries[0][0].dtype if entries else "float32"
+        chunks = [_chunk(first, entry.shape) for entry, first in entries]
+    else:
+        entry = manifest.tensors[item.what]
+        shape, dtype = entry.shape, entry.dtype
+        chunks = [_place_of(chunk, entry) for chunk in entry.chunks]
+    properties = TensorProperties(dtype=torch_dtype(dtype), requires_grad=item.requires_grad)
+    return TensorStorageMetadata(properties, torch.Size(shape), chunks)
+
+
+def _place_of(chunk: Chunk, entry: TensorEntry) -> ChunkStorageMetadata:
+    first = chunk.global_offset or (0,) * len(entry.shape)
+    return _chunk(first, entry.shape if chunk.local_shape is None else chunk.local_shape)
+
+
+def _chunk(first: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(first), torch.Size(shape))

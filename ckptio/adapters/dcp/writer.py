@@ -1,0 +1,256 @@
+"""DCP's side of a save: `StorageWriter`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint import storage as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.futures import Future
+
+from ckptio.adapters.dcp.calls import is_path, storage_at, wait_for
+from ckptio.adapters.dcp.packing import check_item
+from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
+from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from ckptio.events import Observer
+    from ckptio.storage.resolve import PathLike
+
+
+class StorageWriter(dcp.StorageWriter):
+    """Writes what DCP's planners plan, with the engine of `ckptio`.
+
+    Use it where a `FileSystemWriter` is used, in `dcp.save` and `dcp.async_save`. What was at
+    the path stays whole until the new checkpoint is committed. One writer serves any number of
+    checkpoints, one after the other, and may be pickled.
+
+    Values that are no tensors are kept as `ckptio.save` keeps them, without pickle: what it
+    takes, and `io.BytesIO`. Refused by name are objects with `state_dict` below the top of the
+    state (the stock writer would pickle them whole), other objects of classes, sparse and
+    quantised tensors. Dataclasses, named tuples and enums come back as such if the reader is
+    given them. A planner that turns values into bytes of its own keeps them as bytes.
+
+    With `use_collectives=False` each rank has a checkpoint of its own below the path, in
+    `rank-00000` and so on, where the reader looks for it.
+
+    Options of `FileSystemWriter` are taken where they mean something here; others are refused.
+
+    Args:
+        path: Where to; not needed where each call has a `checkpoint_id`.
+        single_file_per_rank: Whether a rank writes tensors together, in files of about
+            `config.bucket_nbytes`; otherwise each has a file of its own.
+        sync_files: Whether a checkpoint survives a power cut; as in `config` if not given.
+        thread_count: Slabs written at a time, and from 2 on the planner is asked for several
+            tensors at once; `config.max_writes` slabs and one tensor if not given.
+        per_thread_copy_ahead: Refused: the pool of `config` is the limit.
+        cache_staged_state_dict: Refused: staging is `async_save`'s, through `async_stager`.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        _extensions: Refused: nothing may stand between tensors and files.
+        serialization_format: Refused, but for `SAFETENSORS`, which is what is written anyway.
+        config: Options of the engine; the defaults if not given.
+        observer: Called with each event, on any thread; see `ckptio.events`.
+
+    Raises:
+        ConfigError: An option is wrong or would have no effect.
+    """
+
+    def __init__(
+        self,
+        path: PathLike | None = None,
+        single_file_per_rank: bool = True,  # noqa: FBT001, FBT002  # the stock signature
+        sync_files: bool | None = None,  # noqa: FBT001  # as above
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,  # noqa: FBT001, FBT002  # as above
+        overwrite: bool = True,  # noqa: FBT001, FBT002  # as above
+        _extensions: Any = None,
+        serialization_format: Any = None,
+        *,
+        config: CheckpointConfig | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
+        self.path = path
+        options: dict[str, Any] = {}
+        if thread_count is not None:
+            options["max_writes"] = thread_count
+        if sync_files is not None:
+            options["durability"] = "full" if sync_files else "none"
+        if not single_file_per_rank:
+            options["bucket_nbytes"] = 1
+        self._options = SaveOptions(
+            config=dataclasses.replace(config or CheckpointConfig(), **options),
+            overwrite=overwrite,
+            at_once=thread_count is not None and thread_count > 1,
+            observer=observer,
+        )
+        if path is not None:
+            storage_at(path, self._options.config, None)
+        self._next_id: str | None = None
+        self._save: RankSave | None = None
+        self._last_will: weakref.finalize[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the save that is under way and the name of the next: each copy has its own."""
+        return {**self.__dict__, "_next_id": None, "_save": None, "_last_will": None}
+
+    @property
+    def checkpoint_id(self) -> PathLike | None:
+        """Where the checkpoint goes."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether a checkpoint can be saved there. Touches nothing."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Turn to another checkpoint; see `dcp.StorageWriter`."""
+        self._end()
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Name the checkpoint and the save."""
+        self._next_id = self._next_id or new_save_id()
+        return StorageMeta(checkpoint_id=self.path, save_id=self._next_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001, ARG002  # the stock signature
+        """Begin a save on this rank; see `dcp.StorageWriter`.
+
+        Raises:
+            ConfigError: There is no path, or it is none; or ranks save each for itself where
+                a checkpoint of all ranks is.
+        """
+        self._end()
+        if self.path is None:
+            raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
+        path = os.fspath(self.path)
+        rank = kwargs.get("rank")
+        if not kwargs.get("use_collectives", True):
+            self._require_free(path)
+            path = place_of_rank(path, rank or 0)
+        save_id, self._next_id = self._next_id or new_save_id(), None
+        self._save = RankSave(path, save_id, rank, self._options)
+
+    def _require_free(self, path: str) -> None:
+        """Refuse to save each rank for itself beside what would be found first.
+
+        Raises:
+            ConfigError: There is a checkpoint.
+        """
+        try:
+            wait_for(storage_at(path, self._options.config, None).version())
+        except CheckpointNotFoundError:
+            return
+        raise ConfigError(
+            f"{path!r} has a checkpoint of all ranks, which would be found before those that"
+            " ranks save each for itself; use another path with use_collectives=False"
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check what this rank has to save; see `dcp.StorageWriter`.
+
+        Raises:
+            UnsupportedLeafError: A tensor has no portable form; nothing was written.
+        """
+        for item in plan.items:
+            check_item(item)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin the save for all ranks, as the coordinator; see `dcp.StorageWriter`.
+
+        Raises:
+            CheckpointExistsError: There is a checkpoint and `overwrite` is off.
+            StorageError: The place cannot be written.
+        """
+        save = self._under_way()
+        tickets = save.begin(len(plans))
+        # who saves and fails on another rank does not tell: then this is what is left to do
+        self._last_will = weakref.finalize(self, save.abandon)
+        return [
+            dataclasses.replace(plan, storage_data=ticket)
+            for plan, ticket in zip(plans, tickets, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp.WriteResult]]:
+        """Write what this rank has to write; see `dcp.StorageWriter`. Blocks.
+
+        Raises:
+            UnsupportedLeafError: A value has no portable form.
+            StorageError: The first failure of any file, on any thread.
+        """
+        results = self._under_way().write(plan, planner)
+        future: Future[list[dcp.WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[dcp.WriteResult]]) -> None:
+        """Commit, as the coordinator; see `dcp.StorageWriter`.
+
+        Raises:
+            StorageError: What a rank wrote is not there, or the manifest cannot be written.
+            CommitConflictError: Somebody else committed meanwhile; theirs stands.
+        """
+        save = self._under_way()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, save_id=save.save_id)
+        save.finish(metadata, results)
+        metadata.storage_data = {
+            result.index: {k: v for k, v in result.storage_data.items() if k != "receipt"}
+            for ours in results
+            for result in ours
+        }
+        self._end()
+
+    def _under_way(self) -> RankSave:
+        if self._save is None:
+            raise ConfigError("DCP did not set the writer up: use it in dcp.save")
+        return self._save
+
+    def _end(self) -> None:
+        """Be through with a save; remove what it left if it was not committed."""
+        will, self._last_will = self._last_will, None
+        self._save = None
+        if will is not None:
+            will()
+
+
+def place_of_rank(path: str, rank: int) -> str:
+    """Say where a rank saves that saves for itself."""
+    return f"{path.rstrip('/')}/rank-{rank:05d}"
+
+
+def _refuse(
+    per_thread_copy_ahead: int | None,
+    cache_staged_state_dict: bool,  # noqa: FBT001  # as in the stock signature
+    extensions: Any,
+    serialization_format: Any,
+) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    if per_thread_copy_ahead is not None:
+        raise ConfigError(
+            "per_thread_copy_ahead has no effect: set config=CheckpointConfig(pool_nbytes=...)"
+        )
+    if cache_staged_state_dict:
+        raise ConfigError(
+            "cache_staged_state_dict has no effect: pass async_save an"
+            " async_stager=BlockingAsyncStager(cache_staged_state_dict=True)"
+        )
+    if extensions:
+        raise ConfigError("_extensions have no effect: files hold the bytes of tensors as they are")
+    if serialization_format is not None and serialization_format.name != "SAFETENSORS":
+        raise ConfigError("serialization_format has no effect: files are always safetensors")

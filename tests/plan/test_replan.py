@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from ckptio.config import MiB
+from ckptio.errors import PlanError
+from ckptio.format.manifest import TensorEntry
+from ckptio.layout import DTYPES
+from ckptio.plan.job import JobPlan, merge_tables, plan_job
+from ckptio.plan.replan import replan_job
+from ckptio.plan.save import plan_save
+from ckptio.shards import LeafSpec
+from tests.plan.test_job import World, parts_of, shards, worlds
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckptio.config import Replicate
+
+Changes = dict[int, list[LeafSpec]]
+
+dtypes = st.sampled_from(["float32", "uint8", "complex128", "bfloat16"])
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+seldom = st.sampled_from([False] * 9 + [True])
+
+
+@st.composite
+def changes(draw: st.DrawFn, world: World, number: int) -> Changes:
+    """Draw what some ranks hold now: they drop, gain and alter blocks, and have new tensors."""
+    changed = sorted(draw(st.sets(st.integers(0, len(world) - 1), min_size=1)))
+    everything = [spec for specs in world for spec in specs]
+    drops = draw(st.booleans())
+    now: Changes = {}
+    for rank in changed:
+        held = [spec for spec in world[rank] if not drops or not draw(seldom)]
+        if draw(st.booleans()) and everything:
+            held += draw(st.lists(st.sampled_from(everything), max_size=3))
+        if draw(seldom) and held:
+            i = draw(st.integers(0, len(held) - 1))
+            held[i] = held[i]._replace(dtype=draw(dtypes))
+        if draw(seldom) and held:
+            i = draw(st.integers(0, len(held) - 1))
+            held[i] = LeafSpec(held[i].name, held[i].dtype, draw(shapes))
+        now[rank] = held
+    for i in range(draw(st.integers(0, 3))):
+        dtype, shape = draw(dtypes), draw(shapes)
+        for block in shards(
+            f"n{number}.{i}", dtype, shape, [draw(st.integers(1, 3)) for _ in shape]
+        ):
+            for rank in draw(st.sets(st.sampled_from(changed), min_size=1)):
+                now[rank].append(block)
+    return {rank: draw(st.permutations(list(dict.fromkeys(held)))) for rank, held in now.items()}
+
+
+def apply(world: World, changed: Changes) -> World:
+    return [changed.get(rank, specs) for rank, specs in enumerate(world)]
+
+
+def box_of(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))
+
+
+class Disks:
+    """What ranks write, a number for each byte; no two bytes of the state have the same."""
+
+    def __init__(self, world: World) -> None:
+        self.truth: dict[str, NDArray[np.int64]] = {}
+        base = 0
+        for spec in itertools.chain(*world):
+            if spec.name not in self.truth:
+                shape = (*(spec.global_shape or spec.shape), DTYPES[spec.dtype].itemsize)
+                numbers = np.arange(base, base + math.prod(shape), dtype=np.int64)
+                self.truth[spec.name] = numbers.reshape(shape)
+                base += math.prod(shape)
+        self.files: list[NDArray[np.int64]] = []
+        self.places: list[tuple[tuple[int, int], ...]] = []
+        self.num_files: list[int] = []
+
+    def write(self, specs: Sequence[LeafSpec], parts: Any) -> None:
+        """Write the files of the next rank, segment by segment, from its blocks."""
+        plan = plan_save(specs, SMALL, parts)
+        for bucket in plan.buckets:
+            file = np.full(bucket.nbytes, -1, dtype=np.int64)
+            for segment in bucket.segments:
+                for offset, leaf, start, nbytes in segment.pieces:
+                    at = segment.start + offset
+                    assert (file[at : at + nbytes] == -1).all()
+                    file[at : at + nbytes] = self._block(specs[leaf])[start : start + nbytes]
+            self.files.append(file)
+        self.places.append(plan.places)
+        self.num_files.append(len(plan.buckets))
+
+    def _block(self, spec: LeafSpec) -> NDArray[np.int64]:
+        offset = spec.global_offset or (0,) * len(spec.shape)
+        return self.truth[spec.name][box_of(offset, spec.shape)].ravel()
+
+    def check(self, job: JobPlan) -> None:
+        """Check that the manifest's chunks are the tensors, each byte once, copies too."""
+        entries = msgspec.json.decode(
+            merge_tables(job, self.places, self.num_files), type=list[TensorEntry]
+        )
+        assert [entry.name for entry in entries] == sorted(self.truth)
+        for entry in entries:
+            truth = self.truth[entry.name]
+            assert (*entry.shape, DTYPES[entry.dtype].itemsize) == truth.shape
+            found = np.full(truth.shape, -1, dtype=np.int64)
+            for chunk in entry.chunks:
+                box = box_of(
+                    chunk.global_offset or (0,) * len(entry.shape), chunk.local_shape or entry.shape
+                )
+                assert (found[box] == -1).all()
+                for file, start in ((chunk.file, chunk.start), *chunk.copies):
+                    data = self.files[file][start : start + found[box].size]
+                    assert np.array_equal(data, truth[box].ravel())
+                found[box] = truth[box]
+            assert np.array_equal(found, truth)
+
+
+def check(world: World, job: JobPlan, old: Mapping[int, Any]) -> None:
+    """Check a plan for what ranks hold; `old` has the parts of those that have written."""
+    disks = Disks(world)
+    for rank, (assigned, specs) in enumerate(zip(job.assignments, world, strict=True)):
+        parts = assigned.parts(specs)
+        if rank in old:
+            assert parts == old[rank]
+        disks.write(specs, parts)
+    disks.check(job)
+    referred = Counter(
+        h for tensor in job.tensors for chunk in tensor.chunks for h in chunk.holders
+    )
+    assert referred == {
+        (rank, i): 1
+        for rank, assigned in enumerate(job.assignments)
+        for i in range(len(assigned.leaves))
+    }
+
+
+def has_a_plan(world: World, job: JobPlan, changed: Changes) -> bool:
+    """Whether states fit together, and each chunk that was cut before has a writer left."""
+    try:
+        plan_job(apply(world, changed))
+    except PlanError:
+        return False
+    parts = parts_of(world, job)
+    kept = {spec.name for rank, held in enumerate(world) if rank not in changed for spec in held}
+    return all(
+        any(
+            rank not in changed or world[rank][parts[rank][i].leaf] in changed[rank]
+            for rank, i in chunk.holders
+        )
+        for tensor in job.tensors
+        if tensor.name in kept
+        for chunk in tensor.chunks
+    )
+
+
+@given(
+    world=worlds(),
+    replicate=st.sampled_from(["once", "local"]),
+    limit=st.sampled_from([1, 40, 400, MiB]),
+    min_part=st.sampled_from([1, 16, 64, MiB]),
+    data=st.data(),
+)
+def test_what_ranks_hold_now_is_written_once_or_the_change_is_refused(
+    world: World, replicate: Replicate, limit: int, min_part: int, data: st.DataObject
+) -> None:
+    """Others have written already, as they had to before; also where changes follow changes."""
+    job = plan_job(world, replicate=replicate, local_nbytes=limit, min_part_nbytes=min_part)
+    check(world, job, {})
+    for number in range(3):
+        changed = data.draw(changes(world, number))
+        if not has_a_plan(world, job, changed):
+            event("refused")
+            with pytest.raises(PlanError, match="save again"):
+                replan_job(job, world, changed, replicate=replicate, local_nbytes=limit)
+            return
+        event("planned")
+        parts = parts_of(world, job)
+        old = {rank: parts[rank] for rank in range(len(world)) if rank not in changed}
+        job = replan_job(job, world, changed, replicate=replicate, local_nbytes=limit)
+        world = apply(world, changed)
+        check(world, job, old)
+
+
+def whole(name: str, num_elements: int = 1000, dtype: str = "float32") -> LeafSpec:
+    return LeafSpec(name, dtype, (num_elements,))
+
+
+def holders_of(job: JobPlan, name: str) -> list[list[int]]:
+    (tensor,) = [tensor for tensor in job.tensors if tensor.name == name]
+    return [[rank for rank, _ in chunk.holders] for chunk in tensor.chunks]
+
+
+def test_a_block_that_was_written_whole_stays_whole() -> None:
+    """A replica that another rank has now takes nothing of it: its bytes are in the file."""
+    large = LeafSpec("w", "float32", (1024, 1024))
+    world: World = [[whole("own0")], [whole("own1"), large]]
+    job = plan_job(world)
+    changed = {0: [whole("own0"), large]}
+    assert len(holders_of(plan_job(apply(world, changed)), "w")) > 1
+    again = replan_job(job, world, changed)
+    assert holders_of(again, "w") == [[1]]
+    check(apply(world, changed), again, {1: parts_of(world, job)[1]})
+
+
+def test_a_block_that_was_cut_stays_cut() -> None:
+    """Its writers write the same parts of it, though one of them has other tensors now."""
+    large = LeafSpec("w", "float32", (1024, 1024))
+    world: World = [[large], [large], [large]]
+    job = plan_job(world)
+    writers = holders_of(job, "w")
+    assert len(writers) > 1
+    changed = {1: [whole("new", 2 * MiB), large]}
+    again = replan_job(job, world, changed)
+    assert holders_of(again, "w") == writers
+    assert holders_of(again, "new") == [[1]]
+    old = parts_of(world, job)
+    check(apply(world, changed), again, {0: old[0], 2: old[2]})
+
+
+def test_local_replicas_stay_with_who_has_them() -> None:
+    """Ranks that wrote one go on; one that lets go of it is no holder any more."""
+    world: World = [[whole("norm"), whole(f"own{rank}")] for rank in range(3)]
+    job = plan_job(world, replicate="local")
+    old = parts_of(world, job)
+    more = {2: [whole("new"), *world[2]]}
+    again = replan_job(job, world, more, replicate="local")
+    assert sorted(holders_of(again, "norm")[0]) == [0, 1, 2]
+    check(apply(world, more), again, {0: old[0], 1: old[1]})
+    main = holders_of(job, "norm")[0][0]
+    less = {main: [whole(f"own{main}")]}
+    again = replan_job(job, world, less, replicate="local")
+    assert sorted(holders_of(again, "norm")[0]) == sorted({0, 1, 2} - {main})
+    check(apply(world, less), again, {rank: old[rank] for rank in {0, 1, 2} - {main}})
+
+
+def test_new_tensors_are_shared_out_as_in_a_first_plan() -> None:
+    """By the same options: copies where they are wanted, hosts in turn."""
+    world: World = [[whole("kept")] for _ in range(4)]
+    job = plan_job(world)
+    new = [whole("a"), whole("b")]
+    changed = {rank: [whole("kept"), *new] for rank in (0, 1, 2)}
+    hosts = ["x", "x", "y", "y"]
+    once = replan_job(job, world, changed, hosts=hosts)
+    assert sorted(holders_of(once, "a") + holders_of(once, "b")) == [[0], [2]]
+    local = replan_job(job, world, changed, replicate="local")
+    assert sorted(holders_of(local, "a")[0]) == [0, 1, 2]
+    apart = replan_job(job, world, changed, replicate="local", local_nbytes=1)
+    assert len(holders_of(apart, "a")[0]) == 1
+
+
+def test_a_rank_that_changes_by_turns_is_planned_each_time() -> None:
+    """A plan that was made for a change is one to change."""
+    world: World = [[whole("w"), whole("own0")], [whole("w"), whole("own1")]]
+    job = plan_job(world)
+    for number in range(6):
+        held = [whole("w"), whole("own1"), *([] if number % 2 else [whole("log")])]
+        old = {0: parts_of(world, job)[0]}
+        job = replan_job(job, world, {1: held})
+        world = [world[0], held]
+        check(world, job, old)
+
+
+def test_tensors_without_elements_are_kept_and_new() -> None:
+    """Nobody writes them, and everybody finds them."""
+    world: World = [[whole("empty", 0)], [whole("w")]]
+    job = plan_job(world)
+    changed = {1: [whole("w"), whole("log"), whole("hollow", 0)]}
+    again = replan_job(job, world, changed)
+    assert [tensor.name for tensor in again.tensors] == ["empty", "hollow", "log", "w"]
+    assert holders_of(again, "hollow") == []
+    check(apply(world, changed), again, {0: ()})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (whole("w", dtype="float64"), "'w' differs in element type"),
+        (whole("w", 500), "'w' differs in global shape"),
+        (LeafSpec("w", "float32", (10,), (1001,), (0,)), "'w' differs in global shape"),
+    ],
+)
+@pytest.mark.parametrize("writer", [0, 1])
+def test_ranks_that_disagree_are_refused(other: LeafSpec, words: str, writer: int) -> None:
+    """Whether the one that changed was to write the tensor or not."""
+    filler = whole("filler", 2000)
+    world: World = [[whole("w")], [whole("w")]]
+    world[1 - writer].append(filler)
+    job = plan_job(world)
+    assert holders_of(job, "w") == [[writer]]
+    with pytest.raises(PlanError, match=words) as caught:
+        replan_job(job, world, {1: [other, *world[1][1:]]})
+    assert str(caught.value).startswith("the blocks of ranks [1] changed, not those of the others")
+
+
+def test_a_chunk_that_nobody_writes_any_more_is_refused() -> None:
+    """Its other holder has let go of its tensors by then; the error says which and whose."""
+    world: World = [[whole("w"), whole("own", 2000)], [whole("w")]]
+    job = plan_job(world)
+    with pytest.raises(
+        PlanError, match=r"nobody writes 'w' at \(0,\) any more, which rank 1 wrote"
+    ):
+        replan_job(job, world, {1: [whole("other")]})
+
+
+def test_a_tensor_that_all_ranks_drop_is_gone() -> None:
+    """Those that changed agree on what there is."""
+    world: World = [[whole("w"), whole("own")], [whole("w")], [whole("x")]]
+    job = plan_job(world)
+    changed = {0: [whole("own")], 1: []}
+    again = replan_job(job, world, changed)
+    assert [tensor.name for tensor in again.tensors] == ["own", "x"]
+    check(apply(world, changed), again, {2: parts_of(world, job)[2]})
