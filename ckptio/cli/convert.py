@@ -1,0 +1,90 @@
+"""`ckptio convert`: from one format to another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from ckptio.cli.outcome import DAMAGED, FAILED, FINE, explain, state_of
+from ckptio.cli.terminal import Terminal
+from ckptio.cli.text import count, fold, format_nbytes, visible
+from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.conversion.convert import ConvertReport, Format
+
+    Json = dict[str, Any]
+
+
+def run(
+    source: str,
+    target: str,
+    *,
+    to: str,
+    select: Sequence[str],
+    strip: str,
+    overwrite: bool,
+    drop_values: bool,
+    max_shard_nbytes: int | None,
+    as_json: bool,
+) -> int:
+    """Convert a checkpoint, and give the exit code."""
+    from ckptio.conversion.convert import run_convert  # noqa: PLC0415  # imports torch
+
+    terminal = Terminal()
+    result: Json = {"source": source, "path": target, "to": to}
+    result |= {"state": "failed", "num_tensors": None, "nbytes": None, "files": [], "error": None}
+    code = FINE
+    try:
+        with terminal.progress(f"{source} to {target}", in_bytes=True) as advance:
+            report = run_convert(
+                source,
+                target,
+                to=cast("Format", to),
+                select=list(select) or None,
+                strip=strip,
+                overwrite=overwrite,
+                drop_values=drop_values,
+                max_shard_nbytes=max_shard_nbytes,
+                config=CheckpointConfig.from_env(),
+                progress=advance,
+            )
+    except CheckpointError as error:
+        code = DAMAGED if state_of(error) == "damaged" else FAILED
+        result["error"] = explain(error)
+        terminal.message(f"{source}: {explain(error)}")
+    else:
+        result |= _done(report)
+        if not as_json:
+            _print(report, terminal)
+    if as_json:
+        terminal.json(result)
+    return code
+
+
+def _done(report: ConvertReport) -> Json:
+    return {
+        "state": "converted",
+        "num_tensors": report.num_tensors,
+        "nbytes": report.nbytes,
+        "files": [
+            {"name": file.name, "nbytes": file.nbytes, "was_there": file.was_there}
+            for file in report.files
+        ],
+    }
+
+
+def _print(report: ConvertReport, terminal: Terminal) -> None:
+    parts = [
+        "converted",
+        visible(report.path),
+        f"{count(report.num_tensors, 'tensor')} of {format_nbytes(report.nbytes)}",
+        f"in {count(len(report.files), 'file')}",
+    ]
+    kept = sum(file.was_there for file in report.files)
+    if kept:
+        parts.append(f"{kept} there already")
+    for line in fold(parts, terminal.width):
+        terminal.styled(line, "green")

@@ -1,0 +1,100 @@
+"""`ckptio diff`: in what two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ckptio.cli.outcome import FAILED, FINE, explain
+from ckptio.cli.terminal import Terminal
+from ckptio.cli.text import count, fold, format_nbytes, visible
+from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckptio.conversion.compare import Difference, DiffReport
+
+    Json = dict[str, Any]
+
+DIFFERENT = 1
+
+
+def run(a: str, b: str, *, select: Sequence[str], as_json: bool) -> int:
+    """Compare two checkpoints, and give the exit code: what cannot be read is no difference."""
+    from ckptio.conversion.compare import run_diff  # noqa: PLC0415  # imports torch
+
+    terminal = Terminal()
+    result: Json = {"a": a, "b": b, "equal": None, "only_a": [], "only_b": [], "different": []}
+    result |= {"num_same": None, "nbytes": None, "error": None}
+    try:
+        with terminal.progress(f"{a} and {b}", in_bytes=True) as advance:
+            report = run_diff(
+                a,
+                b,
+                select=list(select) or None,
+                config=CheckpointConfig.from_env(),
+                progress=advance,
+            )
+    except CheckpointError as error:
+        path = getattr(error, "filename", None)
+        where = f"{path}: " if isinstance(path, str) else ""
+        result["error"] = f"{where}{explain(error)}"
+        terminal.message(result["error"])
+        if as_json:
+            terminal.json(result)
+        return FAILED
+    if as_json:
+        terminal.json(result | _document(report))
+    else:
+        terminal.lines(_lines(report, terminal.width))
+    return FINE if report.is_equal else DIFFERENT
+
+
+def _document(report: DiffReport) -> Json:
+    return {
+        "equal": report.is_equal,
+        "only_a": list(report.only_a),
+        "only_b": list(report.only_b),
+        "different": [
+            {
+                "name": item.name,
+                "reason": item.reason,
+                "a": item.a if item.reason != "bits" else None,
+                "b": item.b if item.reason != "bits" else None,
+                "num_elements": item.num_elements if item.reason == "bits" else None,
+                "num_different": item.num_different if item.reason == "bits" else None,
+                # JSON has no infinity, and nothing that is no number
+                "largest": item.largest if math.isfinite(item.largest) else str(item.largest),
+            }
+            for item in report.differences
+        ],
+        "num_same": report.num_same,
+        "nbytes": report.nbytes,
+    }
+
+
+def _lines(report: DiffReport, width: int | None) -> Iterator[str]:
+    """Write a line for each name, and one for all."""
+    for name in report.only_a:
+        yield from fold(["only in A", visible(name)], width, hang="  ")
+    for name in report.only_b:
+        yield from fold(["only in B", visible(name)], width, hang="  ")
+    for item in report.differences:
+        yield from fold([item.reason, visible(item.name), *_details(item)], width, hang="  ")
+    if report.is_equal:
+        parts = ["equal", count(report.num_same, "name"), format_nbytes(report.nbytes)]
+    else:
+        num = len(report.only_a) + len(report.only_b) + len(report.differences)
+        parts = ["different", f"{count(num, 'name')} of {num + report.num_same}"]
+    yield from fold(parts, width)
+
+
+def _details(item: Difference) -> list[str]:
+    if item.reason != "bits":
+        return [f"{visible(item.a)} and {visible(item.b)}"]
+    return [
+        f"{item.num_different} of {count(item.num_elements, 'element')}",
+        f"by {item.largest:.6g} at most",
+    ]

@@ -1,0 +1,284 @@
+"""`ckptio doctor`: what the file system at a path can do, and what dead saves left there.
+
+Nothing is written but inside a directory that is made for it and removed. Without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptio.cli.find import find_checkpoints
+from ckptio.cli.outcome import FAILED, FINE
+from ckptio.cli.terminal import Terminal
+from ckptio.cli.text import count, fold, format_nbytes, pad, visible
+from ckptio.config import PAGE_NBYTES
+from ckptio.errors import ConfigError
+from ckptio.storage import linux
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.leftovers import find_leftovers
+from ckptio.storage.resolve import local_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Json = dict[str, Any]
+
+State = Literal["yes", "no", "slow"]
+_STYLES = {"yes": "green", "slow": "yellow", "no": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a file system can or cannot do.
+
+    Attributes:
+        name: What.
+        state: `"yes"`; `"slow"`, if a save works without it, only not as well; or `"no"`, if
+            saves need it.
+        detail: What was seen, and what it means.
+    """
+
+    name: str
+    state: State
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """Files of dead saves in a directory.
+
+    Attributes:
+        path: The directory.
+        names: The files.
+        nbytes: Their bytes.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    nbytes: int
+
+
+def run(path: str, *, as_json: bool) -> int:
+    """Look at a path, and give the exit code: 2 if saves cannot work there."""
+    terminal = Terminal()
+    result: Json = {"path": path, "file_system": None, "free_nbytes": None, "error": None}
+    result |= {"findings": [], "leftovers": []}
+    findings: list[Finding] = []
+    try:
+        top = os.path.abspath(local_path(path))
+        free = os.statvfs(top)
+        result["file_system"] = file_system_of(top)
+        result["free_nbytes"] = free.f_bavail * free.f_frsize
+        leftovers = list(find_dead(top))
+        findings = probe(top)
+    except (ConfigError, OSError) as error:
+        problem = str(error.strerror) if isinstance(error, OSError) else str(error)
+        result["error"] = problem
+        terminal.message(f"{path}: {problem}")
+        if as_json:
+            terminal.json(result)
+        return FAILED
+    if as_json:
+        result["findings"] = [asdict(finding) for finding in findings]
+        result["leftovers"] = [asdict(leftover) for leftover in leftovers]
+        terminal.json(result)
+    else:
+        _print(top, result, findings, leftovers, terminal)
+    return FAILED if any(finding.state == "no" for finding in findings) else FINE
+
+
+def find_dead(top: str) -> Iterator[Leftover]:
+    """Look for files of saves that ended without a commit, at and below a directory."""
+    files = PosixFiles()
+    for found in find_checkpoints(top, depth=4, hidden=True):
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # it went away, or may not be listed
+            names = find_leftovers(files, found.path, "")
+        if names:
+            sizes = [_nbytes(f"{found.path}/{name}") for name in names]
+            yield Leftover(path=found.path, names=tuple(names), nbytes=sum(sizes))
+
+
+def _nbytes(path: str) -> int:
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return 0
+
+
+def file_system_of(path: str) -> str | None:
+    """Name the kind of file system that a path is on, as the kernel does."""
+    best, kind = "", None
+    real = os.path.realpath(path)
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, where, name, *_ = line.split(" ")
+            where = where.encode().decode("unicode_escape")
+            inside = real == where or real.startswith(where.rstrip("/") + "/")
+            if inside and len(where) >= len(best):
+                best, kind = where, name
+    return kind
+
+
+def probe(top: str) -> list[Finding]:
+    """Try what a save does, inside a directory that is removed afterwards.
+
+    Raises:
+        OSError: No directory can be made there.
+    """
+    folder = tempfile.mkdtemp(prefix=".ckptio-doctor-", dir=top)
+    try:
+        return [_try(name, check, folder) for name, check in _CHECKS.items()]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _try(name: str, check: Callable[[str], tuple[State, str]], folder: str) -> Finding:
+    try:
+        state, detail = check(folder)
+    except OSError as error:
+        state, detail = "no", f"failed: {error.strerror}"
+    return Finding(name=name, state=state, detail=detail)
+
+
+def _direct(folder: str) -> tuple[State, str]:
+    files = PosixFiles()
+    page = mmap.mmap(-1, PAGE_NBYTES)
+    try:
+        fd = files.create(f"{folder}/direct", 0o600, direct=True)
+    except OSError as error:
+        return "slow", f"O_DIRECT is refused ({error.strerror}): writes go through the page cache"
+    try:
+        os.pwrite(fd, page, 0)
+        found = os.preadv(fd, [page], 0)
+        alignment = files.alignment(fd)
+    except OSError as error:
+        return "slow", f"a direct transfer fails ({error.strerror}): the page cache serves"
+    finally:
+        os.close(fd)
+    if found != PAGE_NBYTES:
+        return "slow", f"a direct read gave {found} bytes of {PAGE_NBYTES}"
+    if alignment is None:
+        return "yes", "O_DIRECT works; the kernel does not say which alignment it needs"
+    detail = f"O_DIRECT works; memory on {alignment.memory}, offsets on {alignment.offset} bytes"
+    if max(alignment.memory, alignment.offset) > PAGE_NBYTES:
+        return "slow", f"{detail}, more than a page of {PAGE_NBYTES}: the page cache serves"
+    return "yes", detail
+
+
+def _allocate(folder: str) -> tuple[State, str]:
+    fd = PosixFiles().create(f"{folder}/room", 0o600, direct=False)
+    try:
+        if linux.allocate(fd, 1 << 20):
+            return "yes", "room is reserved before the first write: a full disk is known at once"
+    finally:
+        os.close(fd)
+    return "slow", "fallocate is not there: a full disk is known when it is full"
+
+
+def _publish(folder: str) -> tuple[State, str]:
+    for name in ("made", "taken"):
+        os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY, 0o600))
+    files = PosixFiles()
+    try:
+        files.publish(f"{folder}/made", f"{folder}/taken")
+    except FileExistsError:
+        files.publish(f"{folder}/made", f"{folder}/free")
+        return "yes", "a name is taken by one writer alone: commits exclude each other"
+    return "no", "a name that was taken was given again: two saves may overwrite each other"
+
+
+def _exchange(folder: str) -> tuple[State, str]:
+    for name in ("old", "new"):
+        with open(f"{folder}/{name}", "w", encoding="ascii") as file:
+            file.write(name)
+    if not PosixFiles().exchange(f"{folder}/new", f"{folder}/old"):
+        return "slow", "RENAME_EXCHANGE is not there: an overwrite replaces by plain rename"
+    with open(f"{folder}/old", encoding="ascii") as file:
+        if file.read() == "new":
+            return "yes", "RENAME_EXCHANGE works: an overwrite notices that another one came first"
+    return "no", "RENAME_EXCHANGE did not exchange"
+
+
+def _lock(folder: str) -> tuple[State, str]:
+    files = PosixFiles()
+    first = files.create(f"{folder}/lock", 0o600, direct=False)
+    second = files.open(f"{folder}/lock", direct=False, writable=True)
+    try:
+        held, taken = files.lock(first), files.lock(second)
+    except OSError as error:
+        return "slow", f"no locks ({error.strerror}): what dead saves left stays for an hour"
+    finally:
+        os.close(first)
+        os.close(second)
+    if held and not taken:
+        return "yes", "flock works: what dead saves left is known, and removed by the next save"
+    return "no", "two holders have one lock: files of living saves may be taken for dead ones"
+
+
+def _sync(folder: str) -> tuple[State, str]:
+    files = PosixFiles()
+    fd = files.create(f"{folder}/synced", 0o600, direct=False)
+    try:
+        os.write(fd, b"x")
+        files.fsync(fd)
+    finally:
+        os.close(fd)
+    try:
+        files.fsync_dir(folder)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            return "no", f"fsync of a directory fails ({error.strerror}): use durability='none'"
+        raise
+    return "yes", "fsync of files and of directories works"
+
+
+def _cachestat(folder: str) -> tuple[State, str]:
+    fd = PosixFiles().create(f"{folder}/cached", 0o600, direct=False)
+    try:
+        os.write(fd, b"x" * PAGE_NBYTES)
+        pages = linux.num_cached_pages(fd, 0, PAGE_NBYTES)
+    finally:
+        os.close(fd)
+    if pages is None:
+        return "slow", "cachestat is not there (Linux 6.5 has it): loads do not know what is cached"
+    return "yes", "cachestat works: loads take from the page cache what is there"
+
+
+_CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
+    "direct I/O": _direct,
+    "reserving room": _allocate,
+    "exclusive names": _publish,
+    "exchange": _exchange,
+    "locks": _lock,
+    "fsync": _sync,
+    "cachestat": _cachestat,
+}
+
+
+def _print(
+    top: str, result: Json, findings: list[Finding], leftovers: list[Leftover], terminal: Terminal
+) -> None:
+    """Say what was seen."""
+    free = format_nbytes(result["free_nbytes"])
+    about = [visible(top), str(result["file_system"] or "unknown file system"), f"{free} free"]
+    terminal.lines(fold(about, terminal.width))
+    first = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        parts = [pad(finding.state, 4), pad(finding.name, first), finding.detail]
+        for line in fold(parts, terminal.width, hang="  "):
+            terminal.styled(line, _STYLES[finding.state])
+    for leftover in leftovers:
+        what = count(len(leftover.names), "file")
+        parts = ["left", visible(leftover.path), f"{what} of dead saves"]
+        parts.append(format_nbytes(leftover.nbytes))
+        terminal.lines(fold(parts, terminal.width, hang="  "))
+    if not leftovers:
+        terminal.lines(["nothing left by dead saves"])

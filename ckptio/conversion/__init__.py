@@ -1,0 +1,1 @@
+"""From one format of checkpoints to another, with the state never whole in memory."""

@@ -1,0 +1,257 @@
+"""Say in what two checkpoints differ, of any known formats, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+
+from ckptio.conversion.source import Source, batches, parts_of
+from ckptio.engine.core import EngineCore
+from ckptio.format.encode import TAG
+from ckptio.state.tree import leaves, tensor_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.conversion.source import Leaf
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+    Json = Any
+
+Reason = Literal["kind", "dtype", "shape", "bits", "value"]
+#: Elements that are compared as float64 at a time: 8 MiB.
+_NUM_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A name under which two checkpoints have different things.
+
+    Attributes:
+        name: The name.
+        reason: The first that differs of kind, dtype, shape, and bits or value.
+        a: What the first has: a dtype, a shape or a value, in words.
+        b: What the second has.
+        num_elements: Elements of the tensor, where its bits differ.
+        num_different: How many of them differ.
+        largest: Largest absolute difference of two elements; `nan` where one of them alone is
+            no number.
+    """
+
+    name: str
+    reason: Reason
+    a: str = ""
+    b: str = ""
+    num_elements: int = 0
+    num_different: int = 0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """In what two checkpoints differ.
+
+    Attributes:
+        only_a: Names that only the first has.
+        only_b: Names that only the second has.
+        differences: What both have, and differs; in the order of the first.
+        num_same: Names under which both have the same.
+        nbytes: Bytes of tensors that were compared, of one side.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    num_same: int
+    nbytes: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_a or self.only_b or self.differences)
+
+
+def run_diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    select: Select | None = None,
+    config: CheckpointConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints, bit by bit. Blocks.
+
+    Args:
+        a: A checkpoint of any known format.
+        b: Another.
+        select: Names to compare, as in `ckptio.load`.
+        config: Options; the defaults if not given.
+        progress: Called with bytes done and bytes in all.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    core = EngineCore(config, None, "solo")
+    core.start()
+    try:
+        return _Comparison(_Side(core, a, select), _Side(core, b, select), progress).report()
+    finally:
+        core.close()
+
+
+class _Side:
+    """A checkpoint, by name."""
+
+    def __init__(self, core: EngineCore, path: PathLike, select: Select | None) -> None:
+        self.source = Source(core, path, select)
+        self.source.check()
+        self.leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.source.leaves()}
+        self.values: dict[str, Json] = {
+            name or "state": node
+            for name, node in leaves("", self.source.tree)
+            if tensor_index(node) is None
+        }
+        self.names = (*self.leaves, *self.values)
+
+    def whole(self, leaf: Leaf) -> torch.Tensor:
+        if leaf.node[TAG] == "view":
+            return self.source.view(leaf)
+        return self.source.whole(leaf.entry)
+
+
+@dataclass(slots=True)
+class _Count:
+    """Elements that differ, so far."""
+
+    num_different: int = 0
+    largest: float = 0.0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compare two tensors of one type and shape."""
+        a, b = a.reshape(-1), b.reshape(-1)
+        if not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return
+        for start in range(0, a.numel(), _NUM_AT_ONCE):
+            self._add(a[start : start + _NUM_AT_ONCE], b[start : start + _NUM_AT_ONCE])
+
+    def _add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        bits = [side.view(torch.uint8).reshape(side.numel(), -1) for side in (a, b)]
+        different = (bits[0] != bits[1]).any(1)
+        self.num_different += int(different.sum())
+        x, y = _as_numbers(a)[different], _as_numbers(b)[different]
+        gap = (x - y).abs()
+        gap[(x == y) | (x.isnan() & y.isnan())] = 0.0  # other bits of the same number
+        if gap.numel():
+            found = float(gap.max())  # nan, if there is one
+            if math.isnan(found) or not math.isnan(self.largest):
+                self.largest = found if math.isnan(found) else max(found, self.largest)
+
+
+class _Comparison:
+    """A comparison of two checkpoints."""
+
+    def __init__(self, a: _Side, b: _Side, progress: Callable[[int, int], None] | None) -> None:
+        self._a, self._b = a, b
+        self._progress = progress
+        self._done = self._total = 0
+
+    def report(self) -> DiffReport:
+        """Compare everything."""
+        a, b = self._a, self._b
+        names_b = set(b.names)
+        both = [name for name in a.names if name in names_b]
+        found = {name: self._look(name) for name in both}
+        alike = [name for name in both if found[name] is None and name in a.leaves]
+        self._total = sum(a.leaves[name].nbytes for name in alike)
+        counts = self._count(alike)
+        for name, count in counts.items():
+            if count.num_different:
+                found[name] = Difference(
+                    name=name,
+                    reason="bits",
+                    num_elements=math.prod(a.leaves[name].shape),
+                    num_different=count.num_different,
+                    largest=count.largest,
+                )
+        differences = tuple(item for item in found.values() if item is not None)
+        return DiffReport(
+            only_a=tuple(name for name in a.names if name not in names_b),
+            only_b=tuple(name for name in b.names if name not in set(a.names)),
+            differences=differences,
+            num_same=len(both) - len(differences),
+            nbytes=self._total,
+        )
+
+    def _look(self, name: str) -> Difference | None:
+        """Compare what can be compared without reading tensors."""
+        a, b = self._a, self._b
+        if (name in a.leaves) != (name in b.leaves):
+            kinds = ["a tensor" if name in side.leaves else "a value" for side in (a, b)]
+            return Difference(name=name, reason="kind", a=kinds[0], b=kinds[1])
+        if name in a.values:
+            one, other = a.values[name], b.values[name]
+            if msgspec.json.encode(one) == msgspec.json.encode(other):
+                return None
+            return Difference(name=name, reason="value", a=_short(one), b=_short(other))
+        x, y = a.leaves[name], b.leaves[name]
+        if _kind(x) != _kind(y):
+            return Difference(name=name, reason="kind", a=_kind(x), b=_kind(y))
+        if _dtype(x) != _dtype(y):
+            return Difference(name=name, reason="dtype", a=_dtype(x), b=_dtype(y))
+        if x.shape != y.shape:
+            return Difference(name=name, reason="shape", a=str(list(x.shape)), b=str(list(y.shape)))
+        return None
+
+    def _count(self, names: list[str]) -> dict[str, _Count]:
+        """Compare the bits of tensors that are alike otherwise."""
+        counts = {name: _Count() for name in names}
+        a, b = self._a, self._b
+        plain = [n for n in names if a.leaves[n].is_plain and b.leaves[n].is_plain]
+        parts = (part for name in plain for part in parts_of(a.leaves[name].entry, name=name))
+        for batch in batches(parts):
+            twins = [replace(part, entry=b.leaves[part.name].entry) for part in batch]
+            pairs = zip(a.source.read(batch), b.source.read(twins), strict=True)
+            for part, (x, y) in zip(batch, pairs, strict=True):
+                counts[part.name].add(x, y)
+            self._advance(sum(part.nbytes for part in batch))
+        for name in sorted(set(names) - set(plain)):
+            counts[name].add(a.whole(a.leaves[name]), b.whole(b.leaves[name]))
+            self._advance(a.leaves[name].nbytes)
+        return counts
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Give elements as numbers of the widest kind; complex ones stay complex."""
+    if tensor.dtype.is_complex:
+        return tensor.to(torch.complex128)
+    if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
+        return tensor.to(torch.int64).to(torch.float64)
+    try:
+        return tensor.to(torch.float64)
+    except (RuntimeError, NotImplementedError):  # packed types that torch cannot convert
+        return tensor.view(torch.uint8).to(torch.float64)
+
+
+def _kind(leaf: Leaf) -> str:
+    tag = leaf.node[TAG]
+    return {"np": "an array", "bytes": "bytes", "bytearray": "a bytearray"}.get(tag, "a tensor")
+
+
+def _dtype(leaf: Leaf) -> str:
+    return str(leaf.node["d"]) if leaf.node[TAG] == "np" else leaf.dtype
+
+
+def _short(node: Json, limit: int = 200) -> str:
+    text = msgspec.json.encode(node).decode()
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,235 @@
+"""Convert a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptio._aio import in_own_thread
+from ckptio.conversion.source import Source
+from ckptio.engine.core import EngineCore
+from ckptio.errors import ConfigError, SaveAbortedError
+from ckptio.storage.resolve import local_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.conversion.safetensors import Written
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+Format = Literal["ckptio", "safetensors", "hf", "dcp"]
+FORMATS = ("ckptio", "safetensors", "hf", "dcp")
+#: What Hugging Face's libraries take for the largest file, if nothing else is said.
+MAX_SHARD_NBYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes:
+        source: The checkpoint that was read.
+        path: What was written.
+        to: Its format.
+        num_tensors: Tensors in it, under all of their names.
+        nbytes: Bytes of them.
+        files: What it is made of.
+    """
+
+    source: str
+    path: str
+    to: Format
+    num_tensors: int
+    nbytes: int
+    files: tuple[Written, ...]
+
+
+class _Meter:
+    """Counts bytes, from any thread."""
+
+    def __init__(
+        self,
+        total: int,
+        report: Callable[[int, int], None] | None,
+        stop: threading.Event | None,
+    ) -> None:
+        self._total = total
+        self._stop = stop
+        self._done = 0
+        self._report = report
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        """Count what was done; end it if nobody waits for it any more."""
+        if self._stop is not None and self._stop.is_set():
+            raise SaveAbortedError("the conversion was cancelled")
+        with self._lock:
+            self._done += nbytes
+            if self._report is not None:
+                self._report(self._done, self._total)
+
+
+def run_convert(
+    source: PathLike,
+    path: PathLike,
+    *,
+    to: Format,
+    select: Select | None = None,
+    strip: str = "",
+    overwrite: bool = False,
+    drop_values: bool = False,
+    max_shard_nbytes: int | None = None,
+    config: CheckpointConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint of any known format into one of another. Blocks.
+
+    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint; a
+    tensor that is stored as a view of another is read whole.
+
+    Args:
+        source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
+            of torch.distributed.checkpoint, or a file of `torch.save`.
+        path: What to write: a file for `"safetensors"`, a directory for the others.
+        to: The format.
+        select: Names to take, as in `ckptio.load`.
+        strip: Take only what is below this name, and drop it from the names: `"model"` makes
+            `layers.0.weight` of `model.layers.0.weight`.
+        overwrite: Replace what is there. Without it, files of `"safetensors"` and `"hf"` that
+            the same conversion wrote before it was stopped are kept, and the rest is written.
+        drop_values: Leave out what a safetensors file cannot hold.
+        max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
+        config: Options; the defaults if not given.
+        progress: Called with bytes done and bytes in all, from any thread.
+        stop: Ends it soon, once it is set, as a failure would.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing to convert.
+        CheckpointExistsError: Something else is at `path`.
+        FormatError: The source is damaged, or has what the format cannot hold.
+        ConfigError: An option is wrong, or would have no effect.
+        StorageError: Something cannot be read or written.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
+    if drop_values and to not in ("safetensors", "hf"):
+        raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
+    if max_shard_nbytes is not None and to != "hf":
+        raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
+    target = local_path(path)
+    core = EngineCore(config, None, "solo")
+    core.start()
+    try:
+        read = Source(core, source, select, strip)
+        if os.path.realpath(read.path) == os.path.realpath(target):
+            raise ConfigError(f"{target!r} is converted to itself; give another path")
+        read.check()
+        leaves = list(read.leaves())
+        entries = {id(leaf.entry): leaf.entry for leaf in leaves}
+        total = sum(leaf.nbytes for leaf in leaves if leaf.is_plain or to in ("safetensors", "hf"))
+        if to == "ckptio":
+            total = sum(entry.nbytes for entry in entries.values())
+        meter = _Meter(total, progress, stop)
+        files = _write(
+            read,
+            target,
+            to,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            max_shard_nbytes=max_shard_nbytes or MAX_SHARD_NBYTES,
+            config=config,
+            advance=meter.advance,
+        )
+    finally:
+        core.close()
+    return ConvertReport(
+        source=read.path,
+        path=target,
+        to=to,
+        num_tensors=len(leaves),
+        nbytes=sum(leaf.nbytes for leaf in leaves),
+        files=tuple(files),
+    )
+
+
+async def convert(
+    source: PathLike,
+    path: PathLike,
+    *,
+    to: Format,
+    select: Select | None = None,
+    strip: str = "",
+    overwrite: bool = False,
+    drop_values: bool = False,
+    max_shard_nbytes: int | None = None,
+    config: CheckpointConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint of any known format into one of another; see `run_convert`.
+
+    It runs on threads of its own. Cancelling it ends it as a failure would, and is raised
+    when it has ended.
+    """
+    stop = threading.Event()
+    return await in_own_thread(
+        lambda: run_convert(
+            source,
+            path,
+            to=to,
+            select=select,
+            strip=strip,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            max_shard_nbytes=max_shard_nbytes,
+            config=config,
+            progress=progress,
+            stop=stop,
+        ),
+        stop.set,
+    )
+
+
+def _write(
+    read: Source,
+    target: str,
+    to: Format,
+    *,
+    overwrite: bool,
+    drop_values: bool,
+    max_shard_nbytes: int,
+    config: CheckpointConfig | None,
+    advance: Callable[[int], None],
+) -> list[Written]:
+    """Write in the format that was asked for."""
+    from ckptio.conversion import safetensors  # noqa: PLC0415  # only what is needed
+
+    if to == "safetensors":
+        return safetensors.write_file(
+            read, target, overwrite=overwrite, drop_values=drop_values, advance=advance
+        )
+    if to == "hf":
+        return safetensors.write_folder(
+            read,
+            target,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            max_shard_nbytes=max_shard_nbytes,
+            advance=advance,
+        )
+    if to == "dcp":
+        from ckptio.conversion.dcp import write_dcp  # noqa: PLC0415  # as above
+
+        return write_dcp(read, target, overwrite=overwrite, advance=advance)
+    from ckptio.conversion.ours import write_checkpoint  # noqa: PLC0415  # as above
+
+    writer = EngineCore(config, None, "solo")
+    writer.start()
+    try:
+        return write_checkpoint(read, writer, target, overwrite=overwrite, advance=advance)
+    finally:
+        writer.close()

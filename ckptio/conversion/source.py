@@ -1,0 +1,292 @@
+"""A checkpoint that is read tensor by tensor, or by parts of tensors, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.regions import want_region
+from ckptio.errors import ConfigError, FormatError, TargetError
+from ckptio.format.encode import TAG
+from ckptio.layout import DTYPES, Box, numel
+from ckptio.plan.load import plan_load
+from ckptio.staging.copy import Destination, TargetState
+from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.tree import children, make_predicate, prune, read_tree, tensor_index, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ckptio.engine.core import EngineCore
+    from ckptio.format.manifest import Manifest, TensorEntry
+    from ckptio.plan.load import Wanted
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+    Json = Any
+
+#: Read at a time: what is on its way from one format to another.
+PART_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of the state under one of its names.
+
+    Attributes:
+        name: The name.
+        entry: What is stored.
+        node: What the tree has there.
+    """
+
+    name: str
+    entry: TensorEntry
+    node: Json
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a tensor, and all of what is stored."""
+        return type(self.node[TAG]) is int
+
+    @property
+    def dtype(self) -> str:
+        """Its element type."""
+        return str(self.node["d"]) if self.node[TAG] == "view" else self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.node["s"]) if "s" in self.node else self.entry.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return numel(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangular part of a stored tensor, one range of its row-major bytes.
+
+    Attributes:
+        entry: The tensor.
+        region: The part.
+        start: Where it begins in those bytes.
+        name: The name under which it is wanted.
+    """
+
+    entry: TensorEntry
+    region: Box
+    start: int
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return numel(self.region.shape) * DTYPES[self.entry.dtype].itemsize
+
+
+class Source:
+    """A checkpoint that is read.
+
+    Args:
+        core: An engine of this process alone.
+        path: The checkpoint, of any format that is known.
+        select: Names to take; all if not given.
+        strip: Take only what is below this name, and drop it from the names.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is damaged, or of no known format.
+        TargetError: There is nothing to take.
+    """
+
+    def __init__(
+        self, core: EngineCore, path: PathLike, select: Select | None = None, strip: str = ""
+    ) -> None:
+        self._core = core
+        self._storage = core.storage(path)
+        self.manifest: Manifest = core.call_blocking(
+            lambda context: context.cache.get(self._storage), "inspect"
+        )
+        tree = read_tree(self.manifest)
+        if strip:
+            tree = _below(tree, strip.removesuffix("."))
+        if select is not None:
+            tree = prune(tree, make_predicate(select))
+        self.tree = tree
+        if tree == {} and (select is not None or strip):
+            raise TargetError(f"there is nothing of that name in checkpoint {self.path!r}")
+
+    @property
+    def path(self) -> str:
+        """What it is called."""
+        return self._storage.path
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Give every tensor, array and stored string of bytes, under each of its names."""
+        for name, node in walk("", self.tree):
+            index = tensor_index(node)
+            assert index is not None  # noqa: S101  # of a tree that was checked
+            yield Leaf(name or "state", self.manifest.tensors[index], node)
+
+    def indices(self) -> list[int]:
+        """Number the stored tensors that are taken, each once."""
+        found = (tensor_index(node) for _, node in walk("", self.tree))
+        return sorted({index for index in found if index is not None})
+
+    def check(self) -> None:
+        """Look whether all files that are needed are there and whole.
+
+        Raises:
+            CorruptionError: One is not.
+        """
+        tensors = [self.manifest.tensors[index] for index in self.indices()]
+        files = sorted({chunk.file for tensor in tensors for chunk in tensor.chunks})
+        reading = Reading(self._storage, self.manifest)
+        self._core.call_blocking(lambda context: check_sizes(reading, files, context), "check")
+
+    def fill(self, wanted: Sequence[Wanted], destinations: Sequence[Destination]) -> None:
+        """Read, verify and land ranges. Thread-safe.
+
+        Raises:
+            CorruptionError: A block does not have its checksum.
+            StorageError: It cannot be read.
+        """
+        plan = plan_load(self.manifest, wanted, self._core.config)
+        target = TargetState(destinations, None)
+        reading = Reading(self._storage, self.manifest, target=target)
+        self._core.call_blocking(lambda context: read_plan(plan, reading, context), "read")
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Read parts of tensors, in one go."""
+        wanted: list[Wanted] = []
+        destinations = []
+        for number, part in enumerate(parts):
+            want_region(part.entry, part.region, number, wanted)
+            dtype = torch_dtype(part.entry.dtype)
+            destinations.append(Destination(torch.empty(part.region.shape, dtype=dtype), dtype))
+        self.fill(wanted, destinations)
+        return [destination.tensor for destination in destinations]
+
+    def whole(self, entry: TensorEntry) -> torch.Tensor:
+        """Read a whole tensor."""
+        return self.read([Part(entry, Box((0,) * len(entry.shape), entry.shape), 0)])[0]
+
+    def view(self, leaf: Leaf) -> torch.Tensor:
+        """Read a tensor that is stored as a part of another, or as another view of it."""
+        return view_of(self.whole(leaf.entry), leaf.node).contiguous().resolve_conj().resolve_neg()
+
+    def values(self, standing_in: Callable[[int], torch.Tensor]) -> Any:
+        """Build the state with its values, and something else for the tensors.
+
+        Args:
+            standing_in: Gives what stands for the stored tensor of an index, wherever it is
+                used as a tensor and whole; everything else is read.
+        """
+        kinds: dict[int, set[Any]] = {}
+        for _, node in walk("", self.tree):
+            index = tensor_index(node)
+            assert index is not None  # noqa: S101  # of a tree that was checked
+            kinds.setdefault(index, set()).add(type(node[TAG]) is int)
+        tensors = {
+            index: standing_in(index)
+            if used == {True}
+            else self.whole(self.manifest.tensors[index])
+            for index, used in kinds.items()
+        }
+        return Rebuilder(tensors, (), []).rebuild("", self.tree)
+
+
+def parts_of(
+    entry: TensorEntry, max_nbytes: int = PART_NBYTES, *, name: str = ""
+) -> Iterator[Part]:
+    """Cut a tensor into parts of `max_nbytes` at most, in the order of its bytes.
+
+    Args:
+        entry: The tensor.
+        max_nbytes: Bytes of a part; an element's, if that is more.
+        name: What to call the parts.
+    """
+    itemsize = DTYPES[entry.dtype].itemsize
+    if entry.nbytes:
+        for part in _cut(entry, (), 0, max(max_nbytes, itemsize), itemsize):
+            yield replace(part, name=name) if name else part
+
+
+def _cut(
+    entry: TensorEntry, fixed: tuple[int, ...], start: int, max_nbytes: int, itemsize: int
+) -> Iterator[Part]:
+    """Cut what has the first indices `fixed`."""
+    shape = entry.shape
+    depth = len(fixed)
+    ones = (1,) * depth
+    rest = shape[depth:]
+    if numel(rest) * itemsize <= max_nbytes:
+        yield Part(entry, Box((*fixed, *(0,) * len(rest)), (*ones, *rest)), start)
+        return
+    row = numel(rest[1:]) * itemsize
+    rows = max_nbytes // row
+    if not rows:
+        for index in range(rest[0]):
+            yield from _cut(entry, (*fixed, index), start + index * row, max_nbytes, itemsize)
+        return
+    for first in range(0, rest[0], rows):
+        count = min(rows, rest[0] - first)
+        offset = (*fixed, first, *(0,) * (len(rest) - 1))
+        yield Part(entry, Box(offset, (*ones, count, *rest[1:])), start + first * row)
+
+
+def batches(parts: Iterable[Part], max_nbytes: int = PART_NBYTES) -> Iterator[list[Part]]:
+    """Put parts together that are read in one go: small tensors share their blocks."""
+    batch: list[Part] = []
+    nbytes = 0
+    for part in parts:
+        if batch and nbytes + part.nbytes > max_nbytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(part)
+        nbytes += part.nbytes
+    if batch:
+        yield batch
+
+
+def new_like(entry: TensorEntry) -> torch.Tensor:
+    """Make a tensor without memory that stands for a stored one."""
+    return allocate(entry, device=torch.device("meta"))
+
+
+def _below(tree: Json, name: str) -> Json:
+    """Give what the tree has under a name; `{}` if there is nothing."""
+    found = [("", tree)]
+    while found:
+        fqn, node = found.pop()
+        if fqn == name:
+            if type(node) is dict and tensor_index(node) is not None:
+                raise ConfigError(f"{name!r} is a tensor: there are no names below it to keep")
+            return node
+        if fqn and not name.startswith(f"{fqn}."):
+            continue
+        if type(node) is list:
+            found += [(f"{fqn}.{i}" if fqn else str(i), item) for i, item in enumerate(node)]
+        elif type(node) is dict and tensor_index(node) is None:
+            found += list(children(fqn, node))
+    return _flat_below(tree, name)
+
+
+def _flat_below(tree: Json, name: str) -> Json:
+    """Give the entries of a flat state whose keys begin with a name."""
+    prefix = f"{name}."
+    if type(tree) is not dict or TAG in tree:
+        return {}
+    return {key.removeprefix(prefix): node for key, node in tree.items() if key.startswith(prefix)}
+
+
+def require_dict(state: Any, path: str) -> dict[str, Any]:
+    """Refuse a state that has no names at its top."""
+    if not isinstance(state, dict):
+        raise FormatError(f"the state in {path!r} is no dict: it has no names to be saved under")
+    return state

@@ -1,0 +1,1 @@
+"""Checkpoints that other programs wrote, read as if they were our own."""

@@ -1,0 +1,148 @@
+"""Where the bytes of a tensor lie in a file that `torch.save` wrote of it alone.
+
+Such a file is a zip archive whose members are stored as they are, so a part of the tensor
+can be read without the rest. What is not laid out that simply is left to torch.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+from ckptio.errors import FormatError
+from ckptio.foreign.pickles import UNTYPED, read_tensor
+from ckptio.layout import DTYPES, numel, row_major_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_WINDOW_NBYTES = 8192
+_MAX_PICKLE_NBYTES = 1 << 20
+_LOCAL_HEADER_NBYTES = 30
+_NUM_V2, _NUM_V3 = 7, 8  # a name and at least so many arguments
+
+
+class _Window(io.RawIOBase):
+    """A range of a file as a file, of which the head and the tail are read once."""
+
+    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
+        self._read = read
+        self._nbytes = nbytes
+        self._position = 0
+        self._tail_start = max(0, nbytes - _WINDOW_NBYTES)
+        self._head = read(0, min(nbytes, _WINDOW_NBYTES))
+        self._tail = read(self._tail_start, nbytes)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        base = (0, self._position, self._nbytes)[whence]
+        self._position = base + offset
+        if self._position < 0:
+            raise OSError("a position before the file")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, nbytes: int | None = -1, /) -> bytes:
+        start = self._position
+        stop = self._nbytes
+        if nbytes is not None and nbytes >= 0:
+            stop = min(stop, start + nbytes)
+        if stop <= start:
+            return b""
+        if stop <= len(self._head):
+            data = self._head[start:stop]
+        elif start >= self._tail_start:
+            data = self._tail[start - self._tail_start : stop - self._tail_start]
+        else:
+            data = self._read(start, stop)
+        self._position = start + len(data)
+        return data
+
+
+def find_tensor(
+    read: Callable[[int, int], bytes], nbytes: int, dtype: str, shape: tuple[int, ...]
+) -> int | None:
+    """Find the row-major bytes of a tensor.
+
+    Args:
+        read: Reads `[start, stop)` of the archive.
+        nbytes: Its size.
+        dtype: Element type that the tensor should have.
+        shape: Shape that it should have.
+
+    Returns:
+        Where its first byte is; `None` if it does not lie there in one piece.
+
+    Raises:
+        FormatError: It is another tensor, or no archive.
+    """
+    window = _Window(read, nbytes)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            found = _find(archive, window, dtype, shape)
+    except FormatError:
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise FormatError(f"not a tensor as torch.save writes it: {error!r}") from None
+    if found is not None and found + numel(shape) * DTYPES[dtype].itemsize > nbytes:
+        raise FormatError("the bytes of the tensor lie behind the end of its item")
+    return found
+
+
+def _find(
+    archive: zipfile.ZipFile, window: _Window, dtype: str, shape: tuple[int, ...]
+) -> int | None:
+    members = {info.filename: info for info in archive.infolist()}
+    pickles = [name for name in members if name.endswith("/data.pkl")]
+    if len(pickles) != 1 or members[pickles[0]].file_size > _MAX_PICKLE_NBYTES:
+        raise FormatError("not a tensor as torch.save writes it")
+    prefix = pickles[0].removesuffix("data.pkl")
+    order = members.get(f"{prefix}byteorder")
+    if order is not None and archive.read(order) != b"little":
+        return None
+    described = read_tensor(archive.read(members[pickles[0]]))
+    storage = None if described is None else _simple(described, dtype, shape)
+    if storage is None:
+        return None
+    key, start = storage
+    info = members.get(f"{prefix}data/{key}")
+    if info is None or info.compress_type != zipfile.ZIP_STORED:
+        return None
+    if start + numel(shape) * DTYPES[dtype].itemsize > info.file_size:
+        raise FormatError("the storage of the tensor is smaller than the tensor")
+    window.seek(info.header_offset)
+    header = window.read(_LOCAL_HEADER_NBYTES)
+    name_nbytes, extra_nbytes = header[26] | header[27] << 8, header[28] | header[29] << 8
+    return info.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
+
+
+def _simple(
+    described: tuple[Any, ...], dtype: str, shape: tuple[int, ...]
+) -> tuple[str, int] | None:
+    """Give the storage of a contiguous tensor, and where in it the tensor begins, in bytes."""
+    kind, *args = described
+    if kind == "_rebuild_tensor_v2" and len(args) in (_NUM_V2 - 1, _NUM_V2):
+        storage, offset, size, stride, _, hooks, *rest = args
+        found = storage[1]
+    elif kind == "_rebuild_tensor_v3" and len(args) in (_NUM_V3 - 1, _NUM_V3):
+        storage, offset, size, stride, _, hooks, found, *rest = args
+        if storage[1] != UNTYPED:
+            return None
+    else:
+        return None
+    if hooks or any(rest) or storage[0] != "storage":
+        return None
+    if found != dtype or tuple(size) != shape:
+        raise FormatError(f"a tensor {found} {tuple(size)} instead of {dtype} {shape}")
+    steps = zip(shape, stride, row_major_strides(shape), strict=True)
+    if type(offset) is not int or offset < 0 or any(n > 1 and a != b for n, a, b in steps):
+        return None
+    return str(storage[2]), offset * DTYPES[dtype].itemsize

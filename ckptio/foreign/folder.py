@@ -1,0 +1,192 @@
+"""The files of a foreign checkpoint: plain names inside one directory, and ranges of them.
+
+Names come from files that anybody may have written, so one with a separator, or that is no
+file name at all, is refused. Links are followed: the caches of model hubs are made of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import TYPE_CHECKING
+
+from ckptio.errors import CheckpointChangedError, FormatError
+from ckptio.storage.blocks import BlockReader, storage_error
+from ckptio.storage.files import PosixFiles
+
+if TYPE_CHECKING:
+    from ckptio.storage.interface import Source
+
+_RANGE = re.compile(r"(.+)@(\d{1,17})\+(\d{1,17})\Z", re.DOTALL)
+_MAX_NAME_NBYTES = 255
+
+
+class _LinkedFiles(PosixFiles):
+    """Opens what links lead to."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        """Open a regular file for reading."""
+        return super().open(os.path.realpath(path), direct=direct, writable=writable)
+
+
+class Folder:
+    """A directory with the files of one checkpoint.
+
+    Args:
+        root: The directory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._files = _LinkedFiles()
+
+    def join(self, name: str) -> str:
+        """Give the path of a file.
+
+        Raises:
+            FormatError: `name` is no name of a file in this directory.
+        """
+        if (
+            name in ("", ".", "..")
+            or "/" in name
+            or "\0" in name
+            or len(os.fsencode(name)) > _MAX_NAME_NBYTES
+        ):
+            raise FormatError(f"{self.root!r} refers to a file {name!r}, which is not inside of it")
+        return f"{self.root}/{name}"
+
+    def status(self, name: str) -> os.stat_result | None:
+        """Stat a file; `None` if there is no regular file of this name."""
+        path = self.join(name)
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error(error, path, "cannot stat a file") from error
+        return status if stat.S_ISREG(status.st_mode) else None
+
+    def version(self, name: str) -> tuple[object, ...]:
+        """Tell what is in a file from what was in it before."""
+        status = self.status(name)
+        if status is None:
+            return (name, None)
+        return (name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Read a range of a file; shorter at its end.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        path = self.join(name)
+        try:
+            fd = self._files.open(path, direct=False)
+        except FileNotFoundError:
+            raise CheckpointChangedError(self.root) from None
+        except OSError as error:
+            raise storage_error(error, path, "cannot open a file") from error
+        try:
+            return _pread(fd, start, stop - start)
+        except OSError as error:
+            raise storage_error(error, path, f"cannot read at byte {start}") from error
+        finally:
+            os.close(fd)
+
+    def read_small(self, name: str, limit: int, what: str) -> bytes:
+        """Read a whole file that may have `limit` bytes.
+
+        Raises:
+            FormatError: It is larger.
+        """
+        data = self.read(name, 0, limit + 1)
+        if len(data) > limit:
+            raise FormatError(f"{self.join(name)!r} has more than {limit} bytes and is {what}")
+        return data
+
+    def open(self, name: str, nbytes: int, start: int = 0) -> Source:
+        """Open a file, or a part of it, for reading.
+
+        Args:
+            name: The file.
+            nbytes: Bytes of it, or of the part.
+            start: Where the part begins.
+
+        Raises:
+            CheckpointChangedError: It is not there any more.
+        """
+        path = self.join(name)
+        try:
+            # a part that begins anywhere cannot be read past the page cache
+            reader = BlockReader(
+                self._files, path, name=name, nbytes=start + nbytes, direct=start == 0
+            )
+        except FileNotFoundError:
+            raise CheckpointChangedError(self.root) from None
+        except OSError as error:
+            raise storage_error(error, path, "cannot open a file") from error
+        return reader if start == 0 else _Part(reader, start)
+
+    def part_nbytes(self, name: str, start: int, nbytes: int) -> int | None:
+        """Say how much of a range a file has; `None` if there is no such file."""
+        status = self.status(name)
+        return None if status is None else max(0, min(nbytes, status.st_size - start))
+
+
+class _Part:
+    """A part of a file, as a source of its own."""
+
+    def __init__(self, reader: BlockReader, start: int) -> None:
+        self._reader = reader
+        self._start = start
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read a range; see `storage.interface.Source`."""
+        self._reader.pread_into(self._start + offset, room, nbytes)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._reader.close()
+
+
+class MemorySource:
+    """Bytes in memory as a source.
+
+    Args:
+        data: The bytes.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Copy a range; see `storage.interface.Source`."""
+        room[:nbytes] = self._data[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Let the bytes go."""
+        self._data = memoryview(b"")
+
+
+def range_name(name: str, start: int, nbytes: int) -> str:
+    """Name a range of a file as a file of its own."""
+    return f"{name}@{start}+{nbytes}"
+
+
+def split_range(name: str) -> tuple[str, int, int] | None:
+    """Give file, start and bytes of a range; `None` if the name is a file's own."""
+    found = _RANGE.match(name)
+    return None if found is None else (found[1], int(found[2]), int(found[3]))
+
+
+def _pread(fd: int, start: int, nbytes: int) -> bytes:
+    parts = []
+    while nbytes > 0:
+        part = os.pread(fd, min(nbytes, 1 << 26), start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+        nbytes -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,138 @@
+"""What a reader of a foreign format gives: a manifest, and the bytes that it speaks of.
+
+A foreign checkpoint becomes a manifest in memory, so that everything behind it (selection,
+targets, slices, sharded loads, conversion) is the same code that loads our own. Its files
+have no checksums: nothing is verified that was never summed, and nothing claims to be.
+
+A file of such a manifest is a file of the checkpoint under its own name, or a range of one,
+named `file@start+nbytes`, or whatever else the reader can open by name alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from ckptio.errors import CheckpointError, FormatError, UnsupportedLeafError
+from ckptio.format.encode import TAG, ObjectEncoder
+from ckptio.format.manifest import FOREIGN_VERSION, FileEntry, Manifest, check_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from ckptio.format.manifest import TensorEntry
+    from ckptio.storage.interface import Source
+
+
+class ForeignReader(Protocol):
+    """A foreign checkpoint at a path. Everything here blocks."""
+
+    @property
+    def version(self) -> Hashable:
+        """Equal for two readers of a checkpoint that nobody wrote to in between."""
+        ...
+
+    def manifest(self) -> Manifest:
+        """Say what it is made of.
+
+        Raises:
+            FormatError: It contradicts itself, or is more than data.
+        """
+        ...
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Give the bytes of each file, `None` for what is not there.
+
+        Raises:
+            FormatError: What is there is no data that can be loaded.
+        """
+        ...
+
+    def open(self, name: str, nbytes: int) -> Source:
+        """Open a file of the manifest."""
+        ...
+
+
+class Encoded:
+    """Stands in a nested state for what is in its tree already.
+
+    Args:
+        node: The part of the tree.
+    """
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+def place(index: int) -> Encoded:
+    """Stand for the tensor of an index in the manifest."""
+    return Encoded({TAG: index})
+
+
+def encode_places(state: Any) -> Any:
+    """Write a nesting of containers, plain values and `Encoded` ones as a tree.
+
+    Raises:
+        FormatError: A value has no portable form.
+    """
+    try:
+        return ObjectEncoder(_encoded_leaf).encode("", state)
+    except UnsupportedLeafError as error:
+        raise FormatError(f"the checkpoint holds what cannot be loaded: {error}") from None
+
+
+def _encoded_leaf(fqn: str, value: Any) -> Any:
+    if isinstance(value, Encoded):
+        return value.node
+    raise UnsupportedLeafError(
+        fqn, f"a value of type {type(value).__qualname__}", "leave it out with select="
+    )
+
+
+def make_manifest(
+    *,
+    writer: str,
+    version: Hashable,
+    modified_s: float,
+    block_nbytes: int,
+    files: Sequence[tuple[str, int]],
+    tensors: Sequence[TensorEntry],
+    tree: Any,
+) -> Manifest:
+    """Put a manifest without checksums together, and check it as strictly as our own.
+
+    Args:
+        writer: What wrote the checkpoint.
+        version: Of its files; another version is another save.
+        modified_s: When it was written, in seconds since 1970.
+        block_nbytes: The unit in which it is read.
+        files: Name and size of each file.
+        tensors: The tensors; chunks refer to `files`.
+        tree: The state, JSON-ready.
+
+    Raises:
+        FormatError: Chunks overlap, do not fill their tensors or lie outside of their files.
+    """
+    identity = hashlib.blake2b(repr((writer, version)).encode(), digest_size=16).hexdigest()
+    manifest = Manifest(
+        ckptio=FOREIGN_VERSION,
+        writer=writer,
+        save_id=identity,
+        created=dt.datetime.fromtimestamp(modified_s, dt.UTC).isoformat(timespec="milliseconds"),
+        block_nbytes=block_nbytes,
+        files=tuple(FileEntry(name, nbytes, b"") for name, nbytes in files),
+        tensors=tuple(tensors),
+        tree=msgspec.Raw(msgspec.json.encode(tree)),
+    )
+    check_tensors(manifest)
+    return manifest
+
+
+def at(path: str, error: CheckpointError) -> FormatError:
+    """Say of which file an error of its format is."""
+    return FormatError(f"{path!r}: {error}")

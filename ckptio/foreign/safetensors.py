@@ -1,0 +1,180 @@
+"""safetensors files, and the folders that Hugging Face's libraries make of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckptio.errors import CorruptionError, FormatError
+from ckptio.foreign.folder import range_name, split_range
+from ckptio.foreign.interface import at, encode_places, make_manifest, place
+from ckptio.format.bucket import decode_header, header_nbytes
+from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.layout import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from ckptio.foreign.folder import Folder
+    from ckptio.format.bucket import StoredTensor
+    from ckptio.format.manifest import Manifest
+    from ckptio.storage.interface import Source
+
+#: Of an index: what a checkpoint of a hundred thousand tensors stays far below.
+_MAX_INDEX_NBYTES = 1 << 27
+_PREFIX_NBYTES = 8
+#: Names that libraries look for in a folder, the first one found counts.
+STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+_index_decoder = msgspec.json.Decoder(_Index)
+
+
+class SafetensorsReader:
+    """One safetensors file, or several that an index holds together.
+
+    Args:
+        folder: The directory.
+        names: The files.
+        index: Name of the index file; a single file has none.
+        weight_map: What the index says of each tensor; `None` without one.
+        block_nbytes: The unit in which it is read.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        names: Sequence[str],
+        *,
+        index: str | None = None,
+        weight_map: dict[str, str] | None = None,
+        block_nbytes: int,
+    ) -> None:
+        self._folder = folder
+        self._names = names
+        self._index = index
+        self._weight_map = weight_map
+        self._block_nbytes = block_nbytes
+
+    @property
+    def version(self) -> Hashable:
+        """See `interface.ForeignReader`."""
+        files = [self._index, *self._names] if self._index is not None else self._names
+        return tuple(self._folder.version(name) for name in files)
+
+    def manifest(self) -> Manifest:
+        """Read the headers of all files."""
+        version = self.version
+        files: list[tuple[str, int]] = []
+        tensors: list[TensorEntry] = []
+        homes: dict[str, str] = {}
+        modified_s = 0.0
+        for name in self._names:
+            status = self._folder.status(name)
+            if status is None:
+                raise self._missing(name)
+            modified_s = max(modified_s, status.st_mtime)
+            start, stored = self._header(name, status.st_size)
+            files.append((name, status.st_size))
+            whole = len(files) - 1
+            for tensor in stored:
+                if tensor.name in homes:
+                    raise FormatError(
+                        f"tensor {tensor.name!r} is in {homes[tensor.name]!r} and in {name!r}"
+                    )
+                homes[tensor.name] = name
+                file, first = whole, start + tensor.start
+                if first % DTYPES[tensor.dtype].itemsize:  # no rule of the format forbids it
+                    files.append((range_name(name, first, tensor.nbytes), tensor.nbytes))
+                    file, first = len(files) - 1, 0
+                tensors.append(
+                    TensorEntry(tensor.name, tensor.dtype, tensor.shape, (Chunk(file, first),))
+                )
+        self._check_map(homes)
+        return make_manifest(
+            writer="safetensors",
+            version=version,
+            modified_s=modified_s,
+            block_nbytes=self._block_nbytes,
+            files=files,
+            tensors=tensors,
+            tree=encode_places({tensor.name: place(i) for i, tensor in enumerate(tensors)}),
+        )
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Stat files, and what ranges of them there are."""
+        sizes: list[int | None] = []
+        for name in names:
+            part = split_range(name)
+            if part is not None:
+                sizes.append(self._folder.part_nbytes(*part))
+            else:
+                status = self._folder.status(name)
+                sizes.append(None if status is None else status.st_size)
+        return sizes
+
+    def open(self, name: str, nbytes: int) -> Source:
+        """Open a file, or a range of one."""
+        part = split_range(name)
+        if part is None:
+            return self._folder.open(name, nbytes)
+        return self._folder.open(part[0], part[2], part[1])
+
+    def _header(self, name: str, file_nbytes: int) -> tuple[int, list[StoredTensor]]:
+        """Read where the data of a file begins, and what it is."""
+        try:
+            prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
+            start = header_nbytes(prefix, file_nbytes)
+            header = self._folder.read(name, 0, start)
+            stored, _ = decode_header(header, file_nbytes - start)
+        except FormatError as error:
+            raise at(self._folder.join(name), error) from None
+        return start, stored
+
+    def _check_map(self, homes: dict[str, str]) -> None:
+        """Check that the index and the files say the same."""
+        if self._weight_map is None:
+            return
+        for tensor, name in self._weight_map.items():
+            if homes.get(tensor) != name:
+                raise FormatError(
+                    f"{self._folder.root!r}: the index has tensor {tensor!r} in {name!r}, which"
+                    " does not have it"
+                )
+
+    def _missing(self, name: str) -> FormatError:
+        return CorruptionError(
+            "no such regular file, which the index names",
+            path=self._folder.root,
+            file=name,
+            start=0,
+            stop=0,
+        )
+
+
+def read_index(folder: Folder, index: str, block_nbytes: int) -> SafetensorsReader:
+    """Read the index of a folder.
+
+    Raises:
+        FormatError: It is none, or names a file that is not inside the folder.
+    """
+    data = folder.read_small(index, _MAX_INDEX_NBYTES, "no index of a model")
+    try:
+        weight_map = _index_decoder.decode(data).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{folder.join(index)!r} is no index of safetensors: {error}") from None
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        folder.join(name)
+        if split_range(name) is not None or not name.endswith(".safetensors"):
+            raise FormatError(
+                f"{folder.join(index)!r} names {name!r}, which is no safetensors file"
+            )
+    return SafetensorsReader(
+        folder, names, index=index, weight_map=weight_map, block_nbytes=block_nbytes
+    )

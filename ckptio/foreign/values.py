@@ -1,0 +1,127 @@
+"""Values that `torch.save` wrote, read by torch with `weights_only`, as trees of ours."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.errors import FormatError, UnsupportedLeafError
+from ckptio.foreign.folder import MemorySource
+from ckptio.foreign.interface import Encoded
+from ckptio.format.encode import TAG
+from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.layout import DTYPES
+from ckptio.state.flatten import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.state.flatten import FlatState
+    from ckptio.storage.interface import Source
+
+    Json = Any
+
+
+def load_bytes(data: bytes) -> Any:
+    """Load what `torch.save` wrote.
+
+    Raises:
+        pickle.UnpicklingError: It is more than data.
+        FormatError: It is not whole.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise FormatError(f"torch.load cannot read it: {error}") from None
+
+
+def take_apart(value: Any) -> FlatState:
+    """Take a loaded value apart.
+
+    Raises:
+        FormatError: Something in it has no portable form.
+    """
+    try:
+        return flatten(_with_bytes(value))
+    except UnsupportedLeafError as error:
+        raise FormatError(f"it holds what cannot be loaded: {error}") from None
+
+
+def _with_bytes(value: Any) -> Any:
+    """Give files in memory, in which some modules keep what they pickled, as their bytes."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if type(value) in (list, tuple):
+        return type(value)(_with_bytes(item) for item in value)
+    if type(value) is dict:
+        return {key: _with_bytes(item) for key, item in value.items()}
+    return value
+
+
+def add_flat(
+    flat: FlatState,
+    rename: Callable[[str], str],
+    name_of: Callable[[int], str],
+    files: list[tuple[str, int]],
+    tensors: list[TensorEntry],
+) -> Encoded:
+    """Add the tensors of a value to those of a checkpoint.
+
+    Args:
+        flat: The value.
+        rename: Gives the name in the checkpoint of a tensor of the value.
+        name_of: Gives the name of the file with the tensor of a number.
+        files: Takes a file for each tensor.
+        tensors: Takes the tensors.
+
+    Returns:
+        The value's part of the tree.
+    """
+    base = len(tensors)
+    for number, spec in enumerate(flat.specs):
+        files.append((name_of(number), spec.nbytes))
+        chunk = Chunk(len(files) - 1, 0)
+        tensors.append(TensorEntry(rename(spec.name), spec.dtype, spec.shape, (chunk,)))
+    return Encoded(_shifted(flat.tree, base))
+
+
+def _shifted(node: Json, base: int) -> Json:
+    """Renumber the tensors of a tree."""
+    if type(node) is list:
+        return [_shifted(item, base) for item in node]
+    if type(node) is not dict:
+        return node
+    if type(node.get(TAG)) is int:
+        return {TAG: node[TAG] + base}
+    if TAG in node and "t" in node:
+        return {**node, "t": node["t"] + base}
+    return {key: _shifted(item, base) for key, item in node.items()}
+
+
+def source_of(tensor: torch.Tensor) -> Source:
+    """Give the row-major bytes of a tensor; a copy only where they do not lie so."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return MemorySource(memoryview(b""))
+    return MemorySource(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def bytes_of(value: Any, dtype: str, shape: tuple[int, ...]) -> Source:
+    """Give the bytes of a loaded tensor, if it is the one that was expected.
+
+    Raises:
+        FormatError: It is not.
+    """
+    if (
+        not isinstance(value, torch.Tensor)
+        or str(value.dtype) != f"torch.{dtype}"
+        or tuple(value.shape) != shape
+        or value.layout is not torch.strided
+    ):
+        raise FormatError(f"not the tensor {DTYPES[dtype].name} {shape} that its metadata has")
+    return source_of(value)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptio import sync
+from ckptio.__main__ import main
+from tests.cli.rig import (
+    data_file,
+    flip,
+    make_state,
+    plain_lines,
+    run_json,
+    run_on_terminal,
+    save_at,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_convert_writes_what_was_asked_for(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what it wrote, in the document and in the text."""
+    target = tmp_path / "hf"
+    argv = ["convert", str(ckpt), str(target), "--to", "hf", "--strip=model"]
+    code, document = run_json(capsys, *argv, "--max-shard-nbytes=1000")
+    assert code == 0
+    assert document["state"] == "converted"
+    assert document["num_tensors"] == 5
+    assert {file["name"] for file in document["files"]} == {file.name for file in target.iterdir()}
+    assert main([*argv, "--max-shard-nbytes=1000"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"converted  {target}  5 tensors of 32.6 KiB  in ")
+    assert "there already" in said.out
+    assert said.err == ""
+
+
+def test_convert_tells_wrong_usage_from_damage(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Something else is there (2); the source is not (2); it is damaged (1)."""
+    target = tmp_path / "x.safetensors"
+    save_file({"x": torch.ones(1)}, target)
+    argv = ["convert", str(ckpt), str(target), "--to=safetensors", "--drop-values"]
+    code, document = run_json(capsys, *argv)
+    assert code == 2
+    assert document["state"] == "failed"
+    assert "there is a committed checkpoint" in document["error"]
+    assert main(["convert", str(tmp_path / "nowhere"), str(target), "--to=ckptio"]) == 2
+    assert main(["convert", str(ckpt), str(target), "--to=zip"]) == 2
+    flip(data_file(ckpt), 9000)
+    assert run_json(capsys, *argv, "--overwrite")[0] == 1
+    assert list(load_file(target)) == ["x"]
+
+
+def test_convert_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    """No line is wider but for what cannot be cut, and no progress is left."""
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    code, sent = run_on_terminal(
+        40, "convert", str(tmp_path / "x.safetensors"), str(tmp_path / "y"), "--to=ckptio"
+    )
+    assert code == 0
+    assert plain_lines(sent)[0] == "converted"
+    assert sync.load(tmp_path / "y")["x"].item() == 1
+
+
+def test_a_select_is_a_part(ckpt: Path, tmp_path: Path) -> None:
+    """Values too."""
+    argv = ["convert", str(ckpt), str(tmp_path / "y"), "--to=dcp", "--select=optimizer"]
+    assert main(argv) == 0
+    found = sync.load(tmp_path / "y")
+    assert found == {"optimizer": make_state()["optimizer"]}
+    save_at(tmp_path / "z", found)
+    assert main(["diff", str(tmp_path / "y"), str(tmp_path / "z")]) == 0

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.__main__ import main
+from ckptio.conversion.compare import run_diff
+from tests.cli.rig import data_file, flip, make_state, run_json, save_at
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_diff_names_what_differs_and_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of one side, kinds, types, shapes, bits with the largest difference, and values."""
+    a = {
+        "only": 1,
+        "same": torch.ones(3),
+        "w": torch.zeros(5),
+        "d": torch.ones(2),
+        "s": torch.ones(2),
+    }
+    b = {"more": 1, "same": torch.ones(3), "w": torch.zeros(5), "d": torch.ones(2).half()}
+    b |= {"s": torch.ones(3), "k": torch.ones(1), "v": 2, "n": None}
+    a |= {"s": torch.ones(2), "k": 1.0, "v": 1, "n": None}
+    b["w"][3] = -0.5  # type: ignore[index]  # a tensor
+    paths = [str(save_at(tmp_path / "a", a)), str(save_at(tmp_path / "b", b))]
+    code, document = run_json(capsys, "diff", *paths)
+    assert code == 1
+    assert document["equal"] is False
+    assert document["only_a"] == ["only"]
+    assert document["only_b"] == ["more"]
+    assert document["num_same"] == 2
+    reasons = {item["name"]: item["reason"] for item in document["different"]}
+    assert reasons == {"w": "bits", "d": "dtype", "s": "shape", "k": "kind", "v": "value"}
+    (bits,) = (item for item in document["different"] if item["reason"] == "bits")
+    assert (bits["num_elements"], bits["num_different"], bits["largest"]) == (5, 1, 0.5)
+    assert main(["diff", *paths]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "only in A  only" in lines
+    assert "bits  w  1 of 5 elements  by 0.5 at most" in lines
+    assert "dtype  d  float32 and float16" in lines
+    assert lines[-1] == "different  7 names of 9"
+
+
+def test_diff_of_equal_checkpoints_is_nothing(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of other formats too: views are compared as what they show."""
+    torch.save(make_state(), tmp_path / "x.pt")
+    assert main(["convert", str(ckpt), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    capsys.readouterr()
+    for other in (tmp_path / "x.pt", tmp_path / "dcp", ckpt):
+        code, document = run_json(capsys, "diff", str(ckpt), str(other))
+        assert code == 0
+        assert document["equal"] is True
+        assert document["num_same"] > 9
+
+
+def test_diff_tells_what_cannot_be_read_from_what_differs(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing there, or damaged: 2."""
+    code, document = run_json(capsys, "diff", str(ckpt), str(tmp_path / "nowhere"))
+    assert code == 2
+    assert document["equal"] is None
+    assert str(tmp_path / "nowhere") in document["error"]
+    other = save_at(tmp_path / "other")
+    flip(data_file(other), 9000)
+    assert main(["diff", str(ckpt), str(other)]) == 2
+    assert main(["diff", str(ckpt)]) == 2
+
+
+NUMBERS = st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40)
+
+
+@given(pairs=NUMBERS)
+def test_the_largest_difference_is_that_of_numpy(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
+) -> None:
+    """With infinities and what is no number among them."""
+    folder = tmp_path_factory.mktemp("pairs")
+    a, b = (np.array(column, np.float32) for column in zip(*pairs, strict=True))
+    for name, column in (("a", a), ("b", b)):
+        torch.save({"x": torch.from_numpy(column)}, folder / name)
+    report = run_diff(folder / "a", folder / "b", config=SMALL)
+    different = a.view(np.int32) != b.view(np.int32)
+    if not different.any():
+        assert report.is_equal
+        return
+    (found,) = report.differences
+    assert found.num_different == different.sum()
+    with np.errstate(all="ignore"):
+        gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    gap[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+    expected = gap[different].max()
+    assert found.largest == expected or (math.isnan(found.largest) and math.isnan(expected))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64],
+)
+def test_every_type_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
+    """One element of many differs, in a tensor of several parts."""
+    zeros = torch.zeros(100_000, dtype=torch.float32).to(dtype)
+    ones = zeros.clone()
+    ones[70_000] = 1
+    paths: list[Any] = [tmp_path / "a", tmp_path / "b"]
+    for path, tensor in zip(paths, (zeros, ones), strict=True):
+        save_at(path, {"x": tensor})
+    (found,) = run_diff(*paths, config=SMALL).differences
+    assert (found.num_elements, found.num_different, found.largest) == (100_000, 1, 1.0)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.__main__ import main
+from tests.cli.rig import plain_lines, run_json, run_on_terminal, save_at
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [
+    "direct I/O", "reserving room", "exclusive names", "exchange", "locks", "fsync", "cachestat",
+]  # fmt: skip
+
+
+def test_doctor_says_what_the_file_system_can_do_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each thing is tried in a directory that is gone afterwards."""
+    code, document = run_json(capsys, "doctor", str(tmp_path))
+    assert code == 0
+    assert [finding["name"] for finding in document["findings"]] == NAMES
+    assert {finding["state"] for finding in document["findings"]} <= {"yes", "slow"}
+    assert document["free_nbytes"] > 0
+    assert document["file_system"]
+    assert document["leftovers"] == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_doctor_finds_what_dead_saves_left(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a checkpoint, and where none was committed; checkpoints are no leftovers."""
+    names = [f"data-{'a' * 32}-00000-00000.safetensors", f"data-{'b' * 32}-00000-00000.safetensors"]
+    (ckpt / names[0]).write_bytes(b"x" * 1000)
+    dead = save_at(tmp_path / "run" / "step-8")
+    (dead / "manifest.json").unlink()
+    for path in (ckpt / names[0], *dead.iterdir()):
+        os.utime(path, (1, 1))
+    code, document = run_json(capsys, "doctor", str(tmp_path))
+    assert code == 0
+    found = {item["path"]: item for item in document["leftovers"]}
+    assert found.keys() == {str(ckpt), str(dead)}
+    assert found[str(ckpt)]["names"] == [names[0]]
+    assert found[str(ckpt)]["nbytes"] == 1000
+    assert (ckpt / names[0]).exists()
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert f"left  {ckpt}  1 file of dead saves  1000 B" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_doctor_says_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """Saves cannot work there: 2."""
+    tmp_path.chmod(0o500)
+    assert main(["doctor", str(tmp_path)]) == 2
+
+
+def test_doctor_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a file, nor nothing."""
+    (tmp_path / "file").write_text("x")
+    for name in ("file", "nowhere"):
+        code, document = run_json(capsys, "doctor", str(tmp_path / name))
+        assert code == 2
+        assert document["error"]
+
+
+def test_doctor_fits_a_narrow_terminal_and_imports_no_torch(tmp_path: Path) -> None:
+    """Each finding begins a line of its own."""
+    code, sent = run_on_terminal(40, "doctor", str(tmp_path))
+    assert code == 0
+    assert sum(line.startswith(("yes ", "slow ")) for line in plain_lines(sent)) == len(NAMES)
+    program = (
+        "import sys; from ckptio.__main__ import main; code = main(['doctor', sys.argv[1]]);"
+        " sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=False, capture_output=True
+    )
+    assert done.returncode == 0

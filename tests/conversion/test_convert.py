@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptio
+from ckptio import sync
+from ckptio.conversion.source import parts_of
+from ckptio.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TargetError,
+)
+from ckptio.format.manifest import Chunk, TensorEntry
+from tests.foreign.rig import (
+    assert_same_state,
+    load_dcp,
+    make_training_state,
+    make_weights,
+    save_dcp,
+    save_hf,
+)
+from tests.foreign.test_dcp import save_chunks
+from tests.rig import SMALL
+
+SOURCES = ("ours", "dcp", "torch.save")
+
+
+def save_as(kind: str, path: Path, state: dict[str, Any]) -> Path:
+    """Save a state in a format that holds values too."""
+    if kind == "ours":
+        sync.save(state, path, config=SMALL)
+    elif kind == "dcp":
+        save_dcp(path, state)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_state_survives_every_way(kind: str, tmp_path: Path) -> None:
+    """To ours, which verifies; to DCP, which stock DCP loads; and back."""
+    state = make_training_state()
+    source = save_as(kind, tmp_path / "source", state)
+    sync.convert(source, tmp_path / "ours", to="ckptio", config=SMALL)
+    assert sync.verify(tmp_path / "ours", config=SMALL).is_whole
+    assert_same_state(sync.load(tmp_path / "ours", config=SMALL), state)
+    report = sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert report.num_tensors == len(state["model"]) + 2
+    assert_same_state(sync.load(tmp_path / "dcp", config=SMALL), state)
+    found = make_training_state()
+    for tensor in found["model"].values():
+        tensor.zero_()
+    load_dcp(tmp_path / "dcp", found)
+    assert_same_state(found, state)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_model_of_a_state_becomes_a_folder_for_hugging_face(kind: str, tmp_path: Path) -> None:
+    """Names without the prefix, files of a size, an index that has them all."""
+    state = make_training_state()
+    source = save_as(kind, tmp_path / "source", state)
+    target = tmp_path / "hf"
+    report = sync.convert(
+        source, target, to="hf", strip="model", max_shard_nbytes=1000, config=SMALL
+    )
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for name in sorted(set(index["weight_map"].values())):
+        shard = load_file(target / name)
+        assert all(index["weight_map"][tensor] == name for tensor in shard)
+        found |= shard
+    assert_same_state(dict(sorted(found.items())), dict(sorted(state["model"].items())))
+    total = sum(tensor.nbytes for tensor in state["model"].values())
+    assert index["metadata"]["total_size"] == total == report.nbytes
+    assert {file.name for file in report.files} == set(os.listdir(target))
+    back = sync.load(target, config=SMALL)
+    assert back.keys() == state["model"].keys()
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    """It has the name that libraries look for, and a note that they want."""
+    save_as("ours", tmp_path / "source", make_weights())
+    sync.convert(tmp_path / "source", tmp_path / "hf", to="hf", config=SMALL)
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+    header = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    length = int.from_bytes(header[:8], "little")
+    assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "pt"
+    sync.convert(tmp_path / "hf", tmp_path / "new" / "x.safetensors", to="safetensors")
+    assert load_file(tmp_path / "new" / "x.safetensors").keys() == make_weights().keys()
+
+
+def test_sharded_chunks_stay_chunks_in_ours_and_become_whole_elsewhere(tmp_path: Path) -> None:
+    """Nothing is put together where that is not asked for."""
+    w = torch.arange(48.0).reshape(6, 8)
+    source = save_chunks(tmp_path / "chunks", w, [(0, 0, 4, 3), (0, 3, 4, 5), (4, 0, 2, 8)])
+    sync.convert(source, tmp_path / "ours", to="ckptio", config=SMALL)
+    (entry,) = sync.inspect(tmp_path / "ours", config=SMALL).tensors
+    assert len(entry.chunks) == 3
+    for to in ("safetensors", "dcp", "hf"):
+        sync.convert(tmp_path / "ours", tmp_path / to, to=to, config=SMALL)
+    assert torch.equal(load_file(tmp_path / "safetensors")["w"], w)
+    for name in ("ours", "dcp", "hf"):
+        assert torch.equal(sync.load(tmp_path / name, config=SMALL)["w"], w)
+
+
+def test_ties_views_and_types_that_safetensors_lacks_survive(tmp_path: Path) -> None:
+    """A tied tensor is written under each of its names; ours keeps the tie."""
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"a": base, "b": base, "c": base[1:, ::2], "z": torch.tensor([1 + 2j])}
+    save_as("ours", tmp_path / "source", state)
+    for to in ("safetensors", "dcp", "ckptio"):
+        sync.convert(tmp_path / "source", tmp_path / to, to=to, config=SMALL)
+        assert_same_state(dict(sorted(sync.load(tmp_path / to, config=SMALL).items())), state)
+    found = sync.load(tmp_path / "ckptio", config=SMALL)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+def test_values_are_lost_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    """The error names them."""
+    state = {"w": torch.ones(2), "epoch": 3, "array": np.ones(3)}
+    save_as("ours", tmp_path / "source", state)
+    for to in ("safetensors", "hf"):
+        with pytest.raises(FormatError, match=r"'epoch', 'array'"):
+            sync.convert(tmp_path / "source", tmp_path / "x", to=to, config=SMALL)
+        assert not (tmp_path / "x").exists()
+    sync.convert(
+        tmp_path / "source", tmp_path / "x", to="safetensors", drop_values=True, config=SMALL
+    )
+    assert list(load_file(tmp_path / "x")) == ["w"]
+
+
+def test_a_conversion_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """Files that are whole are kept; one that is not, or of another state, is written."""
+    save_as("ours", tmp_path / "source", make_weights())
+    target = tmp_path / "hf"
+
+    def convert(**options: Any) -> list[bool]:
+        report = sync.convert(
+            tmp_path / "source", target, to="hf", max_shard_nbytes=1, config=SMALL, **options
+        )
+        return [
+            file.was_there for file in report.files if file.name != "model.safetensors.index.json"
+        ]
+
+    def stop(done: int, total: int) -> None:
+        if done > total - 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(progress=stop)
+    left = sorted(os.listdir(target))
+    assert left
+    assert "model.safetensors.index.json" not in left
+    assert not any("partial" in name for name in left)
+    again = convert()
+    assert 0 < sum(again) < len(again)
+    assert all(convert())
+    assert_same_state(
+        dict(sorted(sync.load(target, config=SMALL).items())), dict(sorted(make_weights().items()))
+    )
+    sync.save(make_weights(), tmp_path / "source", overwrite=True, config=SMALL)
+    with pytest.raises(CheckpointExistsError):
+        convert()
+    assert not any(convert(overwrite=True))
+
+
+def test_files_of_another_conversion_are_not_mixed_in(tmp_path: Path) -> None:
+    """A reader would take them for parts of it."""
+    save_hf(tmp_path / "hf", {"x": torch.ones(2), "y": torch.ones(3)})
+    save_as("ours", tmp_path / "source", make_weights())
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(tmp_path / "source", tmp_path / "hf", to="hf", config=SMALL)
+    sync.convert(tmp_path / "source", tmp_path / "hf", to="hf", overwrite=True, config=SMALL)
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])
+def test_what_is_there_stays_unless_it_may_go(to: Any, tmp_path: Path) -> None:
+    """And stays when the source turns out to be damaged."""
+    source = save_as("ours", tmp_path / "source", make_weights())
+    other = save_as("ours", tmp_path / "other", {"x": torch.zeros(5)})
+    target = tmp_path / "target"
+    sync.convert(other, target, to=to, config=SMALL)
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, target, to=to, config=SMALL)
+    (data,) = source.glob("data-*")
+    raw = bytearray(data.read_bytes())
+    raw[9000] ^= 1
+    data.write_bytes(raw)
+    if to != "dcp":  # whose own writer overwrites in place
+        with pytest.raises(CorruptionError):
+            sync.convert(source, target, to=to, overwrite=True, config=SMALL)
+        assert list(sync.load(target, config=SMALL)) == ["x"]
+    raw[9000] ^= 1
+    data.write_bytes(raw)
+    sync.convert(source, target, to=to, overwrite=True, config=SMALL)
+    found = sync.load(target, config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(make_weights().items())))
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    """Before anything is read."""
+    source = save_as("ours", tmp_path / "source", make_weights())
+    cases: list[dict[str, Any]] = [
+        {"to": "zip"},
+        {"to": "dcp", "drop_values": True},
+        {"to": "dcp", "max_shard_nbytes": 5},
+        {"to": "hf", "max_shard_nbytes": -5},
+        {"to": "hf", "strip": "embed.weight"},
+    ]
+    for options in cases:
+        with pytest.raises((ConfigError, TargetError)):
+            sync.convert(source, tmp_path / "x", config=SMALL, **options)
+    with pytest.raises(ConfigError, match="itself"):
+        sync.convert(source, source, to="ckptio", overwrite=True, config=SMALL)
+    with pytest.raises(TargetError):
+        sync.convert(source, tmp_path / "x", to="hf", select="nothing", config=SMALL)
+    with pytest.raises(CheckpointNotFoundError):
+        sync.convert(tmp_path / "nowhere", tmp_path / "x", to="hf", config=SMALL)
+
+
+async def test_cancelling_ends_it_and_leaves_nothing_half_done(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    """The cancellation arrives when nothing runs any more."""
+    del no_leaks
+    save_file({f"w{i}": torch.ones(1000) for i in range(50)}, tmp_path / "x.safetensors")
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def progress(done: int, total: int) -> None:
+        del done, total
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(_seen(), loop).result()
+
+    async def _seen() -> None:
+        task.cancel()
+
+    task = asyncio.create_task(
+        ckptio.convert(
+            tmp_path / "x.safetensors", tmp_path / "ours", to="ckptio", progress=progress,
+            config=SMALL,
+        )
+    )  # fmt: skip
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert began.is_set()
+    with pytest.raises(CheckpointNotFoundError):
+        await ckptio.load(tmp_path / "ours")
+    report = await ckptio.convert(
+        tmp_path / "x.safetensors", tmp_path / "ours", to="ckptio", config=SMALL
+    )
+    assert report.nbytes == 200_000
+
+
+def test_parts_cover_a_tensor_in_its_order() -> None:
+    """Whatever the shape and the size of a part."""
+    for shape in [(), (7,), (3, 5), (2, 3, 4), (1, 1, 9), (0, 4), (4, 0)]:
+        entry = TensorEntry("x", "float32", shape, (Chunk(0, 0),))
+        for limit in (1, 4, 8, 20, 50, 1000):
+            parts = list(parts_of(entry, limit))
+            stop = 0
+            for part in parts:
+                assert part.start == stop
+                assert 0 < part.nbytes <= max(limit, 4)
+                stop += part.nbytes
+            assert stop == entry.nbytes

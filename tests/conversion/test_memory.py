@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MiB = 1 << 20
+NUM, NBYTES = 4, 96 * MiB
+PROGRAM = """
+import resource, sys
+from ckptio import sync
+from ckptio.config import CheckpointConfig
+source, target, to = sys.argv[1:]
+config = CheckpointConfig(pool_nbytes=16 << 20, slab_nbytes=4 << 20, durability="none")
+sync.convert(source + "-small", target + "-small", to=to, config=config)  # imports, threads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sync.convert(source, target, to=to, config=config)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def write_sparse(path: Path, nbytes: int) -> None:
+    """Write a file of several tensors of zeros that takes no room."""
+    header = {
+        f"w{i}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [i * nbytes, (i + 1) * nbytes]}
+        for i in range(NUM)
+    }
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + NUM * nbytes)
+
+
+@pytest.mark.parametrize("to", ["ckptio", "hf", "dcp"])
+def test_memory_is_bounded_whatever_is_converted(to: str, tmp_path: Path) -> None:
+    """Two pools and a few parts on their way; less than half of the state."""
+    write_sparse(tmp_path / "source", NBYTES)
+    write_sparse(tmp_path / "source-small", 1)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-c", PROGRAM),
+            *(str(tmp_path / "source"), str(tmp_path / "target"), to),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    grown_nbytes = int(done.stdout) * 1024
+    assert grown_nbytes < NUM * NBYTES * 0.55, grown_nbytes // MiB

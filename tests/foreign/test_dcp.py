@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptio import sync
+from ckptio.errors import CorruptionError, FormatError, TargetError
+from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
+from tests.rig import SMALL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_dcp(tmp_path / "dcp", make_training_state())
+
+
+def read_metadata(folder: Path) -> Metadata:
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  # our own
+    return found
+
+
+def write_metadata(folder: Path, metadata: object) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_state_comes_back_nested_as_it_was(folder: Path) -> None:
+    """Dicts, lists, tuples, numbers and strings; transposed tensors too."""
+    assert_same_state(sync.load(folder, config=SMALL), make_training_state())
+
+
+def test_select_slice_and_into_work_as_with_our_own(folder: Path) -> None:
+    """Also of a tensor that does not lie in row-major order."""
+    state = make_training_state()
+    with sync.Engine(SMALL) as engine:
+        assert engine.load(folder, select="optim.state.1") == {
+            "optim": {"state": [None, {"step": 4}]}
+        }
+        for name in ("embed.weight", "turned"):
+            rows = engine.load_slice(folder, f"model.{name}", slice(1, 3))
+            assert torch.equal(rows, state["model"][name][1:3])
+        target = {"model": {n: torch.zeros_like(t) for n, t in state["model"].items()}}
+        engine.load_with_report(folder, target, strict="ignore")
+        assert_same_state(target["model"], state["model"])
+
+
+def test_a_few_rows_of_a_large_tensor_read_a_few_blocks(tmp_path: Path) -> None:
+    """The rows and two blocks, whatever the size of the item."""
+    big = torch.arange(1 << 18, dtype=torch.float32).reshape(1024, 256)
+    folder = save_dcp(tmp_path / "big", {"w": big})
+    read: list[int] = []
+
+    def observe(event: Any) -> None:
+        if type(event).__name__ == "LoadStarted" or type(event).__name__ == "ReadProgressed":
+            read.append(event.nbytes)
+
+    with sync.Engine(SMALL, observer=observe) as engine:
+        assert torch.equal(engine.load_slice(folder, "w", slice(100, 104)), big[100:104])
+    assert max(read) <= 4 * 1024 + 2 * SMALL.block_nbytes
+
+
+def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
+    """Row blocks and column blocks, each an item of its own in one of two files."""
+    w = torch.arange(48.0).reshape(6, 8)
+    boxes = [(0, 0, 4, 3), (0, 3, 4, 5), (4, 0, 2, 8)]
+    folder = save_chunks(tmp_path / "chunks", w, boxes)
+    assert torch.equal(sync.load(folder, config=SMALL)["w"], w)
+    assert torch.equal(sync.load_slice(folder, "w", (slice(3, 5), 2), config=SMALL), w[3:5, 2])
+
+
+def save_chunks(folder: Path, w: torch.Tensor, boxes: list[tuple[int, int, int, int]]) -> Path:
+    """Write what several ranks of stock DCP write of one tensor."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
+
+    folder.mkdir()
+    chunks, places = [], {}
+    for number, (row, column, rows, columns) in enumerate(boxes):
+        data = io.BytesIO()
+        torch.save(w[row : row + rows, column : column + columns].clone(), data)
+        file = f"__{number % 2}_0.distcp"
+        with (folder / file).open("ab") as stream:
+            start = stream.tell()
+            stream.write(data.getvalue())
+        offset = torch.Size((row, column))
+        chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, columns))))
+        places[MetadataIndex("w", offset)] = _StorageInfo(file, start, len(data.getvalue()))
+    tensor = TensorStorageMetadata(TensorProperties(dtype=w.dtype), w.shape, chunks)
+    write_metadata(folder, Metadata({"w": tensor}, storage_data=places))
+    return folder
+
+
+def test_chunks_that_overlap_or_leave_gaps_are_refused(tmp_path: Path) -> None:
+    """Whatever lies in the files."""
+    w = torch.arange(48.0).reshape(6, 8)
+    gap = save_chunks(tmp_path / "gap", w, [(0, 0, 4, 8)])
+    overlap = save_chunks(tmp_path / "overlap", w, [(0, 0, 4, 8), (2, 0, 2, 8)])
+    outside = save_chunks(tmp_path / "outside", w, [(0, 0, 6, 8)])
+    metadata = read_metadata(outside)
+    metadata.state_dict_metadata["w"].size = torch.Size((3, 8))  # type: ignore[union-attr]  # a tensor
+    write_metadata(outside, metadata)
+    for folder in (gap, overlap, outside):
+        with pytest.raises(FormatError, match="'w'"):
+            sync.load(folder, config=SMALL)
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def hostile_metadata(command: str) -> dict[str, object]:
+    """Metadata that would run something, in the ways there are."""
+    return {
+        "instead": Payload(command),
+        "inside": Metadata({"w": Payload(command)}),  # type: ignore[dict-item]  # that is it
+        "planner": Metadata({}, planner_data=Payload(command)),
+        "as a key": Metadata({}, storage_data={Payload(command): 1}),
+        "getattr": Metadata({}, planner_data=getattr),
+        "eval": Metadata({}, planner_data=eval),
+        "a module of ours": Metadata({}, planner_data=FormatError),
+        "torch": Metadata({}, planner_data=torch.load),
+    }
+
+
+@pytest.mark.parametrize("case", list(hostile_metadata("")))
+def test_metadata_that_is_more_than_data_runs_nothing(folder: Path, case: str) -> None:
+    """It ends in an error that says which name it was."""
+    proof = folder.parent / "proof"
+    write_metadata(folder, hostile_metadata(f"touch {proof}")[case])
+    with pytest.raises(FormatError, match="is not part of the format"):
+        sync.load(folder, config=SMALL)
+    with pytest.raises(FormatError):
+        sync.inspect(folder, config=SMALL)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"",
+        b"\x80\x04.",
+        b"\x80\x04N.",
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n.",
+        # state for a class instead of an object of it
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n}b.",
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81N}X\x01\x00\x00\x00aK\x01s\x86b.",
+        b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",
+        b"\x80\x02cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
+        b"\x80\x04\x95" + b"\xff" * 8 + b".",
+        b"\x80\x02X\xff\xff\xff\x7fa.",
+        b"(" * 5000 + b"l" * 5000 + b".",
+        b"\x80\x02U\x01aQ.",
+        b"\x80\x02\x82\x01.",
+    ],
+)
+def test_a_damaged_pickle_is_a_format_error(folder: Path, pickled: bytes) -> None:
+    """Of any kind, and nothing else than that."""
+    (folder / ".metadata").write_bytes(pickled)
+    with pytest.raises(FormatError, match=r"\.metadata"):
+        sync.load(folder, config=SMALL)
+
+
+def lies() -> dict[str, Any]:
+    """Changes to right metadata that make it contradict itself or the files."""
+
+    def place(metadata: Metadata, **changes: Any) -> None:
+        info = metadata.storage_data[MetadataIndex("model.embed.weight", (0, 0))]
+        for key, value in changes.items():
+            setattr(info, key, value)
+
+    def tensor(metadata: Metadata, **changes: Any) -> None:
+        entry = metadata.state_dict_metadata["model.embed.weight"]
+        for key, value in changes.items():
+            setattr(entry, key, value)
+
+    return {
+        "a path": lambda m: place(m, relative_path="../x"),
+        "no file": lambda m: place(m, relative_path="nowhere"),
+        "behind the end": lambda m: place(m, offset=1 << 40),
+        "too long": lambda m: place(m, length=1 << 40),
+        "negative": lambda m: place(m, offset=-1),
+        "elsewhere": lambda m: place(m, offset=3),
+        "transformed": lambda m: place(m, transform_descriptors=["zstd"]),
+        "no place": lambda m: m.storage_data.clear(),
+        "no table": lambda m: setattr(m, "storage_data", None),
+        "another type": lambda m: tensor(m, properties=TensorProperties(dtype=torch.float64)),
+        "no type": lambda m: tensor(m, properties=None),
+        "a bad size": lambda m: tensor(m, size=(-1, 2)),
+        "no chunks": lambda m: tensor(m, chunks=[]),
+        "neither": lambda m: m.state_dict_metadata.update(x="y"),
+        "a path twice": lambda m: m.planner_data.update({"epoch": ("name",)}),
+        "a path through a value": lambda m: m.planner_data.update({"epoch": ("name", "x")}),
+        "a far place": lambda m: m.planner_data.update({"epoch": ("list", 1 << 50)}),
+    }
+
+
+@pytest.mark.parametrize("case", list(lies()))
+def test_metadata_that_lies_is_refused_before_any_target_changes(folder: Path, case: str) -> None:
+    """By a FormatError, whatever it lies about."""
+    metadata = read_metadata(folder)
+    lies()[case](metadata)
+    write_metadata(folder, metadata)
+    state = make_training_state()
+    target = {"model": {name: torch.zeros_like(t) for name, t in state["model"].items()}}
+    with pytest.raises(FormatError):
+        sync.load(folder, config=SMALL)
+    if case != "another type":  # which does not fit the target, and so is left out
+        with pytest.raises(FormatError):
+            sync.load_with_report(folder, target, strict="ignore", config=SMALL)
+        assert all(not t.any() for t in target["model"].values())
+
+
+def test_a_file_that_was_cut_is_noticed_before_any_target_changes(folder: Path) -> None:
+    """With the name of what was in there."""
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 5000)
+    state = make_training_state()
+    target = {"model": {name: torch.zeros_like(t) for name, t in state["model"].items()}}
+    with pytest.raises(CorruptionError) as caught:
+        sync.load_with_report(folder, target, strict="ignore", config=SMALL)
+    assert caught.value.fqns
+    assert all(not t.any() for t in target["model"].values())
+
+
+def test_objects_are_refused_by_name_unless_allowed_or_left_out(tmp_path: Path) -> None:
+    """As the sharded objects of Megatron-core are: only a pickle can make them."""
+    state = {
+        "w": torch.ones(3),
+        "decoder._extra_state/shard_0_2": io.BytesIO(b"scales"),
+        "args": argparse.Namespace(lr=1),
+    }
+    folder = save_dcp(tmp_path / "megatron", state)
+    names = {tensor.name for tensor in sync.inspect(folder, config=SMALL).tensors}
+    assert names == set(state)
+    with pytest.raises(FormatError, match=r"_extra_state/shard_0_2', 'args'"):
+        sync.load(folder, config=SMALL)
+    target: Any = {"w": torch.zeros(3), "args": b""}
+    with pytest.raises(FormatError, match="'args'"):
+        sync.load_with_report(folder, target, strict="ignore", config=SMALL)
+    assert not target["w"].any()
+    assert_same_state(sync.load(folder, select="w", config=SMALL), {"w": torch.ones(3)})
+    with torch.serialization.safe_globals([io.BytesIO]):
+        found = sync.load(folder, select=["w", "decoder"], config=SMALL)
+    assert found["decoder._extra_state/shard_0_2"] == b"scales"
+
+
+def test_a_value_with_tensors_in_it_comes_back(tmp_path: Path) -> None:
+    """A tuple is one value to DCP, whatever it holds."""
+    state = {"pair": (torch.arange(3), {"x": [torch.ones(2), 1.5]}), "w": torch.zeros(2)}
+    folder = save_dcp(tmp_path / "pair", state)
+    found = sync.load(folder, config=SMALL)
+    assert_same_state(found, state)
+    assert torch.equal(
+        sync.load_slice(folder, "pair.0", slice(1, 2), config=SMALL), torch.arange(3)[1:2]
+    )
+
+
+def test_state_of_planners_that_do_not_nest_is_flat(tmp_path: Path) -> None:
+    """Names are the keys then."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: PLC0415
+
+    state = {"a.b": torch.ones(2), "c": torch.zeros(1)}
+    folder = save_dcp(
+        tmp_path / "flat", state, planner=DefaultSavePlanner(flatten_state_dict=False)
+    )
+    assert_same_state(sync.load(folder, config=SMALL), state)
+
+
+def test_selecting_nothing_that_is_there_says_so(folder: Path) -> None:
+    """As with a checkpoint of ours."""
+    with pytest.raises(TargetError, match="select"):
+        sync.load(folder, select="optimizer", config=SMALL)
+
+
+def test_unknown_kinds_of_items_have_no_effect_on_others(folder: Path) -> None:
+    """Metadata has a value without a place: refused by name."""
+    metadata = read_metadata(folder)
+    metadata.state_dict_metadata["ghost"] = BytesStorageMetadata()
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError, match="'ghost' has no place"):
+        sync.load(folder, config=SMALL)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from ckptio import sync
+from ckptio.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+from tests.foreign.rig import assert_same_state, make_weights, save_hf
+from tests.rig import SMALL
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    save_file(make_weights(), path, metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_hf(tmp_path / "hub", make_weights())
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "single", "index"])
+def test_a_checkpoint_of_safetensors_loads(kind: str, file: Path, folder: Path) -> None:
+    """A file; a folder with an index; one with model.safetensors; the index itself."""
+    path = {"file": file, "index": folder / "model.safetensors.index.json"}.get(kind, folder)
+    if kind == "single":
+        path = file.parent / "one"
+        path.mkdir()
+        file.rename(path / "model.safetensors")
+    assert_same_state(sync.load(path, config=SMALL), make_weights())
+
+
+def test_a_folder_of_links_loads(folder: Path, tmp_path: Path) -> None:
+    """As the cache of a model hub is made: files are links to where they lie."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for name in os.listdir(folder):
+        (cache / name).symlink_to(folder / name)
+    assert_same_state(sync.load(cache, config=SMALL), make_weights())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_select_slice_and_into_work_as_with_our_own(folder: Path) -> None:
+    """Tensors of the target are filled in place, converted where that is asked for."""
+    weights = make_weights()
+    with sync.Engine(SMALL) as engine:
+        assert list(engine.load(folder, select="layers.1")) == ["layers.1.ids"]
+        rows = engine.load_slice(folder, "embed.weight", slice(3, 5))
+        assert torch.equal(rows, weights["embed.weight"][3:5])
+        target = {name: torch.zeros_like(value) for name, value in weights.items()}
+        assert engine.load(folder, target) is target
+        assert_same_state(target, weights)
+        halves = {"embed.weight": torch.zeros(64, 96, dtype=torch.float16)}
+        engine.load_with_report(folder, halves, dtype=torch.float16, strict="ignore")
+        assert torch.equal(halves["embed.weight"], weights["embed.weight"].half())
+        with pytest.raises(MismatchError):
+            engine.load(folder, {"other": torch.zeros(3)})
+
+
+def test_a_slice_reads_little_more_than_its_bytes(file: Path) -> None:
+    """The row and two blocks."""
+    read: list[int] = []
+
+    def observe(event: Any) -> None:
+        if type(event).__name__ == "ReadProgressed":
+            read.append(event.nbytes)
+
+    with sync.Engine(SMALL, observer=observe) as engine:
+        engine.load_slice(file, "embed.weight", 7)
+    assert max(read) <= 96 * 4 + 2 * SMALL.block_nbytes
+
+
+def test_an_engine_sees_that_a_file_was_replaced(file: Path) -> None:
+    """What it keeps of it is checked first."""
+    with sync.Engine(SMALL) as engine:
+        engine.load(file)
+        engine.load(file)
+        assert engine.cache_statistics().num_reads == 1
+        file.unlink()
+        save_file({"x": torch.ones(2)}, file)
+        assert list(engine.load(file)) == ["x"]
+        file.unlink()
+        with pytest.raises(CheckpointNotFoundError):
+            engine.load(file)
+
+
+def test_inspect_says_what_is_there_and_verify_that_it_cannot_know(file: Path) -> None:
+    """There are no checksums: nothing claims to have compared any."""
+    manifest = sync.inspect(file, config=SMALL)
+    assert manifest.is_foreign
+    assert manifest.writer == "safetensors"
+    assert {tensor.name for tensor in manifest.tensors} == set(make_weights())
+    with pytest.raises(FormatError, match="no checksums"):
+        sync.verify(file, config=SMALL)
+
+
+def write(path: Path, header: object, data: bytes, *, pad: int = 0) -> Path:
+    """Write a safetensors file by hand."""
+    text = json.dumps(header).encode() + b" " * pad
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@given(pad=st.integers(0, 16), dtype=st.sampled_from([None, torch.float32]))
+def test_a_file_whose_tensors_lie_on_odd_bytes_loads(
+    tmp_path_factory: pytest.TempPathFactory, pad: int, dtype: torch.dtype | None
+) -> None:
+    """No rule of the format forbids it; elements are never cut by a block."""
+    values = torch.arange(5000, dtype=torch.float64)
+    header = {
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "b": {"dtype": "F64", "shape": [5000], "data_offsets": [3, 40003]},
+    }
+    data = b"abc" + values.numpy().tobytes()
+    path = write(tmp_path_factory.mktemp("odd") / "x.safetensors", header, data, pad=pad)
+    found = sync.load(path, dtype=dtype, config=SMALL)
+    assert torch.equal(found["b"].double(), values)
+    assert bytes(found["a"].tolist()) == b"abc"
+
+
+HOSTILE = {
+    "overlap": {
+        "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+    },
+    "hole": {"a": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
+    "behind the end": {"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}},
+    "too small": {"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 6]}},
+    "negative": {"a": {"dtype": "U8", "shape": [-2, -3], "data_offsets": [0, 6]}},
+    "huge": {"a": {"dtype": "U8", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 6]}},
+    "unknown type": {"a": {"dtype": "Q8", "shape": [6], "data_offsets": [0, 6]}},
+    "a list": [1, 2],
+    "a number": {"a": 7},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
+    """Before any tensor is made, and with the path in the message."""
+    path = write(tmp_path / "x.safetensors", HOSTILE[case], b"abcdef")
+    with pytest.raises(FormatError, match=r"x\.safetensors"):
+        sync.load(path, config=SMALL)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 8, 100, -1])
+def test_a_file_that_was_cut_is_refused_before_any_target_changes(file: Path, nbytes: int) -> None:
+    """Wherever it was cut."""
+    os.truncate(file, nbytes if nbytes >= 0 else file.stat().st_size - 1)
+    target = {name: torch.zeros_like(value) for name, value in make_weights().items()}
+    with pytest.raises(FormatError):
+        sync.load(file, target, config=SMALL)
+    assert all(not value.any() for value in target.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "", "..", "x\0", "x.bin"]
+)
+def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> None:
+    """It is anybody's file."""
+    save_file({"w": torch.ones(1)}, folder.parent / "secret.safetensors")
+    index = {"weight_map": {"w": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError):
+        sync.load(folder, config=SMALL)
+
+
+def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
+    """A missing shard, a tensor that is elsewhere, one that is twice, no index at all."""
+    index = folder / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    first, second = sorted(set(whole["weight_map"].values()))
+    moved = {**whole["weight_map"], "empty": first, "scalar": first}
+    index.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(FormatError, match="does not have it"):
+        sync.load(folder, config=SMALL)
+    index.write_text(json.dumps(whole))
+    (folder / "kept").write_bytes((folder / second).read_bytes())
+    (folder / second).write_bytes((folder / first).read_bytes())
+    with pytest.raises(FormatError, match="is in"):
+        sync.load(folder, config=SMALL)
+    (folder / second).unlink()
+    with pytest.raises(CorruptionError, match="the index names"):
+        sync.load(folder, config=SMALL)
+    index.write_text("{")
+    with pytest.raises(FormatError, match="no index"):
+        sync.load(folder, config=SMALL)
+
+
+def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:
+    """A directory of other things, another file, a pipe."""
+    (tmp_path / "notes.txt").write_text("hello, world: these are notes")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "pipe", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointNotFoundError):
+            sync.load(path, config=SMALL)
+
+
+def test_a_checkpoint_of_ours_comes_first(folder: Path) -> None:
+    """A folder that has both is ours."""
+    sync.save({"ours": 1}, folder, config=SMALL)
+    assert sync.load(folder, config=SMALL) == {"ours": 1}

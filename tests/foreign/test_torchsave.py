@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from typing import Any
+
+import pytest
+import torch
+
+from ckptio import sync
+from ckptio.errors import FormatError
+from tests.foreign.rig import assert_same_state, make_training_state
+from tests.foreign.test_dcp import Payload
+from tests.rig import SMALL
+
+
+@pytest.fixture(params=[True, False], ids=["zip", "old"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "state.pt"
+    torch.save(make_training_state(), path, _use_new_zipfile_serialization=request.param)
+    return path
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_state_comes_back(file: Path) -> None:
+    """Of both formats that torch has had."""
+    assert_same_state(sync.load(file, config=SMALL), make_training_state())
+
+
+def test_select_slice_and_into_work_as_with_our_own(file: Path) -> None:
+    """The target is filled in place."""
+    state = make_training_state()
+    with sync.Engine(SMALL) as engine:
+        assert engine.load(file, select="epoch") == {"epoch": 11}
+        rows = engine.load_slice(file, "model.embed.weight", slice(1, 3))
+        assert torch.equal(rows, state["model"]["embed.weight"][1:3])
+        target = {"model": {n: torch.zeros_like(t) for n, t in state["model"].items()}}
+        engine.load_with_report(file, target, strict="ignore")
+        assert_same_state(target["model"], state["model"])
+
+
+def test_ties_and_views_stay(tmp_path: Path) -> None:
+    """What shared its memory does so again, as with a checkpoint of ours."""
+    base = torch.arange(12.0).reshape(3, 4)
+    torch.save(OrderedDict(a=base, b=base, rows=base[1:]), tmp_path / "x.pt")
+    found: Any = sync.load(tmp_path / "x.pt", config=SMALL)
+    assert type(found) is OrderedDict
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert torch.equal(found["rows"], base[1:])
+
+
+def test_a_file_that_is_more_than_data_runs_nothing(tmp_path: Path) -> None:
+    """Of both formats; the error says what it was."""
+    proof = tmp_path / "proof"
+    for is_zip in (True, False):
+        state = {"w": torch.ones(2), "x": Payload(f"touch {proof}")}
+        torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(FormatError, match="more than data"):
+            sync.load(tmp_path / "x.pt", config=SMALL)
+    assert not proof.exists()
+
+
+def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:
+    """Wherever it was cut."""
+    for nbytes in (file.stat().st_size - 1, 1000, 20):
+        os.truncate(file, nbytes)
+        with pytest.raises(FormatError):
+            sync.load(file, config=SMALL)
+
+
+def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path) -> None:
+    """A sparse tensor, for one."""
+    torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="'s'"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
