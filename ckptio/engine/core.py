@@ -8,6 +8,7 @@ and sessions, tasks and buffers that belong to a loop belong to this one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import sys
@@ -262,6 +263,10 @@ class EngineCore:
         else:
             self._in_flight.discard(running)
             running.future.set_result(result)
+        # a cancellation that is on its way has nothing left to stop; a task that ended with
+        # it pending would count as cancelled, and end the portal's group and the engine
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
 
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""

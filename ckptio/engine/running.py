@@ -28,7 +28,11 @@ class Running(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def started(self) -> None:
-        """The task runs. Called on it, first of all."""
+        """The task runs. Called on it, first of all.
+
+        One that was aborted before begins all the same, and is cancelled where it first
+        waits: what it has to say of its end, it says.
+        """
         with self._lock:
             self._task = asyncio.current_task()
             self._loop = asyncio.get_running_loop()
@@ -50,9 +54,18 @@ class Running(Generic[T]):
             task, loop = self._task, self._loop
         if task is not None and loop is not None:
             try:
-                loop.call_soon_threadsafe(task.cancel)
+                loop.call_soon_threadsafe(self._cancel, task)
             except RuntimeError:  # the loop has ended, and the task before it
                 return
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the task, on its loop, unless it has nothing left to do.
+
+        A task that comes to its end with a cancellation pending counts as cancelled, which
+        would end the task group that it is in, and with that the engine.
+        """
+        if not self.future.done():
+            task.cancel()
 
     def wait_ended(self) -> None:
         """Block until the task has ended, however it did."""

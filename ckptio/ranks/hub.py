@@ -193,7 +193,10 @@ class Hub:
 
     def decisive(self, key: str, *, is_on: bool) -> None:
         """Note whether a failure from now on leaves ranks in doubt."""
-        meeting = self._meeting(key)
+        # one that is over, because rank 0 did not stop in time, is not begun again
+        meeting = self._meeting(key) if is_on else self._meetings.get(key)
+        if meeting is None:
+            return
         meeting.is_decisive = is_on
         if meeting.failing_since_s is not None:
             meeting.in_doubt = is_on

@@ -13,6 +13,7 @@ import torch
 import ckptio
 import ckptio.sync
 from ckptio.engine.core import EngineCore
+from ckptio.engine.running import Running
 from ckptio.errors import EngineClosedError, SaveAbortedError, StorageError
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (
@@ -428,3 +429,29 @@ async def test_a_failure_keeps_its_cause(tmp_path: Path, kind: str) -> None:
             await engine.save(filled_state([60_000], 1), tmp_path / "c")
     assert type(caught.value.__cause__) is OSError
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_aborting_a_step_that_waits_for_nothing_does_not_end_the_engine(core: EngineCore) -> None:
+    """Before it has begun, while it runs, and just when it ends."""
+    runs: list[Running[int]] = []
+
+    async def step(_: EngineContext) -> int:
+        if runs:
+            runs.pop().abort()  # the loop comes to that when the step has ended
+        return 1
+
+    early: Running[int] = Running()
+    early.abort()
+    core.submit(step, "aborted before", early)
+    early.wait_ended()
+    assert early.future.result() == 1
+    for _ in range(100):
+        late: Running[int] = Running()
+        runs.append(late)
+        core.submit(step, "aborted at the end", late)
+        assert late.future.result() == 1
+        racing: Running[int] = Running()
+        core.submit(step, "aborted from another thread", racing)
+        racing.abort()
+        racing.wait_ended()
+        assert core.call_blocking(step, "another") == 1

@@ -355,6 +355,18 @@ def test_per_rank_tensors_of_one_name_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_tensor_named_as_one_of_a_per_rank_value_is_refused(*, swapped: bool) -> None:
+    """They would be taken for replicas of each other: one would be loaded for both."""
+    ranks = [
+        {"x": PerRank(Tensor("x~rank0")), "x~rank1": Tensor("x~rank1")},
+        {"x": PerRank(Tensor("x~rank1"))},
+    ]
+    message = refused(*(reversed(ranks) if swapped else ranks))
+    owner = 0 if swapped else 1
+    assert f"'x~rank1' names a tensor of all ranks, and one of rank {owner} in PerRank" in message
+
+
 def test_the_first_of_many_differences_are_listed() -> None:
     """Ten of them, and how many more there are."""
     message = refused({f"k{i}": i for i in range(30)}, {f"k{i}": -1 for i in range(30)})

@@ -206,6 +206,133 @@ def test_a_decision_that_comes_too_late_is_none() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("is_decisive", [True, False])
+def test_ranks_are_in_doubt_only_if_rank_0_said_so(*, is_decisive: bool) -> None:
+    """A failure while something is decided that changes nothing sends nobody to look."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            if is_decisive:
+                decide_for_good(ranks, session)
+            if ranks.rank == 3:
+                asyncio.get_running_loop().call_later(1, cancel_now, asyncio.current_task())
+            await session.round("plan", 1, never)
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors = errors_of((await world.run(body))[:3])
+            assert errors[0].causes == {3: "it was cancelled there"}
+            assert errors[0].in_doubt == is_decisive
+
+    run(scenario())
+
+
+def cancel_now(task: asyncio.Task[object] | None) -> None:
+    assert task is not None
+    task.cancel()
+
+
+def test_a_decision_that_is_taken_back_leaves_nobody_in_doubt() -> None:
+    """Rank 0 says that it could not do what it began, and raises."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+
+            async def decide(_: Sequence[Json]) -> Same:
+                session.decisive(is_on=True)
+                await asyncio.sleep(1)
+                session.decisive(is_on=False)
+                raise OSError(28, "no space left")
+
+            await session.round("commit", 1, decide)
+
+    async def scenario() -> None:
+        async with group() as world:
+            errors = errors_of(await world.run(body))
+            assert errors[0].causes == {0: "OSError: [Errno 28] no space left"}
+            assert not errors[0].in_doubt
+
+    run(scenario())
+
+
+def test_members_decide_nothing() -> None:
+    """It is a mistake in the program that asks them to."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save") as session:
+            if ranks.rank:
+                with pytest.raises(AssertionError, match="decides in 'save'"):
+                    session.decisive(is_on=True)
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            assert await world.run(body) == [None] * WORLD
+
+    run(scenario())
+
+
+def test_a_decision_that_takes_no_notice_of_the_stop_does_not_hang() -> None:
+    """What cannot be cancelled any more goes on to its end; its answer is heard by nobody."""
+
+    async def decide(_: Sequence[Json]) -> Same:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+        await asyncio.sleep(1)
+        return Same("decided")
+
+    async def body(ranks: Ranks) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with ranks.session("save") as session:
+                decide_for_good(ranks, session)
+                if ranks.rank == 2:
+                    asyncio.get_running_loop().call_later(1, cancel_now, task)
+                await session.round("commit", 1, decide)
+        finally:
+            assert task.cancelling() == (ranks.rank == 2)
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes = await world.run(body)
+            assert isinstance(outcomes.pop(2), asyncio.CancelledError)
+            assert errors_of(outcomes)[0].in_doubt
+            assert asyncio.get_running_loop().time() < 5
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_that_comes_with_a_stop_leaves_its_rank_in_doubt(seed: int) -> None:
+    """Rank 0 has decided and left; who reads of that and of a failure at once was stopped."""
+
+    async def body(ranks: Ranks) -> Json:
+        task = asyncio.current_task()
+        async with ranks.session("save") as session:
+            decide_for_good(ranks, session)
+            if ranks.rank == 1:
+                asyncio.get_running_loop().call_later(2, cancel_now, task)
+            return await session.round("commit", 1, add)
+
+    async def scenario() -> None:
+        async with MemoryRanks(3, deadlines=DEADLINES, seed=seed, joins_pieces=True) as world:
+            for rank in (1, 2):
+                world.deafen(rank)
+                asyncio.get_running_loop().call_later(4, world.thaw, rank)
+            outcomes = await world.run(body)
+            assert outcomes[0] == 3
+            assert isinstance(outcomes[1], asyncio.CancelledError)
+            assert isinstance(outcomes[2], RankError)
+            assert outcomes[2].in_doubt
+
+    run(scenario(), seed)
+
+
 def test_a_late_failure_is_of_its_rank_alone() -> None:
     """Ranks that have left do not hear of it, and the failing one does not wait."""
 

@@ -118,6 +118,62 @@ def test_several_lost_ranks_are_all_named() -> None:
     assert "failed on ranks 2-3: lost, gone (host 'h')" in post.verdict().text
 
 
+def decided(post: Post) -> Hub:
+    """Give a hub of three ranks in whose round rank 0 decides."""
+    for rank in range(3):
+        post.hub.say(rank, "save", "commit", rank)
+    return post.hub
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_ranks_are_in_doubt_from_the_decision_on(*, is_on: bool) -> None:
+    """Not while rank 0 checks what it is told; nor when it could not do what it began."""
+    before = Post(3)
+    decided(before).failed(2, "save", "ValueError: no")
+    during = Post(3)
+    decided(during).decisive("save", is_on=True)
+    during.hub.failed(2, "save", "ValueError: no")
+    during.hub.decisive("save", is_on=is_on)
+    for post, in_doubt in ((before, False), (during, is_on)):
+        for rank in (0, 1):
+            post.hub.stopped(rank, "save")
+        assert post.verdict().in_doubt == in_doubt
+        assert ("look whether the checkpoint is there" in post.verdict().text) == in_doubt
+
+
+def test_a_decision_that_begins_while_ranks_stop_leaves_them_in_doubt() -> None:
+    """Rank 0 is told to stop and may be past that point; the verdict says so."""
+    post = Post(3)
+    decided(post).failed(2, "save", "ValueError: no")
+    post.hub.decisive("save", is_on=True)
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert post.verdict().in_doubt
+
+
+def test_doubt_of_one_session_is_none_in_another() -> None:
+    """Saves that are in flight together end each for itself."""
+    post = Post(3)
+    decided(post).decisive("other", is_on=True)
+    post.hub.failed(2, "save", "ValueError: no")
+    for rank in (0, 1):
+        post.hub.stopped(rank, "save")
+    assert not post.verdict().in_doubt
+
+
+def test_taking_back_a_decision_begins_no_session() -> None:
+    """Rank 0 may come back to one that was ended because it did not stop in time."""
+    post = Post(3)
+    decided(post).decisive("save", is_on=True)
+    post.hub.failed(2, "save", "ValueError: no")
+    post.hub.stopped(1, "save")
+    post.now_s = 61
+    post.hub.tick()
+    assert post.verdict().in_doubt
+    post.hub.decisive("save", is_on=False)
+    assert post.hub.num_meetings == 0
+
+
 def test_a_key_used_twice_fails_the_session() -> None:
     """A rank that comes back to what it has left is told so, and so are the others."""
     post = Post(2)

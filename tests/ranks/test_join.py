@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptio.errors import ConfigError, PeerLostError, RankError
+from ckptio.format.manifest import decode_manifest, encode_manifest
 from ckptio.ranks.discover import find_place, ranks_of
 from ckptio.ranks.host import addresses_towards, this_host
 from ckptio.ranks.interface import Deadlines
@@ -224,3 +226,27 @@ def test_addresses_of_this_machine_are_no_loopback() -> None:
         assert not any(a.startswith("127.") or a == "::1" for a in addresses_towards(peer))
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         assert this_host().endswith(file.read(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("büro 1\n", "b-ro-1-"),
+        ("", "localhost"),
+        ("n" * 300, "n" * 200),
+        ("gpu-17.site", "gpu-17.site"),
+    ],
+)
+def test_a_host_has_a_name_that_a_manifest_takes(
+    given: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever somebody has called it: nobody loses a checkpoint for the name of a machine."""
+    monkeypatch.setattr(socket, "gethostname", lambda: given)
+    host = this_host()
+    assert host.startswith(name)
+    assert host.removeprefix(name)[:1] in {"", "-"}
+    manifest = encode_manifest(
+        writer="1", save_id="0" * 32, created="", block_nbytes=4096, files=[],
+        tensors=b"[]", tree=b"0", hosts=[host, "other"],
+    )  # fmt: skip
+    assert decode_manifest(manifest).hosts[0] == host

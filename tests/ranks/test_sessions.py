@@ -213,7 +213,9 @@ def test_whatever_befalls_a_rank_all_end_alike_and_in_time(
     trouble = Trouble(kind, rank % world_size, at_s)
 
     async def scenario() -> None:
-        async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
+        async with MemoryRanks(
+            world_size, deadlines=DEADLINES, seed=seed, joins_pieces=seed % 2 == 1
+        ) as world:
             job = Job(world, num_sessions, num_rounds, trouble, random.Random(seed))
             began_s = asyncio.get_running_loop().time()
             await job.run()

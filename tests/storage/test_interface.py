@@ -260,3 +260,27 @@ async def test_sealing_notices_a_file_that_was_removed(place: Place) -> None:
     with pytest.raises(StorageError, match="end the files"):
         await member.seal()
     await member.abort()
+
+
+@pytest.mark.parametrize("commits", [True, False])
+async def test_a_directory_that_the_end_of_another_save_took_along_is_made_again(
+    place: Place, *, commits: bool
+) -> None:
+    """A rank that is in the next save already writes on, while others end the one that failed."""
+    failed = await place.storage.join(A)
+    member = await place.storage.join(B)
+    await failed.abort()
+    if place.directory is not None:
+        assert not place.directory.parent.exists()
+    await fill_attempt(member, rank_files(B, 1))
+    await member.seal()
+    if commits:
+        leader = await place.storage.begin(B, overwrite=False)
+        await leader.commit(manifest_of(B, rank_files(B, 1)))
+        await member.leave()
+        assert await read_files(place.storage) == rank_files(B, 1)
+    else:
+        await member.abort()
+        assert place.names() == []
+        if place.directory is not None:
+            assert not place.directory.parent.exists()
