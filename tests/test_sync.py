@@ -49,7 +49,10 @@ def public_callables(owner: Any) -> dict[str, Any]:
 
 #: Names on one side only, and why.
 ONLY_ASYNC = {"prewarm_step"}  # a step of the engine's loop, for both sides
-ONLY_SYNC = {"start_save"}  # `save` of the other side returns at once
+ONLY_SYNC = {
+    "start_save",  # `save` of the other side returns at once
+    "convert",  # its twin is `ckptio.conversion.convert.convert`; compared below
+}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,14 @@ def test_every_name_has_a_twin_with_the_same_parameters(one: Any, other: Any) ->
         expected = "CheckpointInfo" if name == "save" else returns
         assert inspect.signature(twin).return_annotation == expected, name
         assert inspect.getdoc(twin)
+
+
+def test_converting_has_a_twin_with_the_same_parameters() -> None:
+    """Names, kinds, defaults and annotations agree; only waiting differs."""
+    one, other = inspect.signature(ckptio.convert), inspect.signature(ckptio.sync.convert)
+    assert one == other
+    assert inspect.iscoroutinefunction(ckptio.convert)
+    assert not inspect.iscoroutinefunction(ckptio.sync.convert)
 
 
 def test_the_engines_are_made_alike() -> None:

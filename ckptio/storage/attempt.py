@@ -184,6 +184,7 @@ class LocalAttempt:
 
     def _seal(self) -> None:
         try:
+            self._make_own_dir()  # a rank without files may have lost it to another save's end
             self._sync_dirs()
             self._check_present()
         except OSError as error:

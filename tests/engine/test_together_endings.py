@@ -301,6 +301,26 @@ def test_a_refusal_leaves_nobody_in_doubt() -> None:
 
 @pytest.mark.parametrize("aborting", [0, 1])
 @pytest.mark.parametrize("seed", range(5))
+def test_a_save_that_is_aborted_at_once_is_aborted_for_all(seed: int, aborting: int) -> None:
+    """The others hear of a save that had not taken a step, and its handle says how it ended."""
+
+    async def scenario() -> None:
+        async with job(2, seed=seed) as ranks:
+            handles = begin_saves(ranks)
+            handles[aborting].abort()
+            errors = await outcomes_of(handles)
+            assert isinstance(errors[aborting], SaveAbortedError)
+            error = errors[1 - aborting]
+            assert isinstance(error, RankError)
+            assert error.causes == {aborting: "it was cancelled there"}
+            assert now_s() < SOON_S
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("aborting", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
 def test_a_save_that_waits_for_a_place_is_aborted_for_all(seed: int, aborting: int) -> None:
     """The others do not wait for a rank whose save never began; earlier and later ones go on."""
 
