@@ -32,7 +32,8 @@ from ckptio import CheckpointConfig
 from ckptio.config import GiB
 from ckptio.engine.decide import _leaves
 from ckptio.format.checksum import pack_checksums
-from ckptio.format.manifest import FileEntry, Manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import FileEntry, Manifest
 from ckptio.plan.exchange import decode_runs, plan_exchange
 from ckptio.plan.job import merge_tables, plan_job
 from ckptio.plan.save import plan_save

@@ -15,8 +15,9 @@ from ckptio._version import __version__
 
 if TYPE_CHECKING:
     from ckptio import errors, events, sync
-    from ckptio.api import Engine, inspect, load, load_slice, load_with_report, save, verify
+    from ckptio.api import Engine
     from ckptio.cache import CacheStatistics
+    from ckptio.calls import inspect, load, load_slice, load_with_report, save, verify
     from ckptio.checkpointer import Checkpointer
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.convert import ConvertReport, convert
@@ -57,8 +58,9 @@ if TYPE_CHECKING:
     from ckptio.staging.pool import PoolStatistics
 
 _HOMES = {
-    "ckptio.api": (
-        "Engine",
+    "ckptio.api": ("Engine",),
+    "ckptio.cache": ("CacheStatistics",),
+    "ckptio.calls": (
         "inspect",
         "load",
         "load_slice",
@@ -66,7 +68,6 @@ _HOMES = {
         "save",
         "verify",
     ),
-    "ckptio.cache": ("CacheStatistics",),
     "ckptio.checkpointer": ("Checkpointer",),
     "ckptio.config": ("CheckpointConfig",),
     "ckptio.conversion.convert": ("ConvertReport", "convert"),

@@ -1,8 +1,8 @@
-"""The face: an engine, and functions that open one for a call.
+"""The face: an engine.
 
 Everything here may be called from any asyncio loop, several at once. The work is done on
-the engine's own loop; the caller's is only waited on. Blocking twins of the same names
-are in `ckptio.sync`.
+the engine's own loop; the caller's is only waited on. A blocking twin of the same name
+is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.calls`.
 """
 
 from __future__ import annotations
@@ -307,105 +307,3 @@ class Engine:
 async def prewarm_step(context: EngineContext, nbytes: int | None) -> None:
     """Touch the pool's memory. On the loop: nobody else may take slabs meanwhile."""
     context.pool.prewarm(nbytes)
-
-
-def save(
-    state: Any,
-    path: PathLike,
-    *,
-    overwrite: bool = False,
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-    ranks: RanksLike = "auto",
-) -> SaveHandle:
-    """Start saving a state with an engine for this one call; see `Engine.save`.
-
-    A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
-    ranks, this blocks until all of them have called it, and raises what `Engine` raises.
-    """
-    from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
-
-    core = EngineCore(config, observer, ranks)
-    core.start()
-    try:
-        return begin_save(core, state, path, overwrite=overwrite, close_after=True)
-    except BaseException:
-        core.close()
-        raise
-
-
-async def load(
-    path: PathLike,
-    into: Any = None,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    select: Select | None = None,
-    strict: Strict = "raise",
-    types: Sequence[type] = (),
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-    ranks: RanksLike = "auto",
-) -> Any:
-    """Load a state with an engine for this one call; see `Engine.load`."""
-    async with Engine(config, observer=observer, ranks=ranks) as engine:
-        return await engine.load(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
-        )
-
-
-async def load_with_report(
-    path: PathLike,
-    into: Any = None,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    select: Select | None = None,
-    strict: Strict = "report",
-    types: Sequence[type] = (),
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-    ranks: RanksLike = "auto",
-) -> LoadResult:
-    """Load a state and say what was found; see `Engine.load_with_report`."""
-    async with Engine(config, observer=observer, ranks=ranks) as engine:
-        return await engine.load_with_report(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
-        )
-
-
-async def load_slice(
-    path: PathLike,
-    name: str,
-    index: Index,
-    *,
-    device: torch.device | str | None = None,
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-) -> torch.Tensor:
-    """Load a part of one tensor with an engine for this one call; see `Engine.load_slice`."""
-    async with Engine(config, observer=observer, ranks="solo") as engine:
-        return await engine.load_slice(path, name, index, device=device)
-
-
-async def inspect(
-    path: PathLike,
-    *,
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-) -> Manifest:
-    """Read what a checkpoint is made of; see `Engine.inspect`."""
-    async with Engine(config, observer=observer, ranks="solo") as engine:
-        return await engine.inspect(path)
-
-
-async def verify(
-    path: PathLike,
-    *,
-    compare_copies: bool = False,
-    config: CheckpointConfig | None = None,
-    observer: Observer | None = None,
-) -> VerifyReport:
-    """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
-    async with Engine(config, observer=observer, ranks="solo") as engine:
-        return await engine.verify(path, compare_copies=compare_copies)

@@ -19,7 +19,8 @@ from ckptio.engine.context import EngineContext
 from ckptio.engine.core import EngineCore
 from ckptio.engine.running import Running
 from ckptio.format.checksum import block_checksums
-from ckptio.format.manifest import decode_manifest, encode_manifest, encode_tensors
+from ckptio.format.compose import encode_manifest, encode_tensors
+from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
 from ckptio.storage.leftovers import data_file_name
 from ckptio.storage.local import LocalStorage

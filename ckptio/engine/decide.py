@@ -22,7 +22,7 @@ from ckptio._gc import collection_paused
 from ckptio._version import __version__
 from ckptio.errors import ConfigError, PlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
-from ckptio.format.manifest import encode_manifest
+from ckptio.format.compose import encode_manifest
 from ckptio.plan.job import merge_tables, plan_job
 from ckptio.plan.replan import replan_job
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees

@@ -16,14 +16,12 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ckptio._aio import run_blocking
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read
 from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
 from ckptio.events import ExchangePlanned
-from ckptio.format.checksum import crc32c
+from ckptio.format.compose import encode_again
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.exchange import (
     block_runs,
@@ -89,7 +87,8 @@ async def fetch_manifest(storage: Storage, context: EngineContext, course: Cours
         context.received.put(storage.identity, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}
         if any(message["has"] != manifest.save_id for message in messages):
-            answer["manifest"] = await run_blocking(context.executor, _as_text, manifest)
+            encoded = await run_blocking(context.executor, encode_again, manifest)
+            answer["manifest"] = encoded.decode()
         return Same(answer)
 
     has = context.received.get(storage.identity)
@@ -109,12 +108,6 @@ async def fetch_manifest(storage: Storage, context: EngineContext, course: Cours
         )
         context.received.put(storage.identity, latest)
     return latest
-
-
-def _as_text(manifest: Manifest) -> str:
-    """Write a manifest as it was read."""
-    body = msgspec.json.encode(manifest)[:-1]
-    return (body + b',"crc32c":"%08x"}\n' % crc32c(body)).decode()
 
 
 def _check_paths(messages: Sequence[Json]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking
 from ckptio.engine.load import check_sizes
 from ckptio.events import ReplicaSubstituted
-from ckptio.plan.exchange import choose_places
+from ckptio.plan.places import choose_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,7 +31,7 @@ from ckptio._version import __version__
 from ckptio.engine.context import settle
 from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
-from ckptio.format.manifest import encode_manifest
+from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
 from ckptio.storage.leftovers import data_file_name
 

@@ -13,13 +13,13 @@ parser needs to doubt it, and no allocation is larger than files whose sizes are
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
-from ckptio.format.checksum import crc32c, pack_checksums, unpack_checksums
+from ckptio.format.checksum import crc32c, unpack_checksums
 from ckptio.layout import DTYPES, numel
 from ckptio.tiling import find_overlap, is_grid
 
@@ -39,7 +39,7 @@ _MAX_DIMS = 64
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 _HOST = re.compile(r"[\x21-\x7e]{1,255}\Z")
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
-_TAIL_NBYTES = len(b',"crc32c":"00000000"}\n')
+TAIL_NBYTES = len(b',"crc32c":"00000000"}\n')
 
 Scalar = None | bool | int | float | str
 #: Plain values by name, at most one level deep, so that it needs no limits of its own.
@@ -163,96 +163,16 @@ _version_decoder = msgspec.json.Decoder(
 _decoder = msgspec.json.Decoder(Manifest)
 
 
-def encode_manifest(
-    *,
-    writer: str,
-    save_id: str,
-    created: str,
-    block_nbytes: int,
-    files: Sequence[tuple[str, int, Sequence[int]] | tuple[str, int, Sequence[int], int]],
-    tensors: bytes,
-    tree: bytes,
-    hosts: Sequence[str] = (),
-    metadata: Metadata | None = None,
-) -> bytes:
-    """Write a manifest.
-
-    Args:
-        writer: Version of the package.
-        save_id: Id of the save.
-        created: When, ISO 8601, UTC.
-        block_nbytes: Bytes under one checksum.
-        files: Name, size and checksums of each data file, and the rank that wrote it; 0
-            if that is left out.
-        tensors: What `encode_tensors` gave; kept with the plan, since it does not change
-            from save to save.
-        tree: The tree, as JSON.
-        hosts: Host of each rank that took part; none for one rank alone.
-        metadata: What to say beside the state; floats are finite.
-
-    Raises:
-        FormatError: A host has no name that readers take, or it would be larger than they
-            take.
-    """
-    _check_hosts(hosts)
-    head = msgspec.json.encode(
-        {
-            "ckptio": FORMAT_VERSION,
-            "writer": writer,
-            "save_id": save_id,
-            "created": created,
-            "block_nbytes": block_nbytes,
-            "files": [
-                # a rank of 0 is left out
-                (name, nbytes, pack_checksums(crcs), *(rank for rank in ranks if rank))
-                for name, nbytes, crcs, *ranks in files
-            ],
-            "tensors": msgspec.Raw(tensors),
-            **({"hosts": tuple(hosts)} if hosts else {}),
-            **({"metadata": metadata} if metadata else {}),
-            "tree": msgspec.Raw(tree),
-        }
-    )
-    body = head[:-1]  # without the closing brace: the checksum is the last member
-    if len(body) + _TAIL_NBYTES > MAX_MANIFEST_NBYTES:
-        raise FormatError(
-            f"a manifest of {len(body)} bytes, and readers take {MAX_MANIFEST_NBYTES}; raise"
-            " block_nbytes, or save fewer and larger tensors"
-        )
-    return body + b',"crc32c":"%08x"}\n' % crc32c(body)
-
-
-def encode_tensors(tensors: Sequence[TensorEntry]) -> bytes:
-    """Write the tensor table of a manifest. Defaults of chunks are left out."""
-    return encode_rows(
-        [(t.name, t.dtype, t.shape, [_short(chunk) for chunk in t.chunks]) for t in tensors]
-    )
-
-
-def encode_rows(rows: Sequence[tuple[str, str, tuple[int, ...], list[tuple[Any, ...]]]]) -> bytes:
-    """Write a tensor table whose rows are those of the manifest already, a million of them."""
-    return msgspec.json.encode(rows)
-
-
-def _short(chunk: Chunk) -> tuple[Any, ...]:
-    """Leave out what a chunk does not need: copies it has not, the place of a whole tensor."""
-    if chunk.copies:
-        return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape, chunk.copies)
-    if chunk.global_offset is None:
-        return (chunk.file, chunk.start)
-    return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape)
-
-
 def checked_document(data: bytes) -> bytes:
     """Give a manifest without its checksum, which is right.
 
     Raises:
         FormatError: `data` is not a manifest, or was damaged.
     """
-    tail = _TAIL.search(data[-_TAIL_NBYTES:])
+    tail = _TAIL.search(data[-TAIL_NBYTES:])
     if tail is None:
         raise FormatError("the manifest is cut short: it does not end with its checksum")
-    body = memoryview(data)[:-_TAIL_NBYTES]
+    body = memoryview(data)[:-TAIL_NBYTES]
     if crc32c(body) != int(tail[1], 16):
         raise FormatError("the manifest is damaged: its bytes do not have its checksum")
     return bytes(body) + b"}"
@@ -293,7 +213,7 @@ def _check_head(manifest: Manifest) -> None:
         raise FormatError(f"bad save id {manifest.save_id!r} in the manifest")
     if not 0 < manifest.block_nbytes < MAX_EXTENT or manifest.block_nbytes % PAGE_NBYTES:
         raise FormatError(f"bad block size {manifest.block_nbytes} in the manifest")
-    _check_hosts(manifest.hosts)
+    check_hosts(manifest.hosts)
     if manifest.ckptio == 1 and _has_ranks(manifest):
         raise FormatError("the manifest has format 1 and what format 2 brought")
     names: set[str] = set()
@@ -314,7 +234,7 @@ def _check_head(manifest: Manifest) -> None:
             )
 
 
-def _check_hosts(hosts: Sequence[str]) -> None:
+def check_hosts(hosts: Sequence[str]) -> None:
     """Check that names of hosts are short and printable."""
     for host in hosts:
         if not _HOST.match(host):

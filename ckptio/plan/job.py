@@ -22,7 +22,7 @@ import msgspec
 from ckptio._gc import collection_paused
 from ckptio.config import MiB
 from ckptio.errors import PlanError
-from ckptio.format.manifest import encode_rows
+from ckptio.format.compose import encode_rows
 from ckptio.plan.assign import Assigner, Assignment, Pattern, PlannedTensor
 from ckptio.plan.coverage import Parties, Row, check_row
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import PlanError
 from ckptio.format.bucket import StoredTensor, encode_header, sharding_note
-from ckptio.format.manifest import encode_rows
+from ckptio.format.compose import encode_rows
 from ckptio.layout import DTYPES
 from ckptio.shards import LeafSpec
 

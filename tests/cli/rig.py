@@ -15,7 +15,8 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
-from ckptio.format.manifest import decode_manifest, encode_manifest, encode_tensors
+from ckptio.format.compose import encode_manifest, encode_tensors
+from ckptio.format.manifest import decode_manifest
 from tests.rig import SMALL
 
 if TYPE_CHECKING:

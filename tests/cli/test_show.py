@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ckptio.__main__ import main
-from ckptio.format.manifest import TensorEntry, encode_tensors
+from ckptio.format.compose import encode_tensors
+from ckptio.format.manifest import TensorEntry
 from tests.cli.rig import (
     data_file,
     flip,

@@ -10,7 +10,8 @@ from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.cli.text import format_nbytes
 from ckptio.format.checksum import block_checksums
-from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest, encode_tensors
+from ckptio.format.compose import encode_tensors
+from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
     data_file,
     flip,

@@ -21,7 +21,8 @@ from ckptio.engine.load import Reading
 from ckptio.errors import CheckpointError, CorruptionError, PeerLostError, StorageError
 from ckptio.events import ReadProgressed
 from ckptio.format.checksum import block_checksums
-from ckptio.format.manifest import Manifest, decode_manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.plan.exchange import ExchangePlan, block_runs, decode_part, plan_exchange
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination, TargetState

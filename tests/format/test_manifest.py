@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CheckpointError, FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c
+from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import (
     FORMAT_VERSION,
     MAX_EXTENT,
@@ -19,8 +20,6 @@ from ckptio.format.manifest import (
     Metadata,
     TensorEntry,
     decode_manifest,
-    encode_manifest,
-    encode_tensors,
 )
 from ckptio.format.summary import decode_summary
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PlanError
-from ckptio.format.manifest import Chunk, Manifest, decode_manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import Chunk, Manifest, decode_manifest
 from ckptio.plan.exchange import (
     ExchangePlan,
     Runs,
     block_runs,
-    choose_places,
     decode_part,
     decode_runs,
     is_worth_exchanging,
@@ -23,6 +23,7 @@ from ckptio.plan.exchange import (
 )
 from ckptio.plan.explain import explain, explain_text
 from ckptio.plan.load import Wanted, plan_spans
+from ckptio.plan.places import choose_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

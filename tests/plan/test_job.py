@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ckptio.config import KiB, MiB
 from ckptio.errors import PlanError
-from ckptio.format.manifest import TensorEntry, decode_manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import TensorEntry, decode_manifest
 from ckptio.layout import DTYPES
 from ckptio.plan.assign import Assignment
 from ckptio.plan.job import JobPlan, merge_tables, plan_job

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import CheckpointConfig, KiB
-from ckptio.format.manifest import Manifest, decode_manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.plan.load import LoadPlan, Wanted, plan_load
 from tests.rig import SMALL
 

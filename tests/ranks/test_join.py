@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from ckptio.errors import ConfigError, PeerLostError, RankError
-from ckptio.format.manifest import decode_manifest, encode_manifest
+from ckptio.format.compose import encode_manifest
+from ckptio.format.manifest import decode_manifest
 from ckptio.ranks.discover import find_place, ranks_of
 from ckptio.ranks.host import addresses_towards, this_host
 from ckptio.ranks.interface import Deadlines

@@ -31,7 +31,7 @@ from ckptio.adapters.dcp.table import make_table
 from ckptio.engine.save import SaveJob, announce, write_buckets
 from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
-from ckptio.format.manifest import encode_manifest, encode_rows
+from ckptio.format.compose import encode_manifest, encode_rows
 from ckptio.handle import SaveHandle
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks

@@ -1,0 +1,130 @@
+"""Functions that open an engine for one call.
+
+Blocking twins of the same names are in `ckptio.sync`. A loop that saves often keeps an
+`Engine`, whose pool and plans are reused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.api import Engine
+from ckptio.engine.core import EngineCore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ckptio.api import RanksLike, Strict
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.flow import LoadResult
+    from ckptio.engine.slices import Index
+    from ckptio.engine.verify import VerifyReport
+    from ckptio.events import Observer
+    from ckptio.format.manifest import Manifest
+    from ckptio.handle import SaveHandle
+    from ckptio.state.tree import Select
+    from ckptio.storage.resolve import PathLike
+
+
+def save(
+    state: Any,
+    path: PathLike,
+    *,
+    overwrite: bool = False,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+    ranks: RanksLike = "auto",
+) -> SaveHandle:
+    """Start saving a state with an engine for this one call; see `Engine.save`.
+
+    A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
+    ranks, this blocks until all of them have called it, and raises what `Engine` raises.
+    """
+    from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+
+    core = EngineCore(config, observer, ranks)
+    core.start()
+    try:
+        return begin_save(core, state, path, overwrite=overwrite, close_after=True)
+    except BaseException:
+        core.close()
+        raise
+
+
+async def load(
+    path: PathLike,
+    into: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    select: Select | None = None,
+    strict: Strict = "raise",
+    types: Sequence[type] = (),
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+    ranks: RanksLike = "auto",
+) -> Any:
+    """Load a state with an engine for this one call; see `Engine.load`."""
+    async with Engine(config, observer=observer, ranks=ranks) as engine:
+        return await engine.load(
+            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+        )
+
+
+async def load_with_report(
+    path: PathLike,
+    into: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    select: Select | None = None,
+    strict: Strict = "report",
+    types: Sequence[type] = (),
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+    ranks: RanksLike = "auto",
+) -> LoadResult:
+    """Load a state and say what was found; see `Engine.load_with_report`."""
+    async with Engine(config, observer=observer, ranks=ranks) as engine:
+        return await engine.load_with_report(
+            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+        )
+
+
+async def load_slice(
+    path: PathLike,
+    name: str,
+    index: Index,
+    *,
+    device: torch.device | str | None = None,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Load a part of one tensor with an engine for this one call; see `Engine.load_slice`."""
+    async with Engine(config, observer=observer, ranks="solo") as engine:
+        return await engine.load_slice(path, name, index, device=device)
+
+
+async def inspect(
+    path: PathLike,
+    *,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> Manifest:
+    """Read what a checkpoint is made of; see `Engine.inspect`."""
+    async with Engine(config, observer=observer, ranks="solo") as engine:
+        return await engine.inspect(path)
+
+
+async def verify(
+    path: PathLike,
+    *,
+    compare_copies: bool = False,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> VerifyReport:
+    """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
+    async with Engine(config, observer=observer, ranks="solo") as engine:
+        return await engine.verify(path, compare_copies=compare_copies)
