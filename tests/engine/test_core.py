@@ -396,14 +396,13 @@ async def test_a_cancelled_exit_aborts_what_is_in_flight(tmp_path: Path) -> None
     async def use() -> None:
         async with engine_on(FilesCore(BIG_BLOCKS, None, files)) as engine:
             handles.append(engine.save(filled_state([60_000], 1), tmp_path / "c"))
+            await handles[0].staged
             await asyncio.to_thread(reached.wait)
+            leaving.set()
 
+    leaving = asyncio.Event()
     task = asyncio.create_task(use())
-    await asyncio.to_thread(reached.wait)
-    while not handles[0].staged.done():
-        await asyncio.sleep(0.001)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await leaving.wait()  # `use` is in the engine's exit then, which waits for the save
     task.cancel()
     await asyncio.sleep(0)
     opened.set()
