@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Any, Literal, cast
 
 from ckptio.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -75,6 +73,14 @@ class CheckpointConfig:
         meet_timeout_s: Seconds for which ranks wait for a rank that is alive but does not
             come to what the others do together. Longer than the slowest rank takes to write
             more than the fastest.
+        storage_options: What fsspec takes by this name, for URLs: endpoints, credentials.
+            Or a mapping of protocols to such options. Never shown or written anywhere.
+        max_requests: Requests to an object store at a time; fewer while it asks for that.
+        request_timeout_s: Seconds without an answer after which a request is given up, and
+            tried again.
+        max_retries: How often a request that failed for the moment is tried again.
+        retry_timeout_s: Seconds from the first failure of a save or load after which
+            nothing of it is tried again.
     """
 
     pool_nbytes: int = 256 * MiB
@@ -96,6 +102,13 @@ class CheckpointConfig:
     exchange: Exchange = "auto"
     peer_timeout_s: float = 30.0
     meet_timeout_s: float = 600.0
+    storage_options: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict, repr=False, hash=False
+    )
+    max_requests: int = 16
+    request_timeout_s: float = 60.0
+    max_retries: int = 8
+    retry_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Check each option, and each against the others.
@@ -118,6 +131,8 @@ class CheckpointConfig:
             raise ConfigError(f"replicate must be once or local, not {self.replicate!r}")
         if self.exchange not in ("auto", "on", "off"):
             raise ConfigError(f"exchange must be auto, on or off, not {self.exchange!r}")
+        if not isinstance(self.storage_options, Mapping):
+            raise ConfigError("storage_options must be a mapping")  # not shown: it has secrets
         if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
             raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
 
@@ -136,6 +151,14 @@ class CheckpointConfig:
             raise ConfigError(
                 f"pool_nbytes must hold a slab of {self.slab_nbytes}, not {self.pool_nbytes}"
             )
+
+    def options_for(self, protocol: str) -> Mapping[str, Any]:
+        """Give the part of `storage_options` that is for a protocol."""
+        options = self.storage_options
+        if options and all(isinstance(value, Mapping) for value in options.values()):
+            nested: Mapping[str, Any] = options.get(protocol, {})
+            return nested
+        return options
 
     @property
     def num_slabs(self) -> int:
@@ -165,7 +188,7 @@ class CheckpointConfig:
             if not key.startswith(_ENV_PREFIX):
                 continue
             name = key.removeprefix(_ENV_PREFIX).lower()
-            if name not in fields:
+            if name not in fields or name == "storage_options":
                 raise ConfigError(f"{key} names no option; options are {', '.join(fields)}")
             if isinstance(fields[name].default, int):
                 try:

@@ -127,6 +127,25 @@ class DirectIORefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRetried(Event):
+    """A request to an object store failed, and is tried again after a while.
+
+    Attributes:
+        operation: What it does.
+        object: Key of the object.
+        num_tries: How often it was tried.
+        wait_s: Seconds until it is tried again.
+        error: Why it failed.
+    """
+
+    operation: str
+    object: str
+    num_tries: int
+    wait_s: float
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TieDropped(Event):
     """Tensors that may share memory are saved apart, and will come back apart.
 

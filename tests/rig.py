@@ -22,6 +22,7 @@ from ckptio.format.checksum import block_checksums
 from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
+from ckptio.storage.interface import AwaitedSink, AwaitedSource
 from ckptio.storage.leftovers import data_file_name
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path
@@ -287,6 +288,7 @@ async def fill_attempt(attempt: Attempt, contents: Mapping[str, bytes]) -> None:
     """Write data files, back to front, in pieces of two pages."""
     for name, data in contents.items():
         sink = await attempt.create(name, len(data))
+        assert not isinstance(sink, AwaitedSink)
         with page_aligned(data) as view:
             for start in reversed(range(0, len(data), 8 * KiB)):
                 sink.pwrite(start, view[start : min(start + 8 * KiB, len(data))])
@@ -300,6 +302,7 @@ async def read_files(storage: Storage) -> dict[str, bytes]:
     assert isinstance(encoded, bytes)
     for entry in decode_manifest(encoded).files:
         source = await storage.open(entry.name, entry.nbytes)
+        assert not isinstance(source, AwaitedSource)
         try:
             padded = -(-entry.nbytes // 4096) * 4096
             with page_aligned(bytes(padded)) as room:

@@ -10,6 +10,7 @@ from ckptio._aio import run_blocking
 from ckptio.engine.links import HostLinker
 from ckptio.events import notify
 from ckptio.ranks.solo import SoloRanks
+from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,7 @@ class EngineContext:
         observer: Takes events, if anybody does.
         ranks: The engines of the job, of which this is one.
         linker: Links them where they pass on what they read.
+        stores: Object stores that are open.
         plans: Plans of earlier saves of this rank alone.
         agreements: What ranks agreed on for earlier saves.
         jobs: On rank 0, what was decided in earlier saves, by plan.
@@ -74,6 +76,7 @@ class EngineContext:
     observer: Observer | None = None
     ranks: Ranks = field(default_factory=SoloRanks)
     linker: Linker = field(default_factory=HostLinker)
+    stores: Stores = field(init=False)
     plans: Recent[tuple[LeafSpec, ...], SavePlan] = field(init=False)
     agreements: Recent[tuple[LeafSpec, ...], Agreement] = field(init=False)
     jobs: Recent[str, JobRecord] = field(init=False)
@@ -84,7 +87,8 @@ class EngineContext:
     turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make the limits."""
+        """Make what is empty at first, and the limits."""
+        self.stores = Stores(self.config, self.executor)
         self.plans = Recent(_MAX_PLANS)
         self.agreements = Recent(_MAX_PLANS)
         # more than any rank refers to

@@ -19,6 +19,7 @@ from ckptio.engine.load import opened
 from ckptio.errors import CorruptionError
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.load import Wanted
+from ckptio.storage.interface import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -176,17 +177,23 @@ async def _read(
     block, entry = reading.manifest.block_nbytes, reading.manifest.files[file]
     base = start // block * block
 
-    def fetch(slab: Slab, source: Source) -> bytes:
+    length = min(block, entry.nbytes - base)
+
+    def fetch(slab: Slab, source: Source) -> None:
         with slab.view[:block] as room:
-            source.pread_into(base, room, min(block, entry.nbytes - base))
-            return bytes(room[start - base : start - base + nbytes])
+            source.pread_into(base, room, length)
 
     async with (
         context.files,
         opened(reading.storage, entry.name, entry.nbytes, context) as source,
         context.pool.lease() as slab,
     ):
-        return await run_unless_cancelled(context.readers, fetch, slab, source)
+        if isinstance(source, AwaitedSource):
+            with slab.view[:length] as room:
+                await source.read_into(base, room)
+        else:
+            await run_unless_cancelled(context.readers, fetch, slab, source)
+        return bytes(slab.view[start - base : start - base + nbytes])
 
 
 def _edges(one: int, other: int, nbytes: int, block: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
 from ckptio.staging.pool import SlabPool
-from ckptio.storage.resolve import resolve_storage
+from ckptio.storage.resolve import remote_url, resolve_storage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -212,7 +212,9 @@ class EngineCore:
     def storage(self, path: PathLike) -> Storage:
         """Find the storage for a path. Touches nothing."""
         context = self.context
-        storage = resolve_storage(path, self.config, context.executor, context.emit)
+        storage = resolve_storage(path, self.config, context.executor, context.emit, context.stores)
+        if remote_url(path) is not None:
+            return storage
         return AnyStorage(storage, self.config.block_nbytes, context.executor)
 
     def submit(
@@ -375,6 +377,7 @@ class EngineCore:
         assert context is not None  # noqa: S101  # it was started
         try:
             await context.ranks.close()
+            await context.stores.close()
             context.cache.close()
             if self._cache_task is not None:
                 await asyncio.wait((asyncio.wrap_future(self._cache_task),))

@@ -29,9 +29,9 @@ from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio._aio import first_failure, run_blocking, shielded
+from ckptio._aio import first_failure, shielded
 from ckptio.engine.context import settle
-from ckptio.engine.load import check_and_land
+from ckptio.engine.load import bring, close_source
 from ckptio.errors import PeerLostError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptio.plan.exchange import Unit
     from ckptio.plan.load import ReadSegment, Wanted
     from ckptio.staging.cuda import PendingCopies
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 #: Lanes of a side for each reader of the engine: one in a read, one on its way to others.
 _LANES_PER_READER = 2
@@ -190,7 +190,7 @@ class _OpenFile:
     """A file between the first and the last unit that is read from it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    source: Source | None = None
+    source: Source | AwaitedSource | None = None
 
 
 class _Exchange:
@@ -285,22 +285,13 @@ class _Exchange:
         self._progress(unit.nbytes)
 
     async def _land(
-        self, segment: ReadSegment, slab: Slab, source: Source | None, *, keep: bool
+        self, segment: ReadSegment, slab: Slab, source: Source | AwaitedSource | None, *, keep: bool
     ) -> None:
         """Bring a range into a slab, verify and land it; until devices are done with it."""
         context = self._context
         pending: list[PendingCopies] = []
         try:
-            damage = await run_blocking(
-                context.copiers if source is None else context.readers,
-                check_and_land,
-                segment,
-                slab,
-                source,
-                self._reading,
-                pending,
-                keep=keep,
-            )
+            damage = await bring(segment, slab, source, self._reading, context, pending, keep=keep)
         finally:
             await settle(pending, context)
         for error in damage:
@@ -316,7 +307,7 @@ class _Exchange:
         )
 
     @asynccontextmanager
-    async def _source(self, file: int) -> AsyncIterator[Source]:
+    async def _source(self, file: int) -> AsyncIterator[Source | AwaitedSource]:
         """Lend a file that is opened for its first unit and closed after its last.
 
         Units of a file follow each other, so that no more files are open than lanes are at
@@ -332,7 +323,7 @@ class _Exchange:
         self._units_left[file] -= 1
         if not self._units_left[file]:
             del self._files[file]
-            await shielded(run_blocking(self._context.executor, held.source.close))
+            await shielded(close_source(held.source, self._context))
 
     async def close_sources(self) -> None:
         """Close what is open after a failure. No lane is at work any more."""
@@ -341,6 +332,6 @@ class _Exchange:
         if sources:
             await shielded(self._close(sources))
 
-    async def _close(self, sources: Iterable[Source]) -> None:
+    async def _close(self, sources: Iterable[Source | AwaitedSource]) -> None:
         for source in sources:
-            await run_blocking(self._context.executor, source.close)
+            await close_source(source, self._context)

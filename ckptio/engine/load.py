@@ -23,6 +23,7 @@ from ckptio.events import LoadStarted, ReadProgressed
 from ckptio.format.checksum import crc32c
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.load import plan_load
+from ckptio.storage.interface import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -171,7 +172,13 @@ async def plan_and_read(
         CheckpointError: As `read_plan` does.
     """
     plan = await run_blocking(
-        context.executor, _plan, reading.manifest, wanted, context.config, whole_files=whole_files
+        context.executor,
+        _plan,
+        reading.manifest,
+        wanted,
+        context.config,
+        gap_nbytes=reading.storage.gap_nbytes,
+        whole_files=whole_files,
     )
     announce(reading, plan.nbytes, len(plan.files), context)
     await read_plan(plan, reading, context)
@@ -191,11 +198,16 @@ def announce(reading: Reading, nbytes: int, num_files: int, context: EngineConte
 
 
 def _plan(
-    manifest: Manifest, wanted: Sequence[Wanted], config: CheckpointConfig, *, whole_files: bool
+    manifest: Manifest,
+    wanted: Sequence[Wanted],
+    config: CheckpointConfig,
+    *,
+    gap_nbytes: int,
+    whole_files: bool,
 ) -> LoadPlan:
     """Plan the reads of a load. Blocks."""
     with collection_paused():
-        return plan_load(manifest, wanted, config, whole_files=whole_files)
+        return plan_load(manifest, wanted, config, gap_nbytes=gap_nbytes, whole_files=whole_files)
 
 
 def require_slabs(manifest: Manifest, context: EngineContext) -> None:
@@ -231,18 +243,26 @@ async def _read_file(
 @contextlib.asynccontextmanager
 async def opened(
     storage: Storage, name: str, nbytes: int, context: EngineContext
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[Source | AwaitedSource]:
     """Lend an open data file."""
     source = await storage.open(name, nbytes)
     try:
         yield source
     finally:
-        await shielded(run_blocking(context.executor, source.close))
+        await shielded(close_source(source, context))
+
+
+async def close_source(source: Source | AwaitedSource, context: EngineContext) -> None:
+    """Release a data file."""
+    if isinstance(source, AwaitedSource):
+        await source.close()
+    else:
+        await run_blocking(context.executor, source.close)
 
 
 async def _read_segment(
     segment: ReadSegment,
-    source: Source,
+    source: Source | AwaitedSource,
     reading: Reading,
     context: EngineContext,
     total_nbytes: int,
@@ -251,9 +271,7 @@ async def _read_segment(
     async with context.pool.lease() as slab:
         pending: list[PendingCopies] = []
         try:
-            damage = await run_unless_cancelled(
-                context.readers, check_and_land, segment, slab, source, reading, pending
-            )
+            damage = await bring(segment, slab, source, reading, context, pending)
         finally:
             await settle(pending, context)  # a device may be reading the slab, cancelled or not
     for error in damage:
@@ -263,6 +281,27 @@ async def _read_segment(
         ReadProgressed(
             path=reading.storage.path, read_nbytes=reading.read_nbytes, nbytes=total_nbytes
         )
+    )
+
+
+async def bring(
+    segment: ReadSegment,
+    slab: Slab,
+    source: Source | AwaitedSource | None,
+    reading: Reading,
+    context: EngineContext,
+    pending: list[PendingCopies],
+    *,
+    keep: bool = False,
+) -> list[CorruptionError]:
+    """Read, verify and land a range; arguments and result are those of `check_and_land`."""
+    if isinstance(source, AwaitedSource):
+        with slab.view[: segment.nbytes] as room:
+            await source.read_into(segment.start, room)
+        source = None
+    threads = context.copiers if source is None else context.readers
+    return await run_unless_cancelled(
+        threads, check_and_land, segment, slab, source, reading, pending, keep=keep
     )
 
 
@@ -293,7 +332,7 @@ def check_and_land(
     """
     block = reading.manifest.block_nbytes
     target = reading.target
-    spread = keep or (target is not None and target.is_async)
+    spread = keep or source is None or (target is not None and target.is_async)
     damage: list[CorruptionError] = []
     for index, expected in enumerate(segment.checksums):
         nbytes = min(block, segment.nbytes - index * block)

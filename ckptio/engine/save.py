@@ -33,6 +33,7 @@ from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, T
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
+from ckptio.storage.interface import AwaitedSink
 from ckptio.storage.leftovers import data_file_name
 
 if TYPE_CHECKING:
@@ -307,13 +308,16 @@ async def _carry(
                 _carry_segment(segment, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
-    await run_blocking(context.executor, sink.close)
+    if isinstance(sink, AwaitedSink):
+        await sink.close()
+    else:
+        await run_blocking(context.executor, sink.close)
 
 
 async def _carry_segment(
     segment: Segment,
     file: _File,
-    sink: Sink,
+    sink: Sink | AwaitedSink,
     job: SaveJob,
     context: EngineContext,
     progress: _Progress,
@@ -328,9 +332,7 @@ async def _carry_segment(
             await settle(pending, context)  # a device may be writing to the slab, cancelled or not
         progress.staged()
         await _copies_first(job, context, progress)
-        file.checksums[segment.start] = await run_unless_cancelled(
-            context.writers, _seal_and_write, segment, slab, sink, context.config.block_nbytes
-        )
+        file.checksums[segment.start] = await _write_out(segment, slab, sink, context)
         progress.written(segment.nbytes)
 
 
@@ -346,13 +348,30 @@ async def _copies_first(job: SaveJob, context: EngineContext, progress: _Progres
         await progress.writes_go.wait()
 
 
-def _seal_and_write(segment: Segment, slab: Slab, sink: Sink, block_nbytes: int) -> list[int]:
-    """Sum and write a segment, block by block while each is in the core's cache. Blocks."""
+async def _write_out(
+    segment: Segment, slab: Slab, sink: Sink | AwaitedSink, context: EngineContext
+) -> list[int]:
+    """Sum and write a segment; gives the checksums of its blocks."""
+    block_nbytes = context.config.block_nbytes
+    if not isinstance(sink, AwaitedSink):
+        return await run_unless_cancelled(context.writers, _seal, segment, slab, block_nbytes, sink)
+    checksums = await run_unless_cancelled(context.writers, _seal, segment, slab, block_nbytes)
+    with slab.view[: segment.nbytes] as data:
+        await sink.write(segment.start, data)
+    return checksums
+
+
+def _seal(segment: Segment, slab: Slab, block_nbytes: int, sink: Sink | None = None) -> list[int]:
+    """Sum a segment, and write it if there is where to, block by block. Blocks.
+
+    While a block is in the core's cache: it was copied just now, and is written at once.
+    """
     checksums = []
     for start in range(0, segment.nbytes, block_nbytes):
         with slab.view[start : min(start + block_nbytes, segment.nbytes)] as block:
             checksums.append(crc32c(block))
-            sink.pwrite(segment.start + start, block)
+            if sink is not None:
+                sink.pwrite(segment.start + start, block)
     return checksums
 
 

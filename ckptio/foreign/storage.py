@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Attempt, Source, Storage
+    from ckptio.storage.interface import Attempt, AwaitedSource, Source, Storage
 
 _ZIP = b"PK\x03\x04"
 #: How `torch.save` began before it wrote zip files: a pickled magic number.
@@ -55,6 +55,11 @@ class AnyStorage:
         """The same for two names of the same place."""
         return self._inner.identity
 
+    @property
+    def gap_nbytes(self) -> int:
+        """As the place for checkpoints of ours has it."""
+        return self._inner.gap_nbytes
+
     async def version(self) -> Hashable:
         """Tell manifests apart; see `storage.interface.Storage`."""
         self._is_known = False
@@ -79,7 +84,7 @@ class AnyStorage:
             return await self._inner.sizes(names)
         return await run_blocking(self._executor, reader.sizes, names)
 
-    async def open(self, name: str, nbytes: int) -> Source:
+    async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a data file; see `storage.interface.Storage`."""
         reader = await self._recognised()
         if reader is None:

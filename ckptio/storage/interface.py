@@ -5,12 +5,12 @@ data, manifest, sizes, deletes. There is no second way around it.
 
 A sink or a source whose calls only block a thread (a file) has `pwrite` or `pread_into`:
 the engine then sums and moves many blocks in one thread without a hop to the loop for
-each. One that awaits (an object store) has `write` or `read_into`.
+each. One that awaits (an object store) has `write` or `read_into`, for a whole slab.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -64,6 +64,49 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class AwaitedSink(Protocol):
+    """A data file being written to where writing is awaited: an object store."""
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write a slab, of which `offset` is a multiple. Slabs come in any order, once each.
+
+        But for the last one they are full. `data` is the caller's again when this returns
+        or raises.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the file after its last slab: it is there, whole, when this returns.
+
+        Raises:
+            StorageError: It is not to be relied on.
+        """
+        ...
+
+
+@runtime_checkable
+class AwaitedSource(Protocol):
+    """A data file being read from where reading is awaited."""
+
+    async def read_into(self, offset: int, room: memoryview) -> None:
+        """Read as many bytes as `room` has at `offset`, into it.
+
+        Raises:
+            CorruptionError: The file ends before.
+            CheckpointChangedError: It is not there any more.
+            StorageError: It could not be read.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release the file."""
+        ...
+
+
 class Attempt(Protocol):
     """One save on its way to a commit. Used by one task; ends in `commit` or `abort`."""
 
@@ -72,7 +115,7 @@ class Attempt(Protocol):
         """Whether the manifest is out, or may be."""
         ...
 
-    async def create(self, name: str, nbytes: int) -> Sink:
+    async def create(self, name: str, nbytes: int) -> Sink | AwaitedSink:
         """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
         ...
 
@@ -123,6 +166,11 @@ class Storage(Protocol):
         """The same for two names of the same place: links are followed."""
         ...
 
+    @property
+    def gap_nbytes(self) -> int:
+        """Bytes nobody wants that are cheaper to read than to leave out."""
+        ...
+
     async def version(self) -> Hashable:
         """Tell manifests apart without reading them; equal means unchanged.
 
@@ -146,7 +194,7 @@ class Storage(Protocol):
         """Give the size of each data file in bytes, `None` for what is no regular file."""
         ...
 
-    async def open(self, name: str, nbytes: int) -> Source:
+    async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a data file of `nbytes` bytes for reading.
 
         Raises:

@@ -15,25 +15,49 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
     from ckptio.storage.interface import Storage
+    from ckptio.storage.stores import Stores
 
 PathLike = str | os.PathLike[str]
+#: What fsspec calls this machine's own file systems.
+_LOCAL = ("file", "local")
 
 
 def resolve_storage(
-    path: PathLike, config: CheckpointConfig, executor: Executor, emit: Callable[[Event], None]
+    path: PathLike,
+    config: CheckpointConfig,
+    executor: Executor,
+    emit: Callable[[Event], None],
+    stores: Stores,
 ) -> Storage:
     """Find the storage for a path or URL. Touches nothing.
 
     Args:
-        path: A path, an `os.PathLike`, or a `file://` URL.
+        path: A path, an `os.PathLike`, a `file://` URL, or one that fsspec knows.
         config: Options of the engine.
         executor: Threads for calls that block.
         emit: Takes events.
+        stores: The object stores of the engine.
 
     Raises:
-        ConfigError: `path` is empty, no path at all, or a URL of another kind.
+        ConfigError: `path` is empty, no path at all, or a URL that nobody knows.
     """
-    return LocalStorage(local_path(path), config, executor, emit)
+    url = remote_url(path)
+    if url is None:
+        return LocalStorage(local_path(path), config, executor, emit)
+    from ckptio.storage.objects import ObjectStorage  # noqa: PLC0415  # where there is one
+
+    store, prefix = stores.at(url)
+    return ObjectStorage(url, store, prefix, config, emit)
+
+
+def remote_url(path: PathLike) -> str | None:
+    """Give the URL that `path` is, without slashes at its end; `None` for a local path."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or "://" not in text or "\0" in text:
+        return None
+    if text.partition("://")[0] in _LOCAL:
+        return None
+    return text.rstrip("/")
 
 
 def local_path(path: PathLike) -> str:
@@ -53,9 +77,6 @@ def local_path(path: PathLike) -> str:
     from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415  # as above
 
     protocol, _ = split_protocol(text)
-    if protocol not in ("file", "local"):
-        raise ConfigError(
-            f"{text!r}: this version of ckptio saves to local and mounted file systems only;"
-            " use a path or a file:// URL"
-        )
+    if protocol not in _LOCAL:
+        raise ConfigError(f"{text!r} is no path of a local or mounted file system")
     return str(LocalFileSystem._strip_protocol(text))  # noqa: SLF001  # fsspec's public practice

@@ -16,6 +16,7 @@ from ckptio.errors import (
     CorruptionError,
     StorageError,
 )
+from ckptio.storage.interface import AwaitedSink, AwaitedSource
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, MemoryStorage
 from tests.rig import (
@@ -146,6 +147,7 @@ async def test_an_aborted_attempt_leaves_nothing(place: Place) -> None:
     """Half-written files go, and aborting twice does no harm."""
     attempt = await place.storage.begin(A, overwrite=False)
     sink = await attempt.create(next(iter(contents_of(A, 1))), 100_000)
+    assert not isinstance(sink, AwaitedSink)
     with page_aligned(bytes(8192)) as view:
         sink.pwrite(8192, view)
     await attempt.abort()
@@ -174,6 +176,7 @@ async def test_reading_past_the_end_is_damage(place: Place) -> None:
     contents = contents_of(A, 5000)
     await write_files(place.storage, A, contents)
     source = await place.storage.open(next(iter(contents)), 20_000)
+    assert not isinstance(source, AwaitedSource)
     try:
         with page_aligned(bytes(16384)) as room:
             with pytest.raises(CorruptionError):

@@ -8,6 +8,7 @@ import pytest
 
 from ckptio.errors import ConfigError
 from ckptio.storage.resolve import local_path, resolve_storage
+from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog
 from tests.rig import SMALL
 
@@ -45,10 +46,18 @@ def test_what_is_no_local_path_is_refused(path: Any) -> None:
         local_path(path)
 
 
-def test_a_url_of_another_kind_says_what_works() -> None:
-    """The message names the way out."""
-    with pytest.raises(ConfigError, match="file://"):
-        local_path("s3://bucket/key")
+def test_a_url_that_nobody_knows_is_refused(executor: Executor) -> None:
+    """Its protocol is named; nothing is opened."""
+    with pytest.raises(ConfigError, match="'nonesuch'"):
+        resolve_storage("nonesuch://a/b", SMALL, executor, EventLog(), Stores(SMALL, executor))
+
+
+def test_credentials_in_a_url_are_refused_and_not_shown(executor: Executor) -> None:
+    """They would end up in messages and logs."""
+    url = "s3://key:secret@bucket/run"
+    with pytest.raises(ConfigError, match="storage_options") as caught:
+        resolve_storage(url, SMALL, executor, EventLog(), Stores(SMALL, executor))
+    assert "secret" not in str(caught.value)
 
 
 def test_a_storage_is_absolute_and_touches_nothing(
@@ -56,7 +65,7 @@ def test_a_storage_is_absolute_and_touches_nothing(
 ) -> None:
     """A relative path is that of the working directory at the call; nothing is made."""
     monkeypatch.chdir(tmp_path)
-    storage = resolve_storage("x/../c", SMALL, executor, EventLog())
+    storage = resolve_storage("x/../c", SMALL, executor, EventLog(), Stores(SMALL, executor))
     assert storage.path == str(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +75,7 @@ def test_links_lead_to_one_identity(tmp_path: Path, executor: Executor) -> None:
     (tmp_path / "step-3").mkdir()
     (tmp_path / "latest").symlink_to("step-3")
     one, two = (
-        resolve_storage(tmp_path / name, SMALL, executor, EventLog())
+        resolve_storage(tmp_path / name, SMALL, executor, EventLog(), Stores(SMALL, executor))
         for name in ("step-3", "latest")
     )
     assert one.identity == two.identity

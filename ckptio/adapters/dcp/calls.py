@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,8 @@ from ckptio.config import CheckpointConfig
 from ckptio.engine.core import EngineCore
 from ckptio.errors import ConfigError
 from ckptio.events import notify
-from ckptio.storage.resolve import resolve_storage
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.resolve import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -61,7 +63,8 @@ def storage_at(path: PathLike, config: CheckpointConfig, observer: Observer | No
     Raises:
         ConfigError: `path` is none.
     """
-    return resolve_storage(path, config, OnTheSpot(), lambda event: notify(observer, event))
+    emit = functools.partial(notify, observer)
+    return LocalStorage(local_path(path), config, OnTheSpot(), emit)
 
 
 def is_path(path: PathLike) -> bool:

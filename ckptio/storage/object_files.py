@@ -1,0 +1,185 @@
+"""Data files in an object store: written in parts, read by ranges."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
+from ckptio.storage.store import ObjectMissingError, StoreError, TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ckptio.storage.requests import Requests
+    from ckptio.storage.store import ObjectStore, Upload
+
+_MAX_COMPLETING = 6
+
+
+class ObjectSink:
+    """A data file being written; see `interface.AwaitedSink`.
+
+    A file of one slab is one request. A larger one is an upload in parts, a slab each, as
+    they come; where a store wants them in order, a part waits for those before it.
+
+    Args:
+        url: The checkpoint; for messages.
+        store: Where to.
+        requests: Tries requests.
+        key: The object.
+        nbytes: Its final size.
+        part_nbytes: Size of a part but the last: that of a slab.
+        mark: Says that the save is alive.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        store: ObjectStore,
+        requests: Requests,
+        key: str,
+        nbytes: int,
+        part_nbytes: int,
+        mark: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.key = key
+        self._url = url
+        self._store = store
+        self._requests = requests
+        self._nbytes = nbytes
+        self._part_nbytes = part_nbytes
+        self._mark = mark
+        self._lock = asyncio.Lock()
+        self._upload: Upload | None = None
+        self._turn = asyncio.Condition()
+        self._num_done = 0
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write a slab; see `interface.AwaitedSink`."""
+        await self._mark()
+        if self._nbytes <= self._part_nbytes:
+            await self._requests.run("write", self.key, lambda: self._put(data))
+            return
+        upload = await self._begun()
+        number = offset // self._part_nbytes
+        if not self._store.traits.in_order:
+            await self._write_part(upload, number, data)
+            return
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._num_done == number)
+            await self._write_part(upload, number, data)
+            self._num_done += 1
+            self._turn.notify_all()
+
+    async def _put(self, data: memoryview) -> None:
+        await self._store.put(self.key, data)
+
+    async def _write_part(self, upload: Upload, number: int, data: memoryview) -> None:
+        await self._requests.run(
+            f"write part {number} of", self.key, lambda: upload.write(number, data)
+        )
+
+    async def _begun(self) -> Upload:
+        async with self._lock:
+            if self._upload is None:
+                self._upload = await self._requests.run(
+                    "begin", self.key, lambda: self._store.upload(self.key)
+                )
+            return self._upload
+
+    async def close(self) -> None:
+        """Make the object, and look whether it is what it should be.
+
+        Raises:
+            StorageError: It could not be made, or has another size.
+        """
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            try:
+                await self._complete(upload)
+            except BaseException:
+                self._upload = upload  # for `discard`
+                raise
+        try:
+            info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
+        except ObjectMissingError:
+            raise StorageError(
+                f"{self.key!r} was written and is not there", path=self._url
+            ) from None
+        if info.nbytes != self._nbytes:
+            raise StorageError(
+                f"{self.key!r} has {info.nbytes} bytes and {self._nbytes} were written",
+                path=self._url,
+            )
+
+    async def _complete(self, upload: Upload) -> None:
+        """Make an object of parts. An answer that is lost or odd is settled by looking."""
+        for tries in range(1, _MAX_COMPLETING + 1):
+            try:
+                await self._requests.once(upload.complete)
+            except StoreError as error:
+                if await self._is_there():
+                    return
+                if tries == _MAX_COMPLETING or not isinstance(error, TransientError):
+                    raise StorageError(
+                        f"cannot complete {self.key!r}: {error.problem}", path=self._url
+                    ) from error
+                await asyncio.sleep(min(2.0**tries / 10, 5.0))
+            else:
+                return
+
+    async def _is_there(self) -> bool:
+        """Whether the object is there: its name is this save's, so then it is this one."""
+        try:
+            await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
+        except ObjectMissingError:
+            return False
+        return True
+
+    async def discard(self) -> None:
+        """Drop what was sent of an upload.
+
+        Raises:
+            StoreError: It may still be there.
+        """
+        if self._upload is not None:
+            await self._upload.abort()
+            self._upload = None
+
+
+class ObjectSource:
+    """A data file being read by ranges; see `interface.AwaitedSource`."""
+
+    def __init__(
+        self, url: str, store: ObjectStore, requests: Requests, key: str, name: str, nbytes: int
+    ) -> None:
+        self._url = url
+        self._store = store
+        self._requests = requests
+        self._key = key
+        self._name = name
+        self._nbytes = nbytes
+
+    async def read_into(self, offset: int, room: memoryview) -> None:
+        """Read a range; see `interface.AwaitedSource`."""
+        stop = offset + len(room)
+        if stop > self._nbytes:
+            raise CorruptionError(
+                f"the file has {self._nbytes} bytes",
+                path=self._url,
+                file=self._name,
+                start=self._nbytes,
+                stop=stop,
+            )
+        try:
+            await self._requests.run(
+                f"read [{offset}, {stop}) of",
+                self._key,
+                lambda: self._store.get_into(self._key, offset, room),
+            )
+        except ObjectMissingError:
+            raise CheckpointChangedError(self._url) from None
+
+    async def close(self) -> None:
+        """Nothing is held."""

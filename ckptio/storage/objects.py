@@ -1,0 +1,167 @@
+"""A checkpoint under a prefix of an object store: reading it, and where a save of it begins.
+
+    <prefix>/manifest.json                              the commit; written last, in one step
+    <prefix>/data-<save id>-<rank>-<index>.safetensors  in parts; there when complete
+    <prefix>/.attempt-<save id>                         says that a save is, or was, under way
+
+`storage.object_attempt` has what a save writes, and in which order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ckptio.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+)
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.storage.object_attempt import ObjectAttempt
+from ckptio.storage.object_files import ObjectSource
+from ckptio.storage.requests import Requests
+from ckptio.storage.store import ObjectMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event
+    from ckptio.storage.store import ObjectStore
+    from ckptio.storage.stores import OpenStore
+
+#: What tells one manifest from another: its etag, size and time.
+Version = tuple[str, int, float]
+
+
+class ObjectStorage:
+    """The place of one checkpoint in an object store. Belongs to the loop of the engine.
+
+    Args:
+        url: What the user called it.
+        store: Opens the store at the first use.
+        prefix: Of its keys, without a slash at the end.
+        config: Limits of requests, sizes.
+        emit: Takes events.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        store: OpenStore,
+        prefix: str,
+        config: CheckpointConfig,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._url = url
+        self._open_store = store
+        self._prefix = prefix
+        self._config = config
+        self._emit = emit
+        self._requests: Requests | None = None
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._url
+
+    @property
+    def identity(self) -> str:
+        """The store and the prefix."""
+        return f"{self._open_store.identity}/{self._prefix}"
+
+    @property
+    def gap_nbytes(self) -> int:
+        """Bytes worth reading over rather than sending another request."""
+        return self._open_store.gap_nbytes
+
+    async def version(self) -> Version:
+        """Look at the manifest; see `interface.Storage`."""
+        store, requests = await self._ready()
+        try:
+            info = await requests.run("look at", self._manifest, lambda: store.head(self._manifest))
+        except ObjectMissingError:
+            raise CheckpointNotFoundError(self._url) from None
+        return info.etag, info.nbytes, info.modified_s
+
+    async def read_manifest(self) -> tuple[Version, bytes]:
+        """Read the manifest, and what tells just these bytes apart."""
+        store, requests = await self._ready()
+        try:
+            info, data = await requests.run(
+                "read", self._manifest, lambda: store.get(self._manifest, MAX_MANIFEST_NBYTES)
+            )
+        except ObjectMissingError:
+            raise CheckpointNotFoundError(self._url) from None
+        if info.nbytes > MAX_MANIFEST_NBYTES:
+            raise FormatError(
+                f"the manifest of {self._url!r} has {info.nbytes} bytes and a manifest at most"
+                f" {MAX_MANIFEST_NBYTES}"
+            )
+        return (info.etag, info.nbytes, info.modified_s), data
+
+    async def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Look at data files, at once; see `interface.Storage`."""
+        store, requests = await self._ready()
+
+        async def size(name: str) -> int | None:
+            key = self._join(name)
+            try:
+                info = await requests.run("look at", key, lambda: store.head(key))
+            except ObjectMissingError:
+                return None
+            return info.nbytes
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(size(name), name=f"size of {name}") for name in names]
+        return [task.result() for task in tasks]
+
+    async def open(self, name: str, nbytes: int) -> ObjectSource:
+        """Give what reads a data file; sends nothing."""
+        store, requests = await self._ready()
+        return ObjectSource(self._url, store, requests, self._join(name), name, nbytes)
+
+    async def begin(self, save_id: str, *, overwrite: bool) -> ObjectAttempt:
+        """Begin a save; see `interface.Storage`."""
+        if not overwrite:
+            try:
+                await self.version()
+            except CheckpointNotFoundError:
+                pass
+            else:
+                raise CheckpointExistsError(self._url)
+        attempt = await self._attempt(save_id, overwrite=overwrite, leads=True)
+        await attempt.prepare()
+        return attempt
+
+    async def join(self, save_id: str) -> ObjectAttempt:
+        """Take part in a save of many ranks; see `interface.Storage`."""
+        return await self._attempt(save_id, overwrite=True, leads=False)
+
+    async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
+        store, requests = await self._ready()
+        return ObjectAttempt(
+            self._url,
+            self._prefix,
+            save_id,
+            store=store,
+            requests=requests,
+            config=self._config,
+            emit=self._emit,
+            overwrite=overwrite,
+            leads=leads,
+        )
+
+    async def _ready(self) -> tuple[ObjectStore, Requests]:
+        store, limit = await self._open_store.get()
+        if self._requests is None:
+            self._requests = Requests(self._url, self._config, limit, self._emit)
+        return store, self._requests
+
+    @property
+    def _manifest(self) -> str:
+        return self._join(MANIFEST_NAME)
+
+    def _join(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name

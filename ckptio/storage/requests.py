@@ -1,0 +1,200 @@
+"""How often a request to an object store is tried, and how many run at a time.
+
+Only what may get better is tried again: throttling, errors of the server, connections
+that broke, answers that were cut short or never came. The wait before another try is
+drawn from nothing to twice as long as the last ("full jitter": Brooker, "Exponential
+backoff and jitter", AWS architecture blog, 2015), so that ranks which were refused
+together do not come back together. A try has a limit of time, a request a budget of
+tries, and everything that is asked for one save or load a common deadline after which
+nothing is tried again. Every further try is an event.
+
+The number of requests at a time follows what the store can take: half as many when it
+asks to slow down, one more after as many answers as there are requests (AIMD: Chiu and
+Jain, 1989).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import random
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptio.errors import StorageError
+from ckptio.events import RequestRetried
+from ckptio.storage.store import RefusedError, StoreError, TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event
+
+T = TypeVar("T")
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 20.0
+
+
+class RequestLimit:
+    """How many requests to one store run at a time; shared by all that use the store.
+
+    Args:
+        max_requests: At most as many.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self._max = max_requests
+        self._allowed = float(max_requests)
+        self._running = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def allowed(self) -> int:
+        """How many may run now."""
+        return max(1, int(self._allowed))
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold a place; wait for one, in turn."""
+        if self._running >= self.allowed or self._waiters:
+            await self._wait()
+        else:
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._wake()
+
+    async def _wait(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled():
+                self._running -= 1  # it was given a place just then
+            else:
+                self._waiters.remove(waiter)
+            self._wake()
+            raise
+
+    def _wake(self) -> None:
+        while self._waiters and self._running < self.allowed:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._running += 1
+                waiter.set_result(None)
+
+    def slow_down(self) -> None:
+        """Let half as many run."""
+        self._allowed = max(1.0, self._allowed / 2)
+
+    def answered(self) -> None:
+        """Let a little more run: one more after as many answers as there are places."""
+        self._allowed = min(float(self._max), self._allowed + 1 / max(1.0, self._allowed))
+        self._wake()
+
+
+class Requests:
+    """Carries requests out, for one save or one load.
+
+    Args:
+        path: The checkpoint; for events and errors.
+        config: Limits of time and of tries.
+        limit: How many run at a time.
+        emit: Takes events.
+        rng: Draws how long to wait.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: CheckpointConfig,
+        limit: RequestLimit,
+        emit: Callable[[Event], None],
+        rng: random.Random | None = None,
+    ) -> None:
+        self.path = path
+        self._config = config
+        self._limit = limit
+        self._emit = emit
+        self._rng = rng or random.Random()  # noqa: S311  # nothing secret
+        self._first_failure_s: float | None = None
+
+    async def run(self, what: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Carry a request out, and try it again as long as that may help.
+
+        Args:
+            what: What it does, for messages: "cannot <what>".
+            key: The object.
+            request: Sends it; called once for each try, and has to be right to repeat.
+
+        Raises:
+            StorageError: It failed for good; names the object and the cause.
+            ObjectMissingError: There is no such object.
+            ConditionFailedError: The condition of the request does not hold.
+        """
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                result = await self.once(request)
+            except TransientError as error:
+                wait_s = self._rng.uniform(
+                    0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
+                )
+                if tries > self._config.max_retries or self._is_late(wait_s):
+                    raise self._failed(what, key, error, tries) from error
+                self._emit(
+                    RequestRetried(
+                        path=self.path,
+                        operation=what,
+                        object=key,
+                        num_tries=tries,
+                        wait_s=wait_s,
+                        error=error,
+                    )
+                )
+                await asyncio.sleep(wait_s)
+            except RefusedError as error:
+                raise self._failed(what, key, error, tries) from error
+            else:
+                return result
+
+    async def once(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Send a request once, in its turn and within the limit of time.
+
+        Raises:
+            StoreError: As the store says; a stalled one is a `TransientError`.
+        """
+        async with self._limit.slot():
+            timeout_s = self._config.request_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    result = await request()
+            except TimeoutError as error:
+                raise TransientError(f"no answer within {timeout_s:g} s") from error
+            except TransientError as error:
+                if error.slow_down:
+                    self._limit.slow_down()
+                raise
+        self._limit.answered()
+        return result
+
+    def _is_late(self, wait_s: float) -> bool:
+        """Whether the deadline passes before another try."""
+        now = asyncio.get_running_loop().time()
+        if self._first_failure_s is None:
+            self._first_failure_s = now
+        return now + wait_s > self._first_failure_s + self._config.retry_timeout_s
+
+    def _failed(self, what: str, key: str, error: StoreError, tries: int) -> StorageError:
+        often = f" ({tries} tries)" if tries > 1 else ""
+        code = errno.EIO if isinstance(error, RefusedError) else errno.ETIMEDOUT
+        return StorageError(
+            f"cannot {what} {key!r}: {error.problem}{often}", path=self.path, code=code
+        )

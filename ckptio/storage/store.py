@@ -1,0 +1,236 @@
+"""What an object store has to offer: one method per operation, on keys.
+
+An `ObjectStore` is a bucket (or what a protocol has instead) with the options to reach it.
+It does one request and says how that ended; how often a request is tried, how many run at
+a time and what a checkpoint is made of is decided above (`storage.requests`,
+`storage.objects`). It belongs to the loop on which it was made.
+
+Failures are told in four words, since only a store knows what its answers mean, and only
+who asked knows what to do about them: `ObjectMissingError`, `ConditionFailedError`,
+`TransientError`, and `RefusedError` for whatever will not get better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StoreError(Exception):
+    """A request failed. Says what the store said, without anything secret.
+
+    Attributes:
+        problem: In words.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class ObjectMissingError(StoreError):
+    """There is no such object."""
+
+
+class ConditionFailedError(StoreError):
+    """The object is not as the request wanted it to be: nothing was written by it.
+
+    A client that repeats requests on its own may see this for what it wrote itself, just
+    before: whoever is told so looks at what is there.
+    """
+
+
+class TransientError(StoreError):
+    """It may work in a while. Whether the request took effect is not known.
+
+    Attributes:
+        slow_down: The store asked for fewer requests.
+    """
+
+    def __init__(self, problem: str, *, slow_down: bool = False) -> None:
+        super().__init__(problem)
+        self.slow_down = slow_down
+
+
+class RefusedError(StoreError):
+    """It will not work: no permission, no such bucket, an answer that makes no sense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """An object, as a listing or a look at it shows it.
+
+    Attributes:
+        key: Its key; of a listing by level also what stands for all keys below, with `/` at
+            its end.
+        nbytes: Its size in bytes.
+        etag: Tells its contents apart from others; empty where a store has none.
+        modified_s: When it was written, in seconds since 1970; 0 where nobody knows.
+    """
+
+    key: str
+    nbytes: int
+    etag: str = ""
+    modified_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadInfo:
+    """An upload in parts that was begun and not ended.
+
+    Attributes:
+        key: The object that it would make.
+        upload_id: The store's name of it.
+        active_s: When it was begun, or its last part came, in seconds since 1970.
+    """
+
+    key: str
+    upload_id: str
+    active_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTraits:
+    """What a store can do, and what it wants.
+
+    Attributes:
+        min_part_nbytes: The least size of a part but the last.
+        max_parts: Parts of one object, at most.
+        in_order: Parts have to come in order, one at a time.
+        conditional: `"atomic"`: of any number of writers who ask for an object that is not
+            there, one succeeds. `"none"`: the store looks first and writes then, or writes
+            whatever is there.
+        gap_nbytes: Bytes worth reading over rather than sending another request.
+    """
+
+    min_part_nbytes: int = 1
+    max_parts: int = 10_000
+    in_order: bool = False
+    conditional: str = "none"
+    gap_nbytes: int = 0
+
+
+class Upload(Protocol):
+    """An object being written in parts."""
+
+    async def write(self, number: int, data: memoryview) -> None:
+        """Write part `number`, from 0. Parts may come at once and out of order.
+
+        `data` is the caller's again when this returns or raises. Sending a part once more
+        replaces it.
+
+        Raises:
+            StoreError: It was not written, or nobody knows.
+        """
+        ...
+
+    async def complete(self) -> None:
+        """Make the object of its parts.
+
+        Raises:
+            StoreError: It was not made, or nobody knows: look at it.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Drop all parts.
+
+        Raises:
+            StoreError: They may still be there.
+        """
+        ...
+
+
+class ObjectStore(Protocol):
+    """A place for objects by key. Used from one loop."""
+
+    @property
+    def identity(self) -> str:
+        """The same for two ways to the same place: protocol, endpoint, bucket."""
+        ...
+
+    @property
+    def traits(self) -> StoreTraits:
+        """What it can do."""
+        ...
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Look at an object.
+
+        Raises:
+            ObjectMissingError: There is none.
+            StoreError: It cannot be told.
+        """
+        ...
+
+    async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
+        """Read an object of at most `limit` bytes, and what tells just these bytes apart.
+
+        What is larger is cut behind `limit` bytes; the info says its size.
+        """
+        ...
+
+    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+        """Read as many bytes as `room` has, from `start` on, into it.
+
+        Raises:
+            ObjectMissingError: There is no such object.
+            TransientError: Fewer bytes came.
+            RefusedError: The object ends before.
+        """
+        ...
+
+    async def put(
+        self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
+    ) -> str:
+        """Write an object in one step.
+
+        Args:
+            key: Its key.
+            data: Its contents; the caller's again when this returns or raises.
+            absent: Only if there is none.
+            match: Only if there is one with this etag.
+
+        Returns:
+            Its etag, as `head` would give it.
+
+        Raises:
+            ConditionFailedError: The condition does not hold.
+        """
+        ...
+
+    async def upload(self, key: str) -> Upload:
+        """Begin an object in parts. It is not there before `complete`."""
+        ...
+
+    async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
+        """List the objects whose keys begin with `prefix`, sorted by key.
+
+        Args:
+            prefix: Empty, or ends in `/`.
+            below: Also what has further `/` in it; else one entry for each first part.
+        """
+        ...
+
+    async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
+        """List uploads that were begun and not ended; none where a store cannot say."""
+        ...
+
+    async def drop_upload(self, upload: UploadInfo) -> None:
+        """Abort an upload of anybody."""
+        ...
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects. What is not there is no error.
+
+        Raises:
+            StoreError: Some may still be there.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give connections back."""
+        ...

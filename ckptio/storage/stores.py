@@ -1,0 +1,168 @@
+"""The object stores of an engine: which there are, and one of each that is used.
+
+A store holds connections, and those belong to a loop, so each engine opens its own at the
+first use and closes it at its end. All saves and loads of an engine to one bucket share it,
+and with it the limit of requests.
+
+Who can open a store for a protocol is found by name: ours, those that other packages
+register under the entry point group `ckptio.backends`, and else `fsspec`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptio.errors import ConfigError
+from ckptio.storage.requests import RequestLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.storage.store import ObjectStore
+
+_S3 = ("s3", "s3a")
+ENTRY_POINTS = "ckptio.backends"
+
+
+class Backend(Protocol):
+    """Opens stores of one kind. What an entry point of `ckptio.backends` names."""
+
+    def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
+        """Split a URL without a slash at its end. Touches nothing.
+
+        Returns:
+            What names the store (protocol, endpoint, bucket: the same for two ways to the
+            same place, and nothing secret), and the prefix of the checkpoint's keys in it.
+
+        Raises:
+            ConfigError: The URL, or an option, makes no sense.
+        """
+        ...
+
+    def gap_nbytes(self) -> int:
+        """Give the bytes that are worth reading over rather than sending another request."""
+        ...
+
+    async def open(
+        self, url: str, options: Mapping[str, Any], config: CheckpointConfig, executor: Executor
+    ) -> ObjectStore:
+        """Open the store of a URL, on the running loop.
+
+        Args:
+            url: As `split` takes it.
+            options: What fsspec calls `storage_options`; may hold secrets.
+            config: Limits.
+            executor: Threads for calls that block.
+
+        Raises:
+            ConfigError: A package is missing, or an option is wrong.
+            StoreError: It cannot be reached.
+        """
+        ...
+
+
+class Stores:
+    """The stores that an engine has open.
+
+    Args:
+        config: Limits, and `storage_options`.
+        executor: Threads for calls that block.
+    """
+
+    def __init__(self, config: CheckpointConfig, executor: Executor) -> None:
+        self._config = config
+        self._executor = executor
+        self._open: dict[str, OpenStore] = {}
+
+    def at(self, url: str) -> tuple[OpenStore, str]:
+        """Find the store for a URL, and the prefix in it. Opens nothing; thread-safe.
+
+        Raises:
+            ConfigError: There is no way to it.
+        """
+        protocol = url.partition("://")[0]
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ConfigError("a URL must not hold credentials; pass them in storage_options")
+        options = self._config.options_for(protocol)
+        backend = find_backend(protocol)
+        identity, prefix = backend.split(url, options)
+        # one of a kind, whoever comes first: dict.setdefault is atomic
+        store = self._open.setdefault(
+            identity, OpenStore(identity, url, backend, options, self._config, self._executor)
+        )
+        return store, prefix
+
+    async def close(self) -> None:
+        """Close what is open. On the engine's loop."""
+        for store in list(self._open.values()):
+            await store.close()
+        self._open.clear()
+
+
+class OpenStore:
+    """A store, opened at the first use and shared from then on."""
+
+    def __init__(
+        self,
+        identity: str,
+        url: str,
+        backend: Backend,
+        options: Mapping[str, Any],
+        config: CheckpointConfig,
+        executor: Executor,
+    ) -> None:
+        self.identity = identity
+        self.gap_nbytes = backend.gap_nbytes()
+        self._url = url
+        self._backend = backend
+        self._options = options
+        self._config = config
+        self._executor = executor
+        self._limit = RequestLimit(config.max_requests)
+        self._lock: asyncio.Lock | None = None
+        self._store: ObjectStore | None = None
+
+    async def get(self) -> tuple[ObjectStore, RequestLimit]:
+        """Give the store, and the limit of requests to it.
+
+        Raises:
+            ConfigError: It cannot be opened.
+        """
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        async with self._lock:
+            if self._store is None:
+                self._store = await self._backend.open(
+                    self._url, self._options, self._config, self._executor
+                )
+        return self._store, self._limit
+
+    async def close(self) -> None:
+        """Close the store, if it was opened."""
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
+
+
+def find_backend(protocol: str) -> Backend:
+    """Find who opens stores of a protocol.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    for entry in entry_points(group=ENTRY_POINTS, name=protocol):
+        backend: Backend = entry.load()
+        return backend
+    if protocol in _S3:
+        try:
+            from ckptio.storage.s3 import S3Backend  # noqa: PLC0415  # imports s3fs
+        except ImportError as error:
+            raise ConfigError(f"s3:// needs `pip install ckptio[s3]`: {error}") from None
+        return S3Backend()
+    from ckptio.storage.fsspec import FsspecBackend  # noqa: PLC0415  # imports fsspec
+
+    return FsspecBackend(protocol)
