@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     Json = Any
 
 
+#: Ranges that are looked at to tell whether a checkpoint is in the page cache, about.
+_NUM_SAMPLES = 32
+
+
 class Course:
     """How far a load has come, as the other ranks see it.
 
@@ -144,6 +148,7 @@ async def read_together(
         context.ranks.session(course.of("read")) as session,
     ):
         message = await run_blocking(context.executor, meeting.wish, wanted)
+        message["cached"] = await meeting.is_cached(wanted)
         answer = await session.round("want", message, lambda m: meeting.decide(m, links))
         if answer["link"] is None:
             await plan_and_read(reading, wanted, context, whole_files=False)
@@ -207,6 +212,16 @@ class _Meeting:
             "address": self._context.ranks.address,
         }
 
+    async def is_cached(self, wanted: Sequence[Wanted]) -> bool:
+        """Whether most of what this rank wants is in the memory of its host."""
+        if self._context.config.exchange != "auto" or not wanted:
+            return False
+        files = self._reading.manifest.files
+        sample = wanted[:: max(1, len(wanted) // _NUM_SAMPLES)]
+        return await self._reading.storage.is_cached(
+            [(files[want.file].name, want.start, want.nbytes) for want in sample]
+        )
+
     async def decide(
         self, messages: Sequence[Json], links: contextlib.AsyncExitStack
     ) -> Sequence[Json] | Same:
@@ -226,7 +241,10 @@ class _Meeting:
             min(message["slab_nbytes"] for message in messages),
         )
         pays = plan.shared_nbytes() > 0 and (
-            ways == {"on"} or is_worth_exchanging(plan, context.ranks.hosts)
+            ways == {"on"}
+            or is_worth_exchanging(
+                plan, context.ranks.hosts, [message["cached"] for message in messages]
+            )
         )
         addresses = [message["address"] for message in messages]
         offer = await context.linker.offer(context, addresses, links) if pays else None

@@ -98,6 +98,10 @@ class AnyStorage:
             raise
         return opened[0]
 
+    async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether ours is; what others wrote counts as far away."""
+        return await self._recognised() is None and await self._inner.is_cached(ranges)
+
     async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
         """Begin a save, of ours."""
         return await self._inner.begin(save_id, overwrite=overwrite)

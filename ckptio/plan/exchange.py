@@ -347,15 +347,13 @@ def _reason(kind: Kind, reader: int) -> str:
 MIN_SHARED_NBYTES = 16 << 20
 
 
-def is_worth_exchanging(plan: ExchangePlan, hosts: Sequence[str]) -> bool:
+def is_worth_exchanging(plan: ExchangePlan, hosts: Sequence[str], cached: Sequence[bool]) -> bool:
     """Decide for `exchange="auto"` whether to pass bytes on, or to let every rank read its own.
 
-    Measured on one machine of two cores: direct reads bring 0.6 to 1.2 GB/s, however many
-    ranks read; gloo moves 1.8 to 2.7 GB/s between two processes; to connect takes some 20 ms.
-    What two ranks of a host want is there after 0.8 to 1.6 s/GB if one reads it for both,
-    since passing on goes on beside the reading, and after twice that if both read it. So
-    within a host, passing on pays from the second rank on, if the bytes are worth a link.
-    (Not where the storage is faster than the link, as a page cache is: say `"off"`.)
+    Within a host, passing on pays from the second rank on where bytes come from a disk, since
+    it goes on beside the reading; and never where they are in the page cache, which every
+    rank reads about as fast as shared memory and without waiting for another (the bench case
+    `replicated_load` has the figures of both). A link takes some 20 ms to make.
 
     Between hosts, each has its own way to the storage, so two ranks that both read wait for
     no longer than one that reads for two; Orbax reports 0.79 of the time for direct reads
@@ -365,12 +363,14 @@ def is_worth_exchanging(plan: ExchangePlan, hosts: Sequence[str]) -> bool:
     Args:
         plan: Who would read what for whom.
         hosts: The host of each rank of the group.
+        cached: Whether what each of them wants is in the memory of its host.
     """
     shared = near = far = 0
     for unit in plan.units:
-        if unit.takers:
+        takers = [rank for rank in unit.takers if not cached[rank]]
+        if takers:
             shared += unit.nbytes
-            num_near = sum(hosts[rank] == hosts[unit.reader] for rank in unit.takers)
+            num_near = sum(hosts[rank] == hosts[unit.reader] for rank in takers)
             near += num_near * unit.nbytes
-            far += (len(unit.takers) - num_near) * unit.nbytes
+            far += (len(takers) - num_near) * unit.nbytes
     return shared >= MIN_SHARED_NBYTES and (near >= far or far >= 2 * shared)

@@ -202,6 +202,14 @@ class Storage(Protocol):
         """
         ...
 
+    async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether most of some ranges are in the memory of this host, and cost next to nothing.
+
+        Args:
+            ranges: Name of a data file, first byte and size of each. A few of many are enough.
+        """
+        ...
+
     async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
         """Begin a save.
 

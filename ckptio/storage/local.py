@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 import aiofiles
 
 from ckptio._aio import run_blocking, shielded
+from ckptio.config import PAGE_NBYTES
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.files import PosixFiles
@@ -142,6 +145,23 @@ class LocalStorage:
             raise CheckpointChangedError(self._path) from None
         except OSError as error:
             raise storage_error(error, path, "cannot open a data file") from error
+
+    async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
+        """Look into the page cache; see `interface.Storage`. False before Linux 6.5."""
+        return await run_blocking(self._executor, self._is_cached, ranges)
+
+    def _is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
+        nbytes = cached_nbytes = 0
+        for name, start, length in ranges:
+            with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+                fd = self._files.open(self._join(name), direct=False)
+                try:
+                    pages = linux.num_cached_pages(fd, start, length)
+                finally:
+                    self._files.close(fd)
+                nbytes += length
+                cached_nbytes += (pages or 0) * PAGE_NBYTES
+        return 2 * cached_nbytes > nbytes
 
     async def begin(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
         """Begin a save; see `interface.Storage`."""

@@ -122,6 +122,11 @@ class ObjectStorage:
         store, requests = await self._ready()
         return ObjectSource(self._url, store, requests, self._join(name), name, nbytes)
 
+    async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
+        """Nothing is kept of what was read; see `interface.Storage`."""
+        del ranges
+        return False
+
     async def begin(self, save_id: str, *, overwrite: bool) -> ObjectAttempt:
         """Begin a save; see `interface.Storage`."""
         if not overwrite:

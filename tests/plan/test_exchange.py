@@ -372,9 +372,10 @@ def test_bytes_are_passed_on_where_that_is_faster() -> None:
     """Not for a few, and between hosts not for two ranks; rules and reasons are in the function."""
     large, small = [80 * MiB], [8 * MiB]
 
-    def is_worth(sizes: Sequence[int], hosts: list[str]) -> bool:
+    def is_worth(sizes: Sequence[int], hosts: list[str], cached: Sequence[int] = ()) -> bool:
         world = replicated(sizes, len(hosts))._replace(hosts=hosts)
-        return is_worth_exchanging(world.plan(4 * MiB), hosts)
+        has = [rank in cached for rank in range(len(hosts))]
+        return is_worth_exchanging(world.plan(4 * MiB), hosts, has)
 
     assert is_worth(large, ["a", "a"])
     assert is_worth(large, ["a", "b", "c"])
@@ -382,3 +383,6 @@ def test_bytes_are_passed_on_where_that_is_faster() -> None:
     assert not is_worth(large, ["a", "b"])
     assert not is_worth(large, ["a"])
     assert not is_worth(small, ["a", "a", "a"])
+    assert not is_worth(large, ["a", "a"], cached=[0, 1])
+    assert not is_worth(large, ["a", "a", "b", "b"], cached=[0, 1, 2, 3])
+    assert is_worth(large, ["a", "a", "a"], cached=[0])

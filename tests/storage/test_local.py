@@ -26,6 +26,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, DirectIORefused
+from ckptio.storage.linux import num_cached_pages
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, RecordingFiles, fail_at, run_virtual
 from tests.rig import (
@@ -489,3 +490,20 @@ async def test_an_open_that_is_cancelled_leaves_no_file_open(
         await task
     assert len(files.kinds("open")) == 2
     assert files.num_open == 0
+
+
+async def test_what_is_in_the_page_cache_is_known(tmp_path: Path, executor: Executor) -> None:
+    """After it was read through it, and not after it was dropped from it; no file is none."""
+    storage = storage_at(tmp_path / "c", executor)
+    await write_files(storage, A, contents_of(A, 100_000))
+    name = next(iter(contents_of(A, 1)))
+    ranges = [(name, 0, 40_000), (name, 50_000, 40_000)]
+    with open(tmp_path / "c" / name, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if num_cached_pages(file.fileno(), 0, 100_000) != 0:
+            pytest.skip("this file system keeps its pages, or nobody can tell (before Linux 6.5)")
+        assert not await storage.is_cached(ranges)
+        file.read()
+    assert await storage.is_cached(ranges)
+    assert not await storage.is_cached([("nothing", 0, 4096)])
