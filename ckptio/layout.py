@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,10 @@ def shared_runs(
     shape: tuple[int, ...],
     source: tuple[tuple[int, ...], tuple[int, ...]],
     target: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Give the contiguous runs of a box that lies in two row-major blocks, in order.
+
+    Runs of one dimension are alike, and come as one.
 
     Args:
         shape: Shape of the box.
@@ -139,7 +141,8 @@ def shared_runs(
 
     Yields:
         First element in the first block, first element in the second, and elements, for
-        runs that are contiguous in both and as long as that allows.
+        runs that are contiguous in both and as long as that allows; how many such runs
+        there are, and the elements from one to the next in the first and second block.
     """
     if numel(shape) == 0:
         return
@@ -155,9 +158,8 @@ def shared_runs(
         for (offset, _), steps in zip((source, target), strides, strict=True)
     ]
     if not outer:
-        yield starts[0], starts[1], run
+        yield starts[0], starts[1], run, 1, 0, 0
         return
-    # rows of the innermost dimension that is not part of a run go by without Python for each
     last = outer - 1
     count, steps = shape[last], (strides[0][last], strides[1][last])
     for index in itertools.product(*(range(extent) for extent in shape[:last])):
@@ -165,14 +167,7 @@ def shared_runs(
             start + sum(i * step for i, step in zip(index, of_block, strict=False))
             for start, of_block in zip(starts, strides, strict=True)
         )
-        yield from zip(
-            _rising(a, steps[0], count), _rising(b, steps[1], count), itertools.repeat(run)
-        )
-
-
-def _rising(start: int, step: int, count: int) -> Iterable[int]:
-    """Count `count` numbers from `start`; a dimension of one element has any stride, even none."""
-    return range(start, start + count * step, step) if step else itertools.repeat(start, count)
+        yield a, b, run, count, *steps
 
 
 def _stack(index: int, box: Box) -> Box:

@@ -74,7 +74,12 @@ def test_shared_runs_move_a_box(data: st.DataObject, ndim: int) -> None:
     expected[_index(Box(blocks[1][0], shape))] = source[_index(Box(blocks[0][0], shape))]
 
     found = np.full(math.prod(blocks[1][1]), -1)
-    runs = list(shared_runs(shape, blocks[0], blocks[1]))
+    groups = list(shared_runs(shape, blocks[0], blocks[1]))
+    runs = [
+        (a + row * step, b + row * stride, count)
+        for a, b, count, rows, step, stride in groups
+        for row in range(rows)
+    ]
     for a, b, count in runs:
         found[b : b + count] = source.reshape(-1)[a : a + count]
     assert (found.reshape(blocks[1][1]) == expected).all()
@@ -85,14 +90,14 @@ def test_shared_runs_move_a_box(data: st.DataObject, ndim: int) -> None:
 def test_a_box_that_is_whole_in_both_is_one_run() -> None:
     """What is contiguous in both blocks is moved at once."""
     assert list(shared_runs((2, 3, 4), ((1, 0, 0), (5, 3, 4)), ((0, 0, 0), (2, 3, 4)))) == [
-        (12, 0, 24)
+        (12, 0, 24, 1, 0, 0)
     ]
 
 
 def test_rows_of_different_blocks_are_runs_of_rows() -> None:
-    """A run ends where a row of either block does."""
+    """A run ends where a row of either block does; rows are told as one."""
     runs = list(shared_runs((2, 3), ((0, 1), (2, 5)), ((0, 0), (2, 3))))
-    assert runs == [(1, 0, 3), (6, 3, 3)]
+    assert runs == [(1, 0, 3, 2, 5, 3)]
 
 
 def _index(box: Box) -> tuple[slice, ...]:

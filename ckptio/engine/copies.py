@@ -107,7 +107,8 @@ class CopyDigests:
             pending: Takes nothing here.
         """
         del pending
-        for position, destination, _, nbytes in pieces:
+        for position, destination, _, nbytes, rows in pieces:
+            assert rows is None  # noqa: S101  # nothing of `wanted` has several
             begin = start + position
             with slab.view[begin : begin + nbytes] as data:
                 digest = hashlib.blake2b(data, digest_size=_DIGEST_NBYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Chooses one of the places of a chunk: a file, and where the chunk starts in it.
 Place = Callable[["Chunk"], tuple[int, int]]
-#: Ranges of one tensor, at most: a load plans each, and takes about 150 bytes for it.
+#: Ranges of one tensor, at most: a load may have to plan each, with some 150 bytes for it.
 _MAX_RANGES = 8_000_000
 
 
@@ -85,6 +86,7 @@ def want_region(
         FormatError: The chunks are cut into more pieces than any sharding has.
     """
     itemsize = DTYPES[entry.dtype].itemsize
+    num_ranges = 0
     for chunk in entry.chunks:
         shared = _shared(entry, chunk, region)
         if not numel(shared.shape):
@@ -94,13 +96,17 @@ def want_region(
         in_chunk = tuple(a - b for a, b in zip(shared.offset, block.offset, strict=True))
         in_region = tuple(a - b for a, b in zip(shared.offset, region.offset, strict=True))
         runs = shared_runs(shared.shape, (in_chunk, block.shape), (in_region, region.shape))
-        for start, at, count in runs:
-            if len(wanted) >= _MAX_RANGES:
+        for start, at, count, rows, step, stride in runs:
+            num_ranges += rows
+            if num_ranges > _MAX_RANGES:
                 raise FormatError(
                     f"{entry.name!r} is cut into more than {_MAX_RANGES} pieces; load a part of it"
                 )
             begin, nbytes = first + start * itemsize, count * itemsize
-            wanted.append(Wanted(file, begin, nbytes, destination, at * itemsize))
+            want = Wanted(file, begin, nbytes, destination, at * itemsize)
+            if rows > 1:
+                want = want._replace(rows=rows, step=step * itemsize, stride=stride * itemsize)
+            wanted.append(want)
 
 
 def _all_of(entry: TensorEntry) -> Box:
@@ -130,7 +136,7 @@ def _shared(entry: TensorEntry, chunk: Chunk, region: Box) -> Box:
 def _cut_out(wanted: Sequence[Wanted], first: int, stop: int) -> list[Wanted]:
     """Keep what lies in `[first, stop)` of the destination's bytes, counted from `first`."""
     kept = []
-    for want in wanted:
+    for want in itertools.chain.from_iterable(want.each() for want in wanted):
         begin = max(want.offset, first)
         end = min(want.offset + want.nbytes, stop)
         if begin < end:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptio.errors import PlanError
+from ckptio.plan.load import dense
 from ckptio.plan.readers import Kind, limit_for, place_whole, share_out
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ class ExchangePlan:
 def block_runs(wanted: Iterable[Wanted], block_nbytes: int) -> Runs:
     """Give the runs of blocks that bring what a rank wants, in any order, merged."""
     by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for want in wanted:
-        first, stop = want.start // block_nbytes, -(-(want.start + want.nbytes) // block_nbytes)
+    for want in dense(wanted, block_nbytes):
+        first, stop = want.start // block_nbytes, -(-want.stop // block_nbytes)
         runs = by_file[want.file]
         if runs and runs[-1][0] <= first <= runs[-1][1]:  # mostly they come in order
             runs[-1] = (runs[-1][0], max(runs[-1][1], stop))

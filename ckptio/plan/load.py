@@ -19,11 +19,19 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
 
 
-Piece = tuple[int, int, int, int]
+#: Rows that are alike: how many, and the bytes from one to the next in the block and in the
+#: destination.
+Rows = tuple[int, int, int]
+#: Offset in the block, destination, offset in its row-major bytes, bytes, and `None`; or, of
+#: the first of some rows, the same, and the rows.
+Piece = tuple[int, int, int, int, Rows | None]
 
 
 class Wanted(NamedTuple):
     """A byte range that a destination needs. A tuple, since thousands of them are sorted.
+
+    Columns of a matrix are as many ranges as it has rows; they are one value here, and are
+    planned and copied as one.
 
     Attributes:
         file: Index of the file in the manifest.
@@ -31,6 +39,9 @@ class Wanted(NamedTuple):
         nbytes: Bytes wanted; not zero.
         destination: Index of the destination, whatever that is to the caller.
         offset: Where the range starts in the destination's row-major bytes.
+        rows: Ranges that are alike, of which this is the first.
+        step: Bytes from one to the next in the file; at least `nbytes`.
+        stride: Bytes from one to the next in the destination.
     """
 
     file: int
@@ -38,6 +49,29 @@ class Wanted(NamedTuple):
     nbytes: int
     destination: int
     offset: int
+    rows: int = 1
+    step: int = 0
+    stride: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Byte behind the last row."""
+        return self.start + (self.rows - 1) * self.step + self.nbytes
+
+    def each(self) -> Iterator[Wanted]:
+        """Give the rows one by one."""
+        file, start, nbytes, destination, offset, rows, step, stride = self
+        for row in range(rows):
+            yield Wanted(file, start + row * step, nbytes, destination, offset + row * stride)
+
+
+def dense(wanted: Iterable[Wanted], block_nbytes: int) -> Iterator[Wanted]:
+    """Take rows apart that leave whole blocks out between them, so that the rest leave none."""
+    for want in wanted:
+        if want.rows > 1 and want.step - want.nbytes >= block_nbytes:
+            yield from want.each()
+        else:
+            yield want
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +83,7 @@ class ReadSegment:
         start: First byte in the file; a multiple of the block.
         nbytes: Bytes to read, whole blocks but at the end of the file.
         checksums: crc32c of each block; `None` where it is not known.
-        pieces: For each block, where its bytes land: offset in the block, destination,
-            offset in the destination's row-major bytes, bytes.
+        pieces: For each block, where its bytes land.
     """
 
     file: int
@@ -106,7 +139,8 @@ def plan_load(
     by_file: dict[int, list[Wanted]] = {}
     if whole_files:
         by_file = {file: [] for file in range(len(manifest.files))}
-    for file, group in itertools.groupby(sorted(wanted), key=lambda want: want.file):
+    in_order = sorted(dense(wanted, block))
+    for file, group in itertools.groupby(in_order, key=lambda want: want.file):
         by_file[file] = list(group)
     segments: list[ReadSegment] = []
     for file, members in by_file.items():
@@ -138,7 +172,7 @@ def _merge(
             yield first, last, wanted[begin:i]
             begin = i
             first = want.start // block
-        last = max(last, -(-(want.start + want.nbytes) // block))
+        last = max(last, -(-want.stop // block))
     yield first, last, wanted[begin:]
 
 
@@ -184,17 +218,45 @@ def _landings(wanted: Iterable[Wanted], block: int) -> dict[int, list[Piece]]:
     """Cut ranges of one file at its blocks, and say what lands from each that has any."""
     landings: dict[int, list[Piece]] = {}
     for want in wanted:
-        position = want.start
-        end = want.start + want.nbytes
-        while position < end:
-            number = position // block
-            base = number * block
-            upto = min(end, base + block)
-            offset = want.offset + position - want.start
-            piece = (position - base, want.destination, offset, upto - position)
-            landings.setdefault(number, []).append(piece)
-            position = upto
+        if want.rows > 1:
+            _land_rows(want, block, landings)
+        else:
+            _land(want, block, landings)
     return landings
+
+
+def _land(want: Wanted, block: int, landings: dict[int, list[Piece]]) -> None:
+    """Cut a range at blocks."""
+    file_start, nbytes, destination, offset = want[1:5]
+    position, end = file_start, file_start + nbytes
+    while position < end:
+        number = position // block
+        base = number * block
+        upto = min(end, base + block)
+        at = offset + position - file_start
+        piece = (position - base, destination, at, upto - position, None)
+        landings.setdefault(number, []).append(piece)
+        position = upto
+
+
+def _land_rows(want: Wanted, block: int, landings: dict[int, list[Piece]]) -> None:
+    """Put as many rows together as lie in a block; a row that its end cuts goes by itself."""
+    file, start, nbytes, destination, offset, rows, step, stride = want
+    row = 0
+    while row < rows:
+        position = start + row * step
+        at = offset + row * stride
+        number = position // block
+        left = (number + 1) * block - position
+        count = min((left - nbytes) // step + 1, rows - row) if nbytes <= left else 0
+        if count:
+            many = (count, step, stride) if count > 1 else None
+            piece = (position - number * block, destination, at, nbytes, many)
+            landings.setdefault(number, []).append(piece)
+            row += count
+        else:
+            _land(Wanted(file, position, nbytes, destination, at), block, landings)
+            row += 1
 
 
 def _cut(

@@ -12,15 +12,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckptio.staging.memory import address_of, bits_of, boxes, is_physical, move, window
+from ckptio.staging.memory import (
+    address_of,
+    bits_of,
+    boxes,
+    is_physical,
+    move,
+    move_rows,
+    window,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.plan.load import Piece
+    from ckptio.plan.load import Piece, Rows
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
     from ckptio.staging.pool import Slab
+
+#: Offset in the slab, tensor, offset in its row-major bytes, bytes.
+FlatPiece = tuple[int, int, int, int]
 
 
 class SourceState:
@@ -60,7 +71,7 @@ class SourceState:
             self._gather_slow(slow, slab, pending)
 
     def _gather_slow(
-        self, pieces: Sequence[Piece], slab: Slab, pending: list[PendingCopies]
+        self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
     ) -> None:
         """Copy what one memmove cannot: strided, conjugate and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -124,17 +135,19 @@ class TargetState:
         base = slab.address + start
         addresses = self._addresses
         slow = []
-        for position, index, offset, nbytes in pieces:
+        for position, index, offset, nbytes, rows in pieces:
             address = addresses[index]
-            if address:
+            if not address:
+                slow += _rows(start + position, index, offset, nbytes, rows)
+            elif rows is None:
                 move(address + offset, base + position, nbytes)
             else:
-                slow.append((start + position, index, offset, nbytes))
+                move_rows(address + offset, base + position, nbytes, rows)
         if slow:
             self._scatter_slow(slow, slab, pending)
 
     def _scatter_slow(
-        self, pieces: Sequence[Piece], slab: Slab, pending: list[PendingCopies]
+        self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
     ) -> None:
         """Copy what one memmove cannot: strided, converted and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -159,3 +172,11 @@ class TargetState:
         for destination in self._destinations:
             if not destination.tensor.is_inference():
                 torch.autograd.graph.increment_version(destination.tensor)
+
+
+def _rows(
+    position: int, index: int, offset: int, nbytes: int, rows: Rows | None
+) -> list[FlatPiece]:
+    """Take rows apart that are copied one by one."""
+    count, step, stride = rows or (1, 0, 0)
+    return [(position + i * step, index, offset + i * stride, nbytes) for i in range(count)]

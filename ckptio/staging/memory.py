@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ckptio.config import KiB
@@ -13,6 +14,7 @@ from ckptio.layout import Box, boxes_of_range
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptio.plan.load import Rows
     from ckptio.staging.pool import Slab
 
 _memmove_free = ctypes.CDLL(None).memmove
@@ -33,6 +35,31 @@ def move(target: int, source: int, nbytes: int) -> None:
         _memmove_held(target, source, nbytes)
     else:
         _memmove_free(target, source, nbytes)
+
+
+def move_rows(target: int, source: int, nbytes: int, rows: Rows) -> None:
+    """Copy rows of `nbytes` each from address to address.
+
+    As numpy copies items of that size: in one call, however short they are.
+
+    Args:
+        target: Of the first row.
+        source: Of the first row.
+        nbytes: Of a row.
+        rows: How many, and the bytes from one to the next in the source and in the target.
+    """
+    count, step, stride = rows
+    item = np.dtype((np.void, nbytes))
+    into, of = (
+        np.ndarray(
+            (count,),
+            item,
+            memoryview((ctypes.c_char * ((count - 1) * distance + nbytes)).from_address(address)),
+            strides=(distance,),
+        )
+        for address, distance in ((target, stride), (source, step))
+    )
+    np.copyto(into, of)
 
 
 def is_physical(tensor: torch.Tensor) -> bool:

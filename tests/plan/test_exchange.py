@@ -260,7 +260,8 @@ def test_units_land_where_they_are_wanted(world: World) -> None:
             numbers = range(first, first + len(segment.pieces))
             assert segment.checksums == tuple(1000 * unit.file + n for n in numbers)
             for index, pieces in enumerate(segment.pieces):
-                for position, destination, offset, nbytes in pieces:
+                for position, destination, offset, nbytes, rows in pieces:
+                    assert rows is None
                     assert position + nbytes <= BLOCK
                     start = unit.start + index * BLOCK + position
                     landed += [

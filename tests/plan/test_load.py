@@ -36,8 +36,21 @@ def requests(draw: st.DrawFn) -> tuple[list[int], list[Wanted]]:
         file = draw(st.integers(0, len(sizes) - 1))
         start = draw(st.integers(0, sizes[file] - 1))
         nbytes = draw(st.integers(1, sizes[file] - start))
-        wanted.append(Wanted(file, start, nbytes, destination, draw(st.integers(0, 100))))
+        want = Wanted(file, start, nbytes, destination, draw(st.integers(0, 100)))
+        if draw(st.booleans()):
+            nbytes = draw(st.integers(1, min(nbytes, 6 * KiB)))
+            step = nbytes + draw(st.sampled_from([0, 1, 100, 2 * BLOCK]))
+            rows = draw(st.integers(1, 1 + (sizes[file] - start - nbytes) // step))
+            want = want._replace(nbytes=nbytes, rows=min(rows, 50), step=step, stride=nbytes + 3)
+        wanted.append(want)
     return sizes, wanted
+
+
+def bytes_of(want: Wanted) -> dict[int, tuple[int, int]]:
+    """Say for each byte that is wanted where it is."""
+    return {
+        row.offset + i: (row.file, row.start + i) for row in want.each() for i in range(row.nbytes)
+    }
 
 
 configs = st.builds(
@@ -53,14 +66,18 @@ def landings(plan: LoadPlan, block: int = BLOCK) -> dict[int, dict[int, tuple[in
     found: dict[int, dict[int, tuple[int, int]]] = {}
     for segment in plan.segments:
         for index, pieces in enumerate(segment.pieces):
-            for position, destination, offset, nbytes in pieces:
-                start = segment.start + index * block + position
-                assert position + nbytes <= block
-                assert start + nbytes <= segment.start + segment.nbytes
+            for first, destination, to, nbytes, rows in pieces:
+                count, step, stride = rows or (1, 0, 0)
+                assert rows is None or count > 1
                 place = found.setdefault(destination, {})
-                for i in range(nbytes):
-                    assert offset + i not in place
-                    place[offset + i] = (segment.file, start + i)
+                for row in range(count):
+                    position, offset = first + row * step, to + row * stride
+                    start = segment.start + index * block + position
+                    assert position + nbytes <= block
+                    assert start + nbytes <= segment.start + segment.nbytes
+                    for i in range(nbytes):
+                        assert offset + i not in place
+                        place[offset + i] = (segment.file, start + i)
     return found
 
 
@@ -71,11 +88,7 @@ def test_what_is_wanted_lands_and_nothing_else(
     """Every wanted byte lands once, in its place, whatever is read over."""
     sizes, wanted = request
     plan = plan_load(manifest_of(sizes), wanted, config, gap_nbytes=gap)
-    expected = {
-        want.destination: {want.offset + i: (want.file, want.start + i) for i in range(want.nbytes)}
-        for want in wanted
-    }
-    assert landings(plan) == expected
+    assert landings(plan) == {want.destination: bytes_of(want) for want in wanted}
 
 
 @given(request=requests(), config=configs, gap=st.sampled_from([0, 4 * KiB, 1 << 20]))
@@ -107,7 +120,8 @@ def test_reads_are_as_long_as_what_is_wanted_and_two_blocks(
     """Nothing is read for nothing: at most a block more at either end of each range."""
     sizes, wanted = request
     plan = plan_load(manifest_of(sizes), wanted, config)
-    assert plan.nbytes <= sum(want.nbytes + 2 * (BLOCK - 1) for want in wanted)
+    rows = [row for want in wanted for row in want.each()]
+    assert plan.nbytes <= sum(row.nbytes + 2 * (BLOCK - 1) for row in rows)
     for segment in plan.segments:
         assert all(segment.pieces)
 

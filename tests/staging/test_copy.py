@@ -125,9 +125,28 @@ def land(data: bytes, target: torch.Tensor, dtype: torch.dtype, cuts: Sequence[i
         block = 4096 if start else 0
         slab.view[block : block + stop - start] = data[start:stop]
         pending: list[PendingCopies] = []
-        state.scatter(((0, 0, start, stop - start),), slab, block, pending)
+        state.scatter(((0, 0, start, stop - start, None),), slab, block, pending)
         assert pending == []
     state.mark_written()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@given(
+    nbytes=st.integers(1, 40), count=st.integers(2, 30), gaps=st.tuples(*[st.integers(0, 9)] * 2)
+)
+def test_rows_land_at_once(layout: str, nbytes: int, count: int, gaps: tuple[int, int]) -> None:
+    """Columns of one matrix become columns of another; what lies between stays as it was."""
+    step, stride = (nbytes + gap for gap in gaps)
+    target = torch.full((count, stride), 255, dtype=torch.uint8)
+    if layout == "transposed":
+        target = target.T.contiguous().T
+    state = TargetState([Destination(target, torch.uint8)], None)
+    slab = Slab(4096)
+    data = torch.randint(0, 255, (count, step), dtype=torch.uint8)
+    slab.view[5 : 5 + data.numel()] = data.numpy().tobytes()
+    state.scatter(((5, 0, 0, nbytes, (count, step, stride)),), slab, 0, [])
+    assert torch.equal(target[:, :nbytes], data[:, :nbytes])
+    assert bool((target[:, nbytes:] == 255).all())
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])

@@ -208,11 +208,11 @@ def load(saved: Saved, into: Any = None, **options: Any) -> tuple[Any, Restorati
     wanted = restoration.wanted()
     destinations = restoration.destinations()
     buffers = [bytearray(d.tensor.numel() * d.dtype.itemsize) for d in destinations]
-    for file, start, nbytes, index, offset in wanted:
+    for file, start, nbytes, index, offset, *_ in (row for want in wanted for row in want.each()):
         source = saved.files[file][start : start + nbytes]
         assert len(source) == nbytes
         buffers[index][offset : offset + nbytes] = source
-    assert sum(want.nbytes for want in wanted) == sum(map(len, buffers))
+    assert sum(want.nbytes * want.rows for want in wanted) == sum(map(len, buffers))
     assert {want.file for want in wanted} <= set(restoration.files())
     for destination, buffer in zip(destinations, buffers, strict=True):
         if buffer:
