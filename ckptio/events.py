@@ -219,6 +219,23 @@ class Preempted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksAwaited(Event):
+    """This rank has been waiting for others for a while, and goes on waiting.
+
+    Some are slower, or never come: `save` and `load` have to be called on every rank.
+
+    Attributes:
+        phase: What they have to come to.
+        absent: Those that have not come, as far as this rank knows: rank 0 does.
+        waited_s: Seconds so far.
+    """
+
+    phase: str
+    absent: tuple[int, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSubstituted(Event):
     """A file of a checkpoint is lost; everything in it is read from copies in others.
 

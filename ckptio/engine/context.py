@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.engine.links import HostLinker
-from ckptio.events import notify
+from ckptio.events import RanksAwaited, notify
 from ckptio.ranks.solo import SoloRanks
 from ckptio.storage.stores import Stores
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptio.events import Event, Observer
     from ckptio.format.manifest import Manifest
     from ckptio.plan.save import SavePlan
-    from ckptio.ranks.interface import Ranks
+    from ckptio.ranks.interface import Decide, Json, Ranks, Session
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
@@ -35,6 +35,9 @@ V = TypeVar("V")
 _MAX_PLANS = 8
 _MAX_RECEIVED = 2
 _MAX_OPEN_FILES = 32
+#: Seconds after which it is said that other ranks are waited for, and said again.
+_PATIENCE_S = 10.0
+_REMIND_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +103,42 @@ class EngineContext:
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""
         notify(self.observer, event)
+
+
+async def meet(
+    session: Session,
+    phase: str,
+    message: Json,
+    decide: Decide,
+    *,
+    path: str,
+    context: EngineContext,
+) -> Json:
+    """Go into a round of a session, and say so if others keep this rank waiting.
+
+    Args:
+        session: The session.
+        phase: As `Session.round` takes it, with what follows.
+        message: This rank's.
+        decide: Decides on rank 0.
+        path: What all this is about.
+        context: The engine's.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+
+    timers: list[asyncio.TimerHandle] = []
+
+    def say() -> None:
+        waited_s, absent = loop.time() - began_s, tuple(session.absent())
+        context.emit(RanksAwaited(path=path, phase=phase, absent=absent, waited_s=waited_s))
+        timers[:] = [loop.call_later(_REMIND_S, say)]
+
+    timers.append(loop.call_later(_PATIENCE_S, say))
+    try:
+        return await session.round(phase, message, decide)
+    finally:
+        timers[0].cancel()
 
 
 async def settle(pending: Sequence[PendingCopies], context: EngineContext) -> None:

@@ -17,6 +17,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
+from ckptio.engine.context import meet
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read
 from ckptio.errors import CheckpointNotFoundError, ConfigError, PeerLostError
@@ -101,7 +102,9 @@ async def fetch_manifest(storage: Storage, context: EngineContext, course: Cours
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("read")
         message = {"path": storage.path, "has": None if has is None else has.save_id}
-        answer = await session.round("manifest", message, decide)
+        answer = await meet(
+            session, "manifest", message, decide, path=storage.path, context=context
+        )
     if answer["save_id"] is None:
         course.next_session = ""
         raise CheckpointNotFoundError(storage.path)
@@ -149,7 +152,14 @@ async def read_together(
     ):
         message = await run_blocking(context.executor, meeting.wish, wanted)
         message["cached"] = await meeting.is_cached(wanted)
-        answer = await session.round("want", message, lambda m: meeting.decide(m, links))
+        answer = await meet(
+            session,
+            "want",
+            message,
+            lambda messages: meeting.decide(messages, links),
+            path=reading.storage.path,
+            context=context,
+        )
         if answer["link"] is None:
             await plan_and_read(reading, wanted, context, whole_files=False)
         else:
@@ -163,7 +173,7 @@ async def read_together(
             )
             announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
             await _pass_on(part, reading, context, answer["link"], links)
-        await session.round("done", None, _all_done)
+        await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
     return reading.read_nbytes
 
 

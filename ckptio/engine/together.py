@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckptio._aio import run_blocking, shielded
+from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
 from ckptio.engine.save import SaveReceipt, announce, place_for, write_buckets
 from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
@@ -137,14 +138,27 @@ class _JointSave:
         self._attempt: Attempt | None = None
         self._agreement: Agreement | None = None
         self._vouched = False
+        self._session: Session | None = None
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
-        self._decider.session = session
+        self._decider.session = self._session = session
         async with place_for(self._job, self._context):
-            return await self._run(session)
+            return await self._run()
 
-    async def _run(self, session: Session) -> SaveReceipt:
+    async def _meet(self, phase: str, message: Json) -> Json:
+        """Go into a round."""
+        assert self._session is not None  # noqa: S101  # `run` has it
+        return await meet(
+            self._session,
+            phase,
+            message,
+            self._decider.decide,
+            path=self._job.storage.path,
+            context=self._context,
+        )
+
+    async def _run(self) -> SaveReceipt:
         specs = self._job.flat.specs
         tree = await run_blocking(
             self._context.executor, take_tree, self._job.flat.tree, self._job.flat.names
@@ -152,25 +166,23 @@ class _JointSave:
         agreement = self._context.agreements.get(specs)
         reused = agreement is not None
         if agreement is None:
-            answer = await session.round("plan", self._listing(tree), self._decider.decide)
+            answer = await self._meet("plan", self._listing(tree))
             self._forget_replaced(answer)
             agreement = await self._adopt(answer)
         self._agreement = agreement
         files = await self._write(agreement, reused=reused)
         self._vouched = True
         phase = "plan" if reused else "commit"  # the first round of a save has one name
-        answer = await session.round(phase, self._receipt(files, tree), self._decider.decide)
+        answer = await self._meet(phase, self._receipt(files, tree))
         if "plan" in answer:  # others have changed: the same files, under another plan
             self._forget_replaced(answer)
             agreement = replace(agreement, plan_id=answer["plan"], sends_tree=answer["sends_tree"])
-            answer = await session.round(
-                "commit", self._receipt(files, tree, agreement), self._decider.decide
-            )
+            answer = await self._meet("commit", self._receipt(files, tree, agreement))
         if "trees" in answer:
             message = self._receipt(files, tree, agreement)
             if self._context.ranks.rank in answer["trees"]:
                 message["tree"] = list(tree)
-            answer = await session.round("trees", message, self._decider.decide)
+            answer = await self._meet("trees", message)
         agreement = replace(agreement, is_new=False, sends_tree=answer["sends_tree"])
         self._context.agreements.put(specs, agreement)
         return SaveReceipt(

@@ -258,6 +258,10 @@ class Coordinator:
         """Give the answers of a round, if it still runs."""
         return self._table.answer(key, answers)
 
+    def absent(self, key: str) -> Sequence[int]:
+        """Name the ranks that have not come to a round."""
+        return self._table.absent(key)
+
     def decisive(self, key: str, *, is_on: bool) -> None:
         """Say whether a decision may have been made."""
         self._table.decisive(key, is_on=is_on)

@@ -163,6 +163,12 @@ class Hub:
             meeting.deciding = True
             self._ready(key, messages)
 
+    def absent(self, key: str) -> list[int]:
+        """Name the ranks that have not come to a round that others have come to."""
+        meeting = self._meetings.get(key)
+        came = range(self._world_size) if meeting is None else meeting.messages
+        return [rank for rank in range(self._world_size) if rank not in came]
+
     def answer(self, key: str, answers: Sequence[Json] | Same) -> bool:
         """Close a round: send each rank its answer. To rank 0 itself, nothing is sent.
 

@@ -67,6 +67,9 @@ class Session(Protocol):
         say so. To be taken back where it turns out that it was not made.
         """
 
+    def absent(self) -> Sequence[int]:
+        """Name on the coordinator the ranks that have not come to the round; nobody elsewhere."""
+
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Give a message, get an answer.
 

@@ -188,6 +188,11 @@ class Member:
         """Answers come from rank 0 alone."""
         raise AssertionError(f"rank {self.rank} decided in {key!r}: {answers!r}")
 
+    def absent(self, key: str) -> Sequence[int]:
+        """Only rank 0 knows."""
+        del key
+        return ()
+
     def decisive(self, key: str, *, is_on: bool) -> None:
         """Rank 0 alone decides."""
         raise AssertionError(f"rank {self.rank} decides in {key!r}: {is_on}")

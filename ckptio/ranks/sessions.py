@@ -41,6 +41,9 @@ class Voice(Protocol):
     def decisive(self, key: str, *, is_on: bool) -> None:
         """Say whether a decision may have been made; the coordinator alone."""
 
+    def absent(self, key: str) -> Sequence[int]:
+        """Name the ranks that have not come to a round, where that is known."""
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
 
@@ -240,6 +243,10 @@ class RankSession:
     def decisive(self, *, is_on: bool) -> None:
         """Say whether a decision may have been made; see `interface.Session`."""
         self._sessions.voice.decisive(self.key, is_on=is_on)
+
+    def absent(self) -> Sequence[int]:
+        """Name those who have not come; see `interface.Session`."""
+        return self._sessions.voice.absent(self.key)
 
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Give a message, get an answer; see `interface.Session`."""

@@ -10,7 +10,7 @@ from ckptio.ranks.host import this_host
 from ckptio.ranks.interface import Same
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -43,6 +43,10 @@ class SoloRanks:
 
     def decisive(self, *, is_on: bool) -> None:
         """Do nothing: nobody is in doubt who decides alone; see `interface.Session`."""
+
+    def absent(self) -> Sequence[int]:
+        """Name nobody; see `interface.Session`."""
+        return ()
 
     async def round(self, phase: str, message: Json, decide: Decide) -> Json:
         """Decide alone; see `interface.Session`."""

@@ -20,7 +20,8 @@ from ckptio.errors import (
     PlanError,
     RankError,
 )
-from ckptio.testing import MemoryStorage, fail_at, run_virtual
+from ckptio.events import RanksAwaited
+from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, blank, job, shards_of
 from tests.rig import inline_engine, random_state
 
@@ -385,3 +386,39 @@ def test_a_checkpoint_that_is_there_is_an_error_of_its_own_on_every_rank() -> No
         assert ranks.place.leftovers() == []
 
     run_virtual(scenario(), seed=0)
+
+
+def test_who_waits_for_others_hears_of_it() -> None:
+    """After a while and again, on rank 0 with the names of those that have not come."""
+    log = EventLog()
+    full = full_state(0)
+
+    async def scenario() -> None:
+        async with job(3, observer=log) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await asyncio.sleep(45.0 * (rank == 2))
+                await engine.save(part_of(full, rank, 3), "memory")
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+    waits = log.of(RanksAwaited)
+    assert sorted((event.phase, event.absent) for event in waits) == [
+        ("plan", ()),
+        ("plan", (2,)),
+    ]
+    assert all(10.0 <= event.waited_s < 11.0 for event in waits)
+
+
+def test_a_rank_that_never_comes_is_named_while_it_is_waited_for() -> None:
+    """`if rank == 0: save(...)`: said before it is given up."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with job(2, observer=log) as ranks:
+            with pytest.raises(RankError, match="rank 1 did not come"):
+                await ranks.engines[0].save(random_state([100]), "memory")
+
+    run_virtual(scenario(), seed=0)
+    assert {event.absent for event in log.of(RanksAwaited)} == {(1,)}

@@ -20,6 +20,9 @@ from tests.ranks.jobs.work import (
 if TYPE_CHECKING:
     from tests.ranks.jobs.worker import Me
 
+#: Of engines of jobs with more ranks than cores, in which nobody is to be given up.
+PATIENT = {"peer_timeout_s": 30.0, "meet_timeout_s": 120.0}
+
 
 def save_and_load_replicas(me: Me, path: str) -> dict[str, Any]:
     """Save a state that every rank has, twice, and fill another with it; no process group."""
@@ -47,7 +50,7 @@ def save_layout(me: Me, path: str, mesh: list[int], placements: list[int]) -> No
     """Save a state of DTensors."""
 
     async def work() -> None:
-        async with engine(me) as ours:
+        async with engine(me, **PATIENT) as ours:
             await ours.save(Layout(mesh, placements).state(), path)
 
     with process_group():
@@ -60,7 +63,7 @@ def load_layout(
     """Load into DTensors, compare every local block; save what was loaded elsewhere."""
 
     async def work() -> None:
-        async with engine(me) as ours:
+        async with engine(me, **PATIENT) as ours:
             layout = Layout(mesh, placements)
             target = layout.state(seed=None)
             await ours.load(path, target)
