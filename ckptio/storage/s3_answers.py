@@ -7,6 +7,7 @@ token in it, and aiohttp's errors hold the headers of the request.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -137,7 +138,8 @@ def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
     """Say what an answer with an error means."""
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(error.response.get("Error", {}).get("Code", status))[:100]
-    problem = code if code == str(status) else f"{code} ({status})"
+    # the answer to a HEAD has a status alone
+    problem = f"{_phrase_of(status) if code == str(status) else code} ({status})"
     if code in _MISSING:
         return ObjectMissingError(problem)
     if status == _PRECONDITION_FAILED or code == "ConditionalRequestConflict":
@@ -149,3 +151,10 @@ def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
     if status >= _FIRST_SERVER_ERROR or code in _GARBLED or status == _CONFLICT:
         return TransientError(problem)
     return RefusedError(problem)
+
+
+def _phrase_of(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "unknown answer"
