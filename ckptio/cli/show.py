@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
+from ckptio.cli.config import config_for
 from ckptio.cli.entries import read_entries
 from ckptio.cli.outcome import exit_code, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError
 from ckptio.layout import DTYPES, numel
 from ckptio.state.tree import make_predicate
@@ -31,12 +31,12 @@ _INDENT = "  "
 _NAMELESS = '""'  # a key that is empty
 
 
-def run(path: str, *, select: Sequence[str], as_json: bool) -> int:
+def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool) -> int:
     """Show a checkpoint, and give the exit code."""
     terminal = Terminal()
     try:
         keep = make_predicate(select) if select else None
-        with Engine(CheckpointConfig.from_env()) as engine:
+        with Engine(config_for([path], storage_options), ranks="solo") as engine:
             manifest = engine.inspect(path)
         entries = list(read_entries(manifest, keep))
     except CheckpointError as error:
