@@ -151,13 +151,16 @@ def show(
     """Show the names in a checkpoint, with dtype, shape, bytes and file.
 
     "= NAME" stands where a tensor is tied to another and stored once; "in NAME" where it
-    is a view. Values that are no tensors are shown as short JSON.
+    is a view. Behind the file that has a tensor, "+" and those that have copies of it. Values
+    that are no tensors are shown as short JSON. NAME~rank3 is what rank 3 had, where each
+    rank has its own; a rank that had none has no such line.
 
     JSON: path; state ("committed", "damaged", "missing", "unreadable"); committed, format,
-    writer, save_id; num_tensors and nbytes of what is selected, each stored tensor once;
-    files, a list of name and nbytes; entries, a list of name, kind ("tensor", "array",
-    "bytes", "value"), dtype, shape, nbytes, stored_as (its name in the files), tied_to,
-    is_view, chunks (file, start, stop, global_offset, local_shape), value (as the manifest
+    writer, save_id (format and save_id are null of other programs' checkpoints); num_tensors
+    and nbytes of what is selected, each stored tensor once; files, a list of name and nbytes;
+    entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype, shape, nbytes,
+    stored_as (its name in the files), tied_to, is_view, chunks (file, start, stop,
+    global_offset, local_shape, and copies, a list of file and start), value (as the manifest
     has it); error.
     """
     from ckptio.cli.show import run  # noqa: PLC0415  # only what the command needs
