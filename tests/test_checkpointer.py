@@ -379,7 +379,6 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
         {"preempt_signals": signal.SIGTERM},
         {"preempt_deadline_s": 0},
         {"sweep_after_s": -1},
-        {"root": "s3://bucket/run"},
         {"root": ""},
     ],
 )

@@ -38,7 +38,7 @@ class Checkpointer:
     trains on: `handle.staged.wait()`, then change the state.
 
     Args:
-        root: A local directory; need not exist.
+        root: A local directory or a URL; need not exist.
         keep: What is kept of the committed steps; everything if not given.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run.

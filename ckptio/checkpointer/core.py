@@ -29,7 +29,7 @@ from ckptio.events import Preempted, RetentionFailed
 from ckptio.plan.decision import SaveEvery
 from ckptio.plan.retention import Retention, StepRecord, require_seconds
 from ckptio.ranks.interface import Same
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ckptio.engine.restore import LoadRequest
     from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
+    from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
-    from ckptio.storage.root import Root
 
 T = TypeVar("T")
 _DAMAGED = ("CorruptionError", "FormatError")
@@ -79,7 +79,8 @@ class CheckpointerCore:
         ):
             if value is not None:
                 require_seconds(name, value)
-        local_path(root)
+        if remote_url(root) is None:
+            local_path(root)
         self.preempted = False
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
@@ -95,12 +96,12 @@ class CheckpointerCore:
         self._watching: Running[None] | None = None
         self._passes: list[Running[None]] = []
         self._saves: list[tuple[int, SaveHandle]] = []
-        self._loading: Counter[int] = Counter()
+        self._busy: Counter[int] = Counter()
         self._one_pass = asyncio.Lock()
         self._last_step = 0
         self._asked_s = 0.0
         self._is_ending = False
-        self._missed: SaveAbortedError | None = None
+        self._missed: tuple[SaveHandle, SaveAbortedError] | None = None
 
     # coming and going
 
@@ -129,7 +130,9 @@ class CheckpointerCore:
             What to run on the engine's loop before anything else.
         """
         context = engine.context
-        root = self.make_root(self._given_root, engine.config, context.executor, engine.emit)
+        root = self.make_root(
+            self._given_root, engine.config, context.executor, engine.emit, context.stores
+        )
         keeper = Keeper(root, context.executor, engine.emit)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
@@ -192,7 +195,11 @@ class CheckpointerCore:
         failed = [h for _, h in self._saves if h.done() and h.is_unsettled()]
         for handle in failed:
             handle.retrieved = True
-        return self._missed or (failed[0].committed.error() if failed else None)
+        if self._missed is not None:
+            late, missed = self._missed
+            if late.committed.error() is not None:  # else its commit was faster than the abort
+                return missed
+        return failed[0].committed.error() if failed else None
 
     # saving
 
@@ -212,9 +219,12 @@ class CheckpointerCore:
         except ConfigError as error:  # raised again; the other ranks must not wait for this one
             self._refuse_save(error)
             raise
-        handle = begin_save(engine, state, path, overwrite=overwrite, metadata=metadata)
-        self._saves = [(s, h) for s, h in self._saves if h.is_unsettled()]
-        self._saves.append((step, handle))
+        self._busy[step] += 1  # before it begins: an older one of this step may be due to go
+        try:
+            handle = begin_save(engine, state, path, overwrite=overwrite, metadata=metadata)
+            self._saves = [*((s, h) for s, h in self._saves if h.is_unsettled()), (step, handle)]
+        finally:
+            self._busy[step] -= 1
         self._last_step, self._asked_s = step, self.clock()
         self._look_after(handle)
         return handle
@@ -261,16 +271,16 @@ class CheckpointerCore:
         if not self._is_ending or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
-        late = [step for step, handle in self._saves if not handle.done()]
+        late = [(step, handle) for step, handle in self._saves if not handle.done()]
         if late:
-            self._missed = SaveAbortedError(
-                f"the save of step {late[-1]} to {self.keeper.root.path!r} was not committed"
+            step, handle = late[-1]
+            error = SaveAbortedError(
+                f"the save of step {step} to {self.keeper.root.path!r} was not committed"
                 f" within {self._deadline_s:g} s of the signal, and was aborted; the steps before"
                 " it are untouched. Give it more time, or save more often"
             )
-            for _, handle in self._saves:
-                if not handle.done():
-                    handle.abort()
+            self._missed = (handle, error)
+        self.abort()  # removals, too: whoever leaves now must not wait for them
 
     # keeping
 
@@ -314,7 +324,7 @@ class CheckpointerCore:
     def _exempt(self) -> set[int]:
         """Name the steps that are being written or read here."""
         writing = {step for step, handle in self._saves if not handle.done()}
-        return writing | {step for step, count in self._loading.items() if count}
+        return writing | {step for step, count in list(self._busy.items()) if count}
 
     # finding and loading
 
@@ -369,12 +379,12 @@ class CheckpointerCore:
                 )
             step = steps[-1]
         path = self.path(step)
-        self._loading[step] += 1
+        self._busy[step] += 1
         try:
             with _advice(steps):
                 result = yield from flow.load_flow(self.engine, path, make_request)
         finally:
-            self._loading[step] -= 1
+            self._busy[step] -= 1
         self._last_step = step
         return result
 

@@ -1,4 +1,4 @@
-"""`Checkpointer`: a run's steps in one directory, for async code."""
+"""`Checkpointer`: a run's steps side by side, for async code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Saves the steps of a run under one directory, finds them again, and keeps some.
+    """Saves the steps of a run side by side, finds them again, and keeps some.
 
         async with Checkpointer("run", keep=KeepLast(3), every=SaveEvery(steps=100)) as ckpt:
             if await ckpt.latest() is not None:
@@ -56,21 +56,25 @@ class Checkpointer:
     Rank 0 lists, decides and removes.
 
     Args:
-        root: A local directory; need not exist. One run's: another one that saves here
-            counts as the same.
+        root: A local directory or a URL, such as `s3://bucket/run`; need not exist. One
+            run's: another one that saves here counts as the same.
         keep: What is kept of the committed steps; the rest is removed in the background
             after each commit. Everything if not given. The highest step and the one
             committed last always stay, and so does one that is being written or read.
-            Steps with unreadable manifests are neither counted nor removed.
+            Steps with damaged manifests are neither counted nor removed; and while the
+            storage does not give a manifest, nothing is removed.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
             One rank that gets one is enough. Needs the main thread.
         preempt_deadline_s: Seconds after the signal in which the last save has to be
-            committed; aborted then, and leaving the block raises `SaveAbortedError`.
+            committed; aborted then, with removals, and leaving the block raises
+            `SaveAbortedError`. A save that begins later than that is not held back: whoever
+            is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
-            nothing was written there for this many seconds; `None` for never. A save that
-            is alive, here or elsewhere, is never touched.
+            nothing was written there for this many seconds, and in an object store for an
+            hour at least; `None` for never. A save that is alive, here or elsewhere, is
+            never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.

@@ -45,6 +45,9 @@ T = TypeVar("T")
 _GAP_NBYTES = 1 << 20
 #: File systems that decide atomically who makes an object, where they take `mode="create"`.
 _ATOMIC = ("gs", "gcs", "az", "abfs", "abfss", "adl")
+#: File systems with directories whose `rmdir` refuses one that is not empty. That of others
+#: removes what is in it, or the bucket.
+_WITH_DIRS = ("memory", "sftp", "ssh", "ftp", "smb")
 _HOPELESS = (
     errno.EACCES,
     errno.EPERM,
@@ -246,12 +249,15 @@ class FsspecStore:
         raise RefusedError(f"fsspec cannot drop {upload.upload_id!r}")
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, and directories that are empty then; see `store.ObjectStore`."""
+        """Remove objects, and where there are directories those that are empty then."""
 
         def delete() -> None:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(key)
+                if self._protocol in _WITH_DIRS:
+                    with contextlib.suppress(OSError):  # not empty, or not there
+                        self._fs.rmdir(self._fs._parent(key))  # noqa: SLF001  # fsspec's public practice
 
         await self.call(delete)
 

@@ -49,7 +49,7 @@ def checkpointer_on(engine: Engine, root: PathLike, **options: Any) -> Checkpoin
     made = Checkpointer(root, engine=engine, **{"sweep_after_s": None, **options})
     core = engine._core
     assert isinstance(core, RootCore)
-    made._core.make_root = lambda path, config, executor, emit: LocalRoot(
+    made._core.make_root = lambda path, config, executor, emit, _: LocalRoot(
         local_path(path), config, executor, emit, core.files
     )
     made._core.clock = asyncio.get_running_loop().time
