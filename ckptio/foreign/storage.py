@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError
+from ckptio.foreign.archive import ZIP
 from ckptio.foreign.folder import Folder
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.storage.blocks import storage_error
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.storage.interface import Attempt, AwaitedSource, Source, Storage
 
-_ZIP = b"PK\x03\x04"
 #: How `torch.save` began before it wrote zip files: a pickled magic number.
 _OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -165,7 +165,7 @@ def _find_in_file(path: str, block_nbytes: int) -> ForeignReader | None:
     head = folder.read(name, 0, 16)
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
-    if head.startswith((_ZIP, _OLD_TORCH)):
+    if head.startswith((ZIP, _OLD_TORCH)):
         from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
         return TorchSaveReader(folder, name, block_nbytes)
