@@ -23,14 +23,26 @@ _WINDOW_NBYTES = 8192
 _MAX_PICKLE_NBYTES = 1 << 20
 #: Of the directory of an archive with one tensor in it, which has a dozen members.
 _MAX_READ_NBYTES = 1 << 20
-_LOCAL_HEADER_NBYTES = 30
+LOCAL_HEADER_NBYTES = 30
 _NUM_V2, _NUM_V3 = 7, 8  # a name and at least so many arguments
 
 
-class _Window(io.RawIOBase):
-    """A range of a file as a file, of which the head and the tail are read once."""
+class Window(io.RawIOBase):
+    """A range of a file as a file, of which the head and the tail are read once.
 
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
+    Args:
+        read: Reads `[start, stop)` of it.
+        nbytes: Its size.
+        max_read_nbytes: What is read at a time, at most.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        nbytes: int,
+        max_read_nbytes: int = _MAX_READ_NBYTES,
+    ) -> None:
+        self._max_read_nbytes = max_read_nbytes
         self._read = read
         self.nbytes = nbytes
         self._position = 0
@@ -39,12 +51,15 @@ class _Window(io.RawIOBase):
         self._tail = read(self._tail_start, nbytes)
 
     def readable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
+        """See `io.RawIOBase`."""
         base = (0, self._position, self.nbytes)[whence]
         self._position = base + offset
         if self._position < 0:
@@ -52,9 +67,11 @@ class _Window(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
+        """See `io.RawIOBase`."""
         return self._position
 
     def read(self, nbytes: int | None = -1, /) -> bytes:
+        """See `io.RawIOBase`."""
         start = self._position
         stop = self.nbytes
         if nbytes is not None and nbytes >= 0:
@@ -65,8 +82,8 @@ class _Window(io.RawIOBase):
             data = self._head[start:stop]
         elif start >= self._tail_start:
             data = self._tail[start - self._tail_start : stop - self._tail_start]
-        elif stop - start > _MAX_READ_NBYTES:
-            raise FormatError("its directory is larger than that of any tensor")
+        elif stop - start > self._max_read_nbytes:
+            raise FormatError("its directory, or another part, is larger than any is")
         else:
             data = self._read(start, stop)
         self._position = start + len(data)
@@ -90,7 +107,7 @@ def find_tensor(
     Raises:
         FormatError: It is another tensor, or no archive.
     """
-    window = _Window(read, nbytes)
+    window = Window(read, nbytes)
     try:
         with zipfile.ZipFile(window) as archive:
             found = _find(archive, window, dtype, shape)
@@ -147,7 +164,7 @@ def require_plain(file: IO[bytes]) -> None:
 
 
 def _find(
-    archive: zipfile.ZipFile, window: _Window, dtype: str, shape: tuple[int, ...]
+    archive: zipfile.ZipFile, window: Window, dtype: str, shape: tuple[int, ...]
 ) -> int | None:
     members = require_stored(archive, window.nbytes)
     pickles = [name for name in members if name.endswith("/data.pkl")]
@@ -168,9 +185,9 @@ def _find(
     if start + numel(shape) * DTYPES[dtype].itemsize > info.file_size:
         raise FormatError("the storage of the tensor is smaller than the tensor")
     window.seek(info.header_offset)
-    header = window.read(_LOCAL_HEADER_NBYTES)
+    header = window.read(LOCAL_HEADER_NBYTES)
     name_nbytes, extra_nbytes = header[26] | header[27] << 8, header[28] | header[29] << 8
-    return info.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
+    return info.header_offset + LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
 
 
 def _simple(

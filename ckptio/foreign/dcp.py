@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 METADATA = ".metadata"
 _MAX_METADATA_NBYTES = 1 << 30
@@ -102,7 +102,7 @@ class DcpReader:
             return make_manifest(
                 writer="torch.distributed.checkpoint",
                 version=version,
-                modified_s=status.st_mtime if status is not None else 0.0,
+                modified_s=status.modified_s if status is not None else 0.0,
                 block_nbytes=self._block_nbytes,
                 files=files,
                 tensors=tensors,
@@ -110,6 +110,8 @@ class DcpReader:
                     nest({fqn: state[fqn] for fqn in contents.names}, contents.paths)
                 ),
             )
+        except CorruptionError:
+            raise
         except FormatError as error:
             raise at(self._folder.root, error) from None
 
@@ -159,14 +161,22 @@ class DcpReader:
     def _refusals(self) -> dict[str, str]:
         """Say which values cannot be loaded, and why."""
         if self._refused is None:
-            refused = {}
-            for name in self._contents.values:
-                try:
-                    self._loaded(name)
-                except pickle.UnpicklingError as error:
-                    refused[name] = first_sentence(error)
-            self._refused = refused
+            names = list(self._contents.values)
+            reasons = self._folder.each(self._reason, names)
+            self._refused = {
+                name: reason
+                for name, reason in zip(names, reasons, strict=True)
+                if reason is not None
+            }
         return self._refused
+
+    def _reason(self, name: str) -> str | None:
+        """Say why a value cannot be loaded; `None` if it can."""
+        try:
+            self._loaded(name)
+        except pickle.UnpicklingError as error:
+            return first_sentence(error)
+        return None
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look whether items are there, whole, and what the metadata says they are."""
@@ -174,16 +184,15 @@ class DcpReader:
         wanted = [name for name in names if name in refused]
         if wanted:
             raise self._refusal(wanted)
-        sizes: list[int | None] = []
-        for name in names:
-            item = self._contents.chunks.get(name)
-            if item is None:
-                sizes.append(self._inner(name).nbytes)
-                continue
-            if self._start_of(name, item) is None:
-                self._whole(name, item).close()  # tried now, before any target changes
-            sizes.append(item.nbytes)
-        return sizes
+        return list(self._folder.each(self._size, names))
+
+    def _size(self, name: str) -> int:
+        item = self._contents.chunks.get(name)
+        if item is None:
+            return int(self._inner(name).nbytes)
+        if self._start_of(name, item) is None:
+            self._whole(name, item).close()  # tried now, before any target changes
+        return item.nbytes
 
     def _refusal(self, wanted: Sequence[str]) -> FormatError:
         """Say what is not loaded, and what to do."""
@@ -197,7 +206,7 @@ class DcpReader:
             " their classes with torch.serialization.safe_globals"
         )
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a chunk of a tensor, or a tensor inside a value."""
         from ckptio.foreign.values import source_of  # noqa: PLC0415  # imports torch
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 
 class TorchSaveReader:
@@ -82,7 +82,7 @@ class TorchSaveReader:
         return make_manifest(
             writer="torch.save",
             version=version,
-            modified_s=status.st_mtime if status is not None else 0.0,
+            modified_s=status.modified_s if status is not None else 0.0,
             block_nbytes=self._block_nbytes,
             files=files,
             tensors=tensors,
@@ -91,13 +91,14 @@ class TorchSaveReader:
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the bytes of tensors."""
-        return [self._flat.specs[_number(name)].nbytes for name in names]
+        return [self._flat.specs[number_of(name)].nbytes for name in names]
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Give the bytes of a tensor."""
         del nbytes  # as `sizes` said
-        return source_of(self._flat.sources[_number(name)])
+        return source_of(self._flat.sources[number_of(name)])
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """Give the number of a tensor by the name of its file in the manifest."""
     return int(name.removeprefix("tensor-"))

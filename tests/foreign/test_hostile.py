@@ -18,7 +18,7 @@ from ckptio import sync
 from ckptio.errors import FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.dcp import DcpReader
-from ckptio.foreign.folder import Folder
+from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.pickles import read_metadata as read_pickle
 from tests.foreign.rig import save_dcp
 from tests.foreign.test_dcp import read_metadata, write_metadata
@@ -194,7 +194,7 @@ def test_an_element_that_stands_for_many_is_refused_as_a_chunk(folder: Path) -> 
     entry: Any = metadata.state_dict_metadata["w"]
     entry.size = entry.chunks[0].sizes = torch.Size((1 << 40,))
     write_metadata(folder, metadata)
-    reader = DcpReader(Folder(str(folder)), SMALL.block_nbytes)
+    reader = DcpReader(LocalFolder(str(folder)), SMALL.block_nbytes)
     names = [file.name for file in reader.manifest().files if file.nbytes > 1 << 40]
     with pytest.raises(FormatError, match="'w'"):
         reader.sizes(names)
@@ -202,7 +202,7 @@ def test_an_element_that_stands_for_many_is_refused_as_a_chunk(folder: Path) -> 
 
 def test_a_reader_goes_with_its_load(folder: Path) -> None:
     """And with it the values that it read."""
-    reader = DcpReader(Folder(str(folder)), SMALL.block_nbytes)
+    reader = DcpReader(LocalFolder(str(folder)), SMALL.block_nbytes)
     reader.manifest()
     gone = weakref.ref(reader)
     del reader
