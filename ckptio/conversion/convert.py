@@ -11,7 +11,7 @@ from ckptio._aio import in_own_thread
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
 from ckptio.errors import ConfigError, SaveAbortedError
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +94,9 @@ def run_convert(
 
     Args:
         source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
-            of torch.distributed.checkpoint, or a file of `torch.save`.
-        path: What to write: a file for `"safetensors"`, a directory for the others.
+            of torch.distributed.checkpoint, or a file of `torch.save`; a path or a URL.
+        path: What to write: a file for `"safetensors"`, a directory for the others, and for
+            `"ckptio"` also a URL.
         to: The format.
         select: Names to take, as in `ckptio.load`.
         strip: Take only what is below this name, and drop it from the names: `"model"` makes
@@ -121,12 +122,12 @@ def run_convert(
         raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
     if max_shard_nbytes is not None and to != "hf":
         raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
-    target = local_path(path)
+    target = _target_of(path, to)
     core = EngineCore(config, None, "solo")
     core.start()
     try:
         read = Source(core, source, select, strip)
-        if os.path.realpath(read.path) == os.path.realpath(target):
+        if _is_same(read.path, target):
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         read.check()
         leaves = list(read.leaves())
@@ -155,6 +156,27 @@ def run_convert(
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
     )
+
+
+def _target_of(path: PathLike, to: Format) -> str:
+    """Give the path or URL to write to.
+
+    Raises:
+        ConfigError: It is none, or the format is written to local paths alone.
+    """
+    url = remote_url(path)
+    if url is not None and to != "ckptio":
+        raise ConfigError(
+            f"to={to!r} writes to local and mounted file systems alone, not to {url!r}; convert to"
+            " a local path and copy what is there"
+        )
+    return local_path(path) if url is None else url
+
+
+def _is_same(source: str, target: str) -> bool:
+    if remote_url(source) is None and remote_url(target) is None:
+        return os.path.realpath(source) == os.path.realpath(target)
+    return source.rstrip("/") == target.rstrip("/")
 
 
 async def convert(

@@ -7,7 +7,6 @@ final name is whole: a conversion that was stopped goes on with the files that a
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from ckptio.conversion.source import Leaf, batches, parts_of
 from ckptio.errors import CheckpointExistsError, ConfigError, FormatError, StorageError
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
+from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import DTYPES
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SHARD = re.compile(r"model-.*\.safetensors")
 _MAX_SHOWN = 5
 
 
@@ -122,7 +121,9 @@ def write_folder(
     if len(shards) == 1:
         names = [_SINGLE]
     os.makedirs(path, exist_ok=True)
-    _check_others(path, names, overwrite=overwrite)
+    others = _others(path, names)
+    if others and not overwrite:
+        raise CheckpointExistsError(f"{path}/{others[0]}")
     written = [
         _write(source, shard, f"{path}/{name}", name, overwrite=overwrite, advance=advance)
         for shard, name in zip(shards, names, strict=True)
@@ -138,17 +139,15 @@ def write_folder(
         index = msgspec.json.format(msgspec.json.encode(document), indent=2)
         _replace(f"{path}/{INDEX}", lambda fd: _write_all(fd, index))
         written.append(Written(INDEX, len(index), was_there=False))
+    for name in others:  # only now: until here the old ones may be all there is
+        os.unlink(f"{path}/{name}")
     return written
 
 
-def _check_others(path: str, names: Sequence[str], *, overwrite: bool) -> None:
-    """Look for files that a reader would take for a part of what is written.
-
-    Raises:
-        CheckpointExistsError: There are some, and they may not go.
-    """
+def _others(path: str, names: Sequence[str]) -> list[str]:
+    """List files that a reader would take for a part of what is written."""
     ours = {*names, INDEX} if len(names) > 1 else set(names)
-    others = [
+    return sorted(
         name
         for name in os.listdir(path)
         if name not in ours
@@ -156,11 +155,7 @@ def _check_others(path: str, names: Sequence[str], *, overwrite: bool) -> None:
             name in (INDEX, _SINGLE)
             or (name.startswith("model-") and name.endswith(".safetensors"))
         )
-    ]
-    if others and not overwrite:
-        raise CheckpointExistsError(f"{path}/{min(others)}")
-    for name in others:
-        os.unlink(f"{path}/{name}")
+    )
 
 
 def _tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
@@ -172,6 +167,8 @@ def _tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     taken: list[Leaf] = []
     lost = [name for name, node in all_leaves("", source.tree) if tensor_index(node) is None]
     for leaf in source.leaves():
+        if leaf.name == DOCUMENT_NAME:  # of a data file that a StorageWriter wrote
+            continue
         tag = leaf.node[TAG]
         if leaf.is_plain or tag == "view":
             taken.append(leaf)

@@ -33,7 +33,7 @@ from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
 from ckptio.staging.pool import SlabPool
-from ckptio.storage.resolve import remote_url, resolve_storage
+from ckptio.storage.resolve import resolve_storage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -213,9 +213,7 @@ class EngineCore:
         """Find the storage for a path. Touches nothing."""
         context = self.context
         storage = resolve_storage(path, self.config, context.executor, context.emit, context.stores)
-        if remote_url(path) is not None:
-            return storage
-        return AnyStorage(storage, self.config.block_nbytes, context.executor)
+        return AnyStorage(storage, self.config, context.executor)
 
     def submit(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UNTYPED, read_tensor
@@ -17,42 +17,63 @@ from ckptio.layout import DTYPES, numel, row_major_strides
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: How an archive begins.
+ZIP = b"PK\x03\x04"
 _WINDOW_NBYTES = 8192
 _MAX_PICKLE_NBYTES = 1 << 20
-_LOCAL_HEADER_NBYTES = 30
+#: Of the directory of an archive with one tensor in it, which has a dozen members.
+_MAX_READ_NBYTES = 1 << 20
+LOCAL_HEADER_NBYTES = 30
 _NUM_V2, _NUM_V3 = 7, 8  # a name and at least so many arguments
 
 
-class _Window(io.RawIOBase):
-    """A range of a file as a file, of which the head and the tail are read once."""
+class Window(io.RawIOBase):
+    """A range of a file as a file, of which the head and the tail are read once.
 
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
+    Args:
+        read: Reads `[start, stop)` of it.
+        nbytes: Its size.
+        max_read_nbytes: What is read at a time, at most.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        nbytes: int,
+        max_read_nbytes: int = _MAX_READ_NBYTES,
+    ) -> None:
+        self._max_read_nbytes = max_read_nbytes
         self._read = read
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._position = 0
         self._tail_start = max(0, nbytes - _WINDOW_NBYTES)
         self._head = read(0, min(nbytes, _WINDOW_NBYTES))
         self._tail = read(self._tail_start, nbytes)
 
     def readable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        base = (0, self._position, self._nbytes)[whence]
+        """See `io.RawIOBase`."""
+        base = (0, self._position, self.nbytes)[whence]
         self._position = base + offset
         if self._position < 0:
             raise OSError("a position before the file")
         return self._position
 
     def tell(self) -> int:
+        """See `io.RawIOBase`."""
         return self._position
 
     def read(self, nbytes: int | None = -1, /) -> bytes:
+        """See `io.RawIOBase`."""
         start = self._position
-        stop = self._nbytes
+        stop = self.nbytes
         if nbytes is not None and nbytes >= 0:
             stop = min(stop, start + nbytes)
         if stop <= start:
@@ -61,6 +82,8 @@ class _Window(io.RawIOBase):
             data = self._head[start:stop]
         elif start >= self._tail_start:
             data = self._tail[start - self._tail_start : stop - self._tail_start]
+        elif stop - start > self._max_read_nbytes:
+            raise FormatError("its directory, or another part, is larger than any is")
         else:
             data = self._read(start, stop)
         self._position = start + len(data)
@@ -84,7 +107,7 @@ def find_tensor(
     Raises:
         FormatError: It is another tensor, or no archive.
     """
-    window = _Window(read, nbytes)
+    window = Window(read, nbytes)
     try:
         with zipfile.ZipFile(window) as archive:
             found = _find(archive, window, dtype, shape)
@@ -97,16 +120,59 @@ def find_tensor(
     return found
 
 
+def require_stored(archive: zipfile.ZipFile, nbytes: int) -> dict[str, zipfile.ZipInfo]:
+    """Refuse an archive that would become more than it is: torch writes members as they are.
+
+    Args:
+        archive: The archive.
+        nbytes: Its size.
+
+    Returns:
+        Its members, by name.
+
+    Raises:
+        FormatError: One is compressed, or they lie over each other.
+    """
+    members = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED for info in members):
+        raise FormatError("a member of the archive is compressed, as torch.save writes none")
+    if sum(info.file_size for info in members) > nbytes:
+        raise FormatError("the members of the archive have more bytes than the archive")
+    return {info.filename: info for info in members}
+
+
+def require_plain(file: IO[bytes]) -> None:
+    """Refuse a file of torch.save that would become more than it is.
+
+    Args:
+        file: The file; one that is no archive is left to torch.
+
+    Raises:
+        FormatError: It would.
+    """
+    nbytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if file.read(len(ZIP)) == ZIP:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                require_stored(archive, nbytes)
+        except FormatError:
+            raise
+        except Exception as error:  # a damaged archive raises anything
+            raise FormatError(f"it is no whole archive: {error!r}") from None
+    file.seek(0)
+
+
 def _find(
-    archive: zipfile.ZipFile, window: _Window, dtype: str, shape: tuple[int, ...]
+    archive: zipfile.ZipFile, window: Window, dtype: str, shape: tuple[int, ...]
 ) -> int | None:
-    members = {info.filename: info for info in archive.infolist()}
+    members = require_stored(archive, window.nbytes)
     pickles = [name for name in members if name.endswith("/data.pkl")]
     if len(pickles) != 1 or members[pickles[0]].file_size > _MAX_PICKLE_NBYTES:
         raise FormatError("not a tensor as torch.save writes it")
     prefix = pickles[0].removesuffix("data.pkl")
     order = members.get(f"{prefix}byteorder")
-    if order is not None and archive.read(order) != b"little":
+    if order is not None and (order.file_size > _WINDOW_NBYTES or archive.read(order) != b"little"):
         return None
     described = read_tensor(archive.read(members[pickles[0]]))
     storage = None if described is None else _simple(described, dtype, shape)
@@ -114,14 +180,14 @@ def _find(
         return None
     key, start = storage
     info = members.get(f"{prefix}data/{key}")
-    if info is None or info.compress_type != zipfile.ZIP_STORED:
+    if info is None:
         return None
     if start + numel(shape) * DTYPES[dtype].itemsize > info.file_size:
         raise FormatError("the storage of the tensor is smaller than the tensor")
     window.seek(info.header_offset)
-    header = window.read(_LOCAL_HEADER_NBYTES)
+    header = window.read(LOCAL_HEADER_NBYTES)
     name_nbytes, extra_nbytes = header[26] | header[27] << 8, header[28] | header[29] << 8
-    return info.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
+    return info.header_offset + LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
 
 
 def _simple(

@@ -23,17 +23,17 @@ from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.folder import range_name, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
-from ckptio.foreign.pickles import Record, first_sentence, read_metadata
+from ckptio.foreign.pickles import Record, first_sentence, read_metadata, short
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 METADATA = ".metadata"
 _MAX_METADATA_NBYTES = 1 << 30
@@ -72,6 +72,7 @@ class DcpReader:
         self._folder = folder
         self._block_nbytes = block_nbytes
         self._starts: dict[str, int | None] = {}
+        self._values: dict[str, Any] = {}
         self._refused: dict[str, str] | None = None
 
     @property
@@ -101,7 +102,7 @@ class DcpReader:
             return make_manifest(
                 writer="torch.distributed.checkpoint",
                 version=version,
-                modified_s=status.st_mtime if status is not None else 0.0,
+                modified_s=status.modified_s if status is not None else 0.0,
                 block_nbytes=self._block_nbytes,
                 files=files,
                 tensors=tensors,
@@ -109,6 +110,8 @@ class DcpReader:
                     nest({fqn: state[fqn] for fqn in contents.names}, contents.paths)
                 ),
             )
+        except CorruptionError:
+            raise
         except FormatError as error:
             raise at(self._folder.root, error) from None
 
@@ -134,10 +137,11 @@ class DcpReader:
             tensors,
         )
 
-    @functools.cache  # noqa: B019  # a reader lives as long as one load
     def _loaded(self, name: str) -> Any:
         """Load a value, once."""
-        return self._load(name)
+        if name not in self._values:
+            self._values[name] = self._load(name)
+        return self._values[name]
 
     def _load(self, name: str) -> Any:
         """Load an item whole.
@@ -157,14 +161,22 @@ class DcpReader:
     def _refusals(self) -> dict[str, str]:
         """Say which values cannot be loaded, and why."""
         if self._refused is None:
-            refused = {}
-            for name in self._contents.values:
-                try:
-                    self._loaded(name)
-                except pickle.UnpicklingError as error:
-                    refused[name] = first_sentence(error)
-            self._refused = refused
+            names = list(self._contents.values)
+            reasons = self._folder.each(self._reason, names)
+            self._refused = {
+                name: reason
+                for name, reason in zip(names, reasons, strict=True)
+                if reason is not None
+            }
         return self._refused
+
+    def _reason(self, name: str) -> str | None:
+        """Say why a value cannot be loaded; `None` if it can."""
+        try:
+            self._loaded(name)
+        except pickle.UnpicklingError as error:
+            return first_sentence(error)
+        return None
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look whether items are there, whole, and what the metadata says they are."""
@@ -172,16 +184,15 @@ class DcpReader:
         wanted = [name for name in names if name in refused]
         if wanted:
             raise self._refusal(wanted)
-        sizes: list[int | None] = []
-        for name in names:
-            item = self._contents.chunks.get(name)
-            if item is None:
-                sizes.append(self._inner(name).nbytes)
-                continue
-            if self._start_of(name, item) is None:
-                self._whole(name, item).close()  # tried now, before any target changes
-            sizes.append(item.nbytes)
-        return sizes
+        return list(self._folder.each(self._size, names))
+
+    def _size(self, name: str) -> int:
+        item = self._contents.chunks.get(name)
+        if item is None:
+            return int(self._inner(name).nbytes)
+        if self._start_of(name, item) is None:
+            self._whole(name, item).close()  # tried now, before any target changes
+        return item.nbytes
 
     def _refusal(self, wanted: Sequence[str]) -> FormatError:
         """Say what is not loaded, and what to do."""
@@ -195,7 +206,7 @@ class DcpReader:
             " their classes with torch.serialization.safe_globals"
         )
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a chunk of a tensor, or a tensor inside a value."""
         from ckptio.foreign.values import source_of  # noqa: PLC0415  # imports torch
 
@@ -212,6 +223,8 @@ class DcpReader:
         """Load a chunk that does not lie in one piece, as torch does."""
         from ckptio.foreign.values import bytes_of  # noqa: PLC0415  # imports torch
 
+        if item.nbytes > _split(name)[2]:  # one element that stands for many, say
+            raise self._bad(item, f"{item.nbytes} bytes of it lie in {_split(name)[2]}")
         try:
             return bytes_of(self._load(name), item.dtype, item.shape)
         except pickle.UnpicklingError as error:
@@ -286,6 +299,7 @@ class _Contents:
         self.chunks: dict[str, _Item] = {}
         self.values: dict[str, _Item] = {}
         ranges = _ranges(places)
+        _require_apart(ranges.values())
         for fqn, record in described.items():
             kind = record.kind if isinstance(record, Record) else ""
             if type(fqn) is str and kind == "BytesStorageMetadata":
@@ -293,7 +307,7 @@ class _Contents:
             elif type(fqn) is str and kind == "TensorStorageMetadata":
                 self.tensors.append(self._tensor(fqn, record, ranges))
             else:
-                raise FormatError(f"{fqn!r} is neither a tensor nor a value")
+                raise FormatError(f"{short(fqn)} is neither a tensor nor a value")
 
     def _tensor(self, fqn: str, record: Record, ranges: dict[tuple[str, Any], str]) -> TensorEntry:
         """Read what is said of a tensor, and take its chunks."""
@@ -329,15 +343,28 @@ def _ranges(places: dict[Any, Any]) -> dict[tuple[str, Any], str]:
         fqn, offset = index.get("fqn"), index.get("offset")
         file, start, nbytes = (info.get(key) for key in ("relative_path", "offset", "length"))
         if type(fqn) is not str or type(file) is not str or not _is_extent(start, nbytes):
-            raise FormatError(f"a bad place of {fqn!r}: {file!r}, {start!r}, {nbytes!r}")
+            raise FormatError(f"a bad place of {short(fqn)}: {short((file, start, nbytes))}")
         if info.get("transform_descriptors"):
             raise FormatError(
-                f"{fqn!r} was transformed by {info.get('transform_descriptors')!r} when it was"
-                " saved; save it without extensions"
+                f"{fqn!r} was transformed by {short(info.get('transform_descriptors'))} when it"
+                " was saved; save it without extensions"
             )
         key = None if offset is None else _extents(fqn, offset)
         ranges[fqn, key] = range_name(file, start, nbytes)
     return ranges
+
+
+def _require_apart(names: Iterable[str]) -> None:
+    """Refuse items that lie over each other: each would be loaded for itself.
+
+    Raises:
+        FormatError: Two do.
+    """
+    ends: dict[str, int] = {}
+    for file, start, nbytes in sorted(map(_split, set(names))):
+        if start < ends.get(file, 0):
+            raise FormatError(f"two items lie over each other in {file!r}, at byte {start}")
+        ends[file] = start + nbytes
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:
@@ -358,13 +385,13 @@ def _dtype(fqn: str, properties: Any) -> str:
     else:
         dtype = state.get("dtype") if type(state) is dict else None
     if type(dtype) is not str or dtype not in DTYPES:
-        raise FormatError(f"tensor {fqn!r} has element type {dtype!r}, which is not known")
+        raise FormatError(f"tensor {fqn!r} has element type {short(dtype)}, which is not known")
     return dtype
 
 
 def _extents(fqn: str, value: Any) -> tuple[int, ...]:
     if type(value) not in (tuple, list) or not _is_extent(*value):
-        raise FormatError(f"tensor {fqn!r} has an impossible shape or offset {value!r}")
+        raise FormatError(f"tensor {fqn!r} has an impossible shape or offset {short(value)}")
     return tuple(value)
 
 

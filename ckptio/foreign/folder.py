@@ -6,17 +6,23 @@ file name at all, is refused. Links are followed: the caches of model hubs are m
 
 from __future__ import annotations
 
+import abc
 import os
 import re
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptio.errors import CheckpointChangedError, FormatError
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
-    from ckptio.storage.interface import Source
+    from collections.abc import Callable, Hashable, Sequence
+
+    from ckptio.storage.interface import AwaitedSource, Source
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 _RANGE = re.compile(r"(.+)@(\d{1,17})\+(\d{1,17})\Z", re.DOTALL)
 _MAX_NAME_NBYTES = 255
@@ -30,16 +36,29 @@ class _LinkedFiles(PosixFiles):
         return super().open(os.path.realpath(path), direct=direct, writable=writable)
 
 
-class Folder:
-    """A directory with the files of one checkpoint.
+class Status(NamedTuple):
+    """A file, as a look at it shows it.
+
+    Attributes:
+        nbytes: Its size.
+        modified_s: When it was written, in seconds since 1970.
+        version: Tells what is in it from what was in it before.
+    """
+
+    nbytes: int
+    modified_s: float
+    version: tuple[Hashable, ...]
+
+
+class Folder(abc.ABC):
+    """A directory with the files of one checkpoint. Everything here blocks.
 
     Args:
-        root: The directory.
+        root: The directory, or its URL.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._files = _LinkedFiles()
 
     def join(self, name: str) -> str:
         """Give the path of a file.
@@ -56,8 +75,67 @@ class Folder:
             raise FormatError(f"{self.root!r} refers to a file {name!r}, which is not inside of it")
         return f"{self.root}/{name}"
 
-    def status(self, name: str) -> os.stat_result | None:
-        """Stat a file; `None` if there is no regular file of this name."""
+    @abc.abstractmethod
+    def status(self, name: str) -> Status | None:
+        """Look at a file; `None` if there is no regular file of this name."""
+
+    @abc.abstractmethod
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Read a range of a file; shorter at its end.
+
+        Raises:
+            CheckpointChangedError: It is not there any more.
+            StorageError: It cannot be read.
+        """
+
+    @abc.abstractmethod
+    def open(self, name: str, nbytes: int, start: int = 0) -> Source | AwaitedSource:
+        """Open a file, or a part of it, for reading.
+
+        Args:
+            name: The file.
+            nbytes: Bytes of it, or of the part.
+            start: Where the part begins.
+
+        Raises:
+            CheckpointChangedError: It is not there any more.
+        """
+
+    def each(self, function: Callable[[V], T], values: Sequence[V]) -> list[T]:
+        """Call `function`, which reads here, with each value; at once where that helps."""
+        return [function(value) for value in values]
+
+    def version(self, name: str) -> tuple[Hashable, ...]:
+        """Tell what is in a file from what was in it before."""
+        status = self.status(name)
+        return (name, None) if status is None else (name, *status.version)
+
+    def read_small(self, name: str, limit: int, what: str) -> bytes:
+        """Read a whole file that may have `limit` bytes.
+
+        Raises:
+            FormatError: It is larger.
+        """
+        data = self.read(name, 0, limit + 1)
+        if len(data) > limit:
+            raise FormatError(f"{self.join(name)!r} has more than {limit} bytes and is {what}")
+        return data
+
+    def part_nbytes(self, name: str, start: int, nbytes: int) -> int | None:
+        """Say how much of a range a file has; `None` if there is no such file."""
+        status = self.status(name)
+        return None if status is None else max(0, min(nbytes, status.nbytes - start))
+
+
+class LocalFolder(Folder):
+    """A directory of a local or mounted file system; see `Folder`."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self._files = _LinkedFiles()
+
+    def status(self, name: str) -> Status | None:
+        """Stat a file; see `Folder`."""
         path = self.join(name)
         try:
             status = os.stat(path)
@@ -65,21 +143,13 @@ class Folder:
             return None
         except OSError as error:
             raise storage_error(error, path, "cannot stat a file") from error
-        return status if stat.S_ISREG(status.st_mode) else None
-
-    def version(self, name: str) -> tuple[object, ...]:
-        """Tell what is in a file from what was in it before."""
-        status = self.status(name)
-        if status is None:
-            return (name, None)
-        return (name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return Status(status.st_size, status.st_mtime, version)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Read a range of a file; shorter at its end.
-
-        Raises:
-            StorageError: It cannot be read.
-        """
+        """Read a range of a file; see `Folder`."""
         path = self.join(name)
         try:
             fd = self._files.open(path, direct=False)
@@ -94,28 +164,8 @@ class Folder:
         finally:
             os.close(fd)
 
-    def read_small(self, name: str, limit: int, what: str) -> bytes:
-        """Read a whole file that may have `limit` bytes.
-
-        Raises:
-            FormatError: It is larger.
-        """
-        data = self.read(name, 0, limit + 1)
-        if len(data) > limit:
-            raise FormatError(f"{self.join(name)!r} has more than {limit} bytes and is {what}")
-        return data
-
     def open(self, name: str, nbytes: int, start: int = 0) -> Source:
-        """Open a file, or a part of it, for reading.
-
-        Args:
-            name: The file.
-            nbytes: Bytes of it, or of the part.
-            start: Where the part begins.
-
-        Raises:
-            CheckpointChangedError: It is not there any more.
-        """
+        """Open a file, or a part of it; see `Folder`."""
         path = self.join(name)
         try:
             # a part that begins anywhere cannot be read past the page cache
@@ -127,11 +177,6 @@ class Folder:
         except OSError as error:
             raise storage_error(error, path, "cannot open a file") from error
         return reader if start == 0 else _Part(reader, start)
-
-    def part_nbytes(self, name: str, start: int, nbytes: int) -> int | None:
-        """Say how much of a range a file has; `None` if there is no such file."""
-        status = self.status(name)
-        return None if status is None else max(0, min(nbytes, status.st_size - start))
 
 
 class _Part:

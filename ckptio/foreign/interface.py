@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ckptio.format.manifest import TensorEntry
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 
 class ForeignReader(Protocol):
@@ -51,7 +51,7 @@ class ForeignReader(Protocol):
         """
         ...
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a file of the manifest."""
         ...
 

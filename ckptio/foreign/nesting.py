@@ -10,8 +10,10 @@ from ckptio.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Elements of a list, at most: places that nobody filled are `None`.
-_MAX_LIST = 1_000_000
+#: Depth of a state, at most.
+_MAX_DEPTH = 100
+#: Places of lists that nobody filled are `None`: so many of them for each value, and more.
+_MAX_HOLES, _MAX_HOLES_EACH = 10_000, 100
 
 
 class _List(dict[int, Any]):
@@ -30,16 +32,24 @@ def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dic
         paths: Keys from the root to the value: strings of dicts, ints of lists.
 
     Raises:
-        FormatError: Two paths contradict each other.
+        FormatError: Two paths contradict each other, or make much more than there is.
     """
     root = _Dict()
+    lists: list[_List] = []
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
+        if len(path) > _MAX_DEPTH:
+            raise FormatError(f"the place of {fqn!r} is {len(path)} levels down")
         container: Any = root
         for key, below in itertools.pairwise(path):
             container = _enter(fqn, container, key, _List() if type(below) is int else _Dict())
+            if type(container) is _List and not container:
+                lists.append(container)  # made just now: what is entered below it fills it
         if _enter(fqn, container, path[-1], value) is not value:
             raise FormatError(f"{fqn!r} has the place {path!r}, which is taken")
+    holes = sum(max(filled) + 1 - len(filled) for filled in lists)
+    if holes > _MAX_HOLES + _MAX_HOLES_EACH * len(values):
+        raise FormatError(f"{holes} places of its lists are empty, of {len(values)} values")
     found: dict[str, Any] = _finish(root)
     return found
 
@@ -47,7 +57,7 @@ def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dic
 def _enter(fqn: str, container: Any, key: Any, new: Any) -> Any:
     """Give what is under a key, or put something there."""
     fits = (type(container) is _Dict and type(key) is str) or (
-        type(container) is _List and type(key) is int and 0 <= key < _MAX_LIST
+        type(container) is _List and type(key) is int and key >= 0
     )
     if not fits:
         raise FormatError(f"the place of {fqn!r} contradicts that of another, at {key!r}")

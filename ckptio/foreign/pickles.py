@@ -3,15 +3,18 @@
 A pickle is a program: it names what to import and what to call. Here every name that is
 allowed stands for an inert record of ours, which keeps what it is given and does nothing;
 every other name ends the reading. No class of the program that wrote the file is imported,
-let alone made. The classes are made anew for each pickle, so that none can leave anything
-behind for the next.
+let alone made. What stands for a name is made anew for each pickle, so that none can leave
+anything behind for the next, and none of it makes more of what it is given: a file takes no
+more memory than some multiple of its size.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
@@ -64,6 +67,23 @@ _WORDS = frozenset(
     {"strided", "sparse_coo", "contiguous_format", "preserve_format", "channels_last"}
 )
 UNTYPED = "untyped"
+#: Dimensions of a tensor, at most, as far as metadata goes.
+_MAX_DIMS = 64
+#: Bytes of an opcode and what follows it, of those that only have to be skipped.
+_SKIPS = {
+    ord(op.code): 1 + (op.arg.n if op.arg else 0)
+    for op in pickletools.opcodes
+    if op.name != "LONG_BINPUT" and (op.arg is None or op.arg.n >= 0)
+}
+#: Bytes that say how many bytes follow.
+_PREFIXES = {
+    ord(op.code): {-2: 1, -3: 4, -4: 4, -5: 8}[op.arg.n]
+    for op in pickletools.opcodes
+    if op.arg is not None and op.arg.n < pickletools.UP_TO_NEWLINE
+}
+_STOP, _PUT, _LONG_BINPUT = (ord(code) for code in ".pr")
+_TWO_LINES = frozenset(b"ci")
+_MAX_DIGITS = 19
 _REFUSAL = re.compile(r"WeightsUnpickler error:\s*([^\n]{1,200})")
 
 
@@ -123,11 +143,11 @@ class _Inert(pickle.Unpickler):
         if key in self._records:
             return type("_Record", (Record,), {"kind": name, "__slots__": ()})
         if key == ("torch", "Size"):
-            return tuple
+            return lambda extents: _few(extents)  # noqa: PLW0108  # made anew, see above
         if key == ("torch.serialization", "_get_layout"):
-            return str
+            return lambda layout: layout
         if key == ("collections", "OrderedDict"):
-            return dict
+            return lambda: {}  # noqa: PIE807  # takes nothing: it is filled afterwards
         if module == "torch" and (name in DTYPES or name in _WORDS):
             return name
         if self._records is _TENSOR_RECORDS and module in ("torch", "torch.storage"):
@@ -157,7 +177,7 @@ def read_metadata(data: bytes) -> Mapping[str, Any]:
     Raises:
         FormatError: It is no such thing, or names anything else.
     """
-    record = _load(_Inert(data, _RECORDS))
+    record = _load(_Inert, data, _RECORDS)
     if (
         not isinstance(record, Record)
         or record.kind != "Metadata"
@@ -175,12 +195,66 @@ def read_tensor(data: bytes) -> tuple[Any, ...] | None:
         if it is something else.
     """
     try:
-        record = _load(_InertTensor(data, _TENSOR_RECORDS))
+        record = _load(_InertTensor, data, _TENSOR_RECORDS)
     except FormatError:
         return None
     if not isinstance(record, Record) or record.state is not None:
         return None
     return (record.kind, *record.args)
+
+
+def _few(extents: Any) -> tuple[Any, ...]:
+    """Give the extents of a shape.
+
+    Raises:
+        FormatError: There are more than any tensor has.
+    """
+    if type(extents) not in (tuple, list) or len(extents) > _MAX_DIMS:
+        raise FormatError("it has a shape that is none")
+    return tuple(extents)
+
+
+def _require_bounded(data: bytes) -> None:
+    """Refuse a pickle that would have the unpickler take memory for what is not there.
+
+    It makes room for a place in its memory by the number of that place: ten bytes are enough
+    to have it take 64 GiB. What pickles number, they number through, so that a number is
+    never larger than what was read.
+
+    Raises:
+        FormatError: It does.
+    """
+    position, index = 0, 0
+    while position < len(data):
+        code = data[position]
+        if code == _STOP:
+            return
+        if skip := _SKIPS.get(code):
+            position += skip
+            continue
+        if code == _LONG_BINPUT:
+            index = int.from_bytes(data[position + 1 : position + 5], "little")
+            position += 5
+        elif prefix := _PREFIXES.get(code):
+            start = position + 1 + prefix
+            position = start + int.from_bytes(data[position + 1 : start], "little")
+        else:
+            stop = data.find(b"\n", position) + 1 or len(data)
+            if code == _PUT:
+                digits = data[position + 1 : stop].strip()
+                index = int(digits) if digits.isdigit() and len(digits) < _MAX_DIGITS else stop
+            elif code in _TWO_LINES:
+                stop = data.find(b"\n", stop) + 1 or len(data)
+            position = stop
+        if index >= position:
+            raise FormatError("it is no pickle of the format: it numbers what is not there")
+    if position > len(data):
+        raise FormatError("it is no pickle of the format: it was cut")
+
+
+def short(value: object) -> str:
+    """Show what a file has, for a message: it may be anything, and refer to itself a lot."""
+    return reprlib.repr(value)
 
 
 def first_sentence(error: Exception) -> str:
@@ -189,9 +263,10 @@ def first_sentence(error: Exception) -> str:
     return found[1] if found is not None else str(error).split(".", 1)[0]
 
 
-def _load(unpickler: _Inert) -> Any:
+def _load(kind: type[_Inert], data: bytes, records: frozenset[tuple[str, str]]) -> Any:
     try:
-        return unpickler.load()
+        _require_bounded(data)
+        return kind(data, records).load()
     except FormatError:
         raise
     except (Exception, RecursionError, MemoryError) as error:  # a damaged pickle raises anything

@@ -16,10 +16,10 @@ from ckptio.layout import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from ckptio.foreign.folder import Folder
+    from ckptio.foreign.folder import Folder, Status
     from ckptio.format.bucket import StoredTensor
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Source
+    from ckptio.storage.interface import AwaitedSource, Source
 
 #: Of an index: what a checkpoint of a hundred thousand tensors stays far below.
 _MAX_INDEX_NBYTES = 1 << 27
@@ -65,7 +65,7 @@ class SafetensorsReader:
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
         files = [self._index, *self._names] if self._index is not None else self._names
-        return tuple(self._folder.version(name) for name in files)
+        return tuple(self._folder.each(self._folder.version, files))
 
     def manifest(self) -> Manifest:
         """Read the headers of all files."""
@@ -74,13 +74,10 @@ class SafetensorsReader:
         tensors: list[TensorEntry] = []
         homes: dict[str, str] = {}
         modified_s = 0.0
-        for name in self._names:
-            status = self._folder.status(name)
-            if status is None:
-                raise self._missing(name)
-            modified_s = max(modified_s, status.st_mtime)
-            start, stored = self._header(name, status.st_size)
-            files.append((name, status.st_size))
+        headers = self._folder.each(self._header, self._names)
+        for name, (status, start, stored) in zip(self._names, headers, strict=True):
+            modified_s = max(modified_s, status.modified_s)
+            files.append((name, status.nbytes))
             whole = len(files) - 1
             for tensor in stored:
                 if tensor.name in homes:
@@ -108,33 +105,35 @@ class SafetensorsReader:
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Stat files, and what ranges of them there are."""
-        sizes: list[int | None] = []
-        for name in names:
-            part = split_range(name)
-            if part is not None:
-                sizes.append(self._folder.part_nbytes(*part))
-            else:
-                status = self._folder.status(name)
-                sizes.append(None if status is None else status.st_size)
-        return sizes
+        return self._folder.each(self._size, names)
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def _size(self, name: str) -> int | None:
+        part = split_range(name)
+        if part is not None:
+            return self._folder.part_nbytes(*part)
+        status = self._folder.status(name)
+        return None if status is None else status.nbytes
+
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a file, or a range of one."""
         part = split_range(name)
         if part is None:
             return self._folder.open(name, nbytes)
         return self._folder.open(part[0], part[2], part[1])
 
-    def _header(self, name: str, file_nbytes: int) -> tuple[int, list[StoredTensor]]:
-        """Read where the data of a file begins, and what it is."""
+    def _header(self, name: str) -> tuple[Status, int, list[StoredTensor]]:
+        """Look at a file, and read where its data begins and what that is."""
+        status = self._folder.status(name)
+        if status is None:
+            raise self._missing(name)
         try:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
-            start = header_nbytes(prefix, file_nbytes)
+            start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, _ = decode_header(header, file_nbytes - start)
+            stored, _ = decode_header(header, status.nbytes - start)
         except FormatError as error:
             raise at(self._folder.join(name), error) from None
-        return start, stored
+        return status, start, stored
 
     def _check_map(self, homes: dict[str, str]) -> None:
         """Check that the index and the files say the same."""

@@ -6,42 +6,54 @@ recognised by its names and its first bytes.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError
-from ckptio.foreign.folder import Folder
+from ckptio.foreign.archive import ZIP
+from ckptio.foreign.bridge import Bridge
+from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.interface import AwaitedSource
+from ckptio.storage.objects import ObjectStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from concurrent.futures import Executor
 
+    from ckptio.config import CheckpointConfig
+    from ckptio.foreign.folder import Folder
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Attempt, AwaitedSource, Source, Storage
+    from ckptio.storage.interface import Attempt, Source, Storage
 
-_ZIP = b"PK\x03\x04"
+T = TypeVar("T")
+
+#: Requests of one load that its threads wait for at a time.
+_MAX_THREADS = 16
 #: How `torch.save` began before it wrote zip files: a pickled magic number.
 _OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class AnyStorage:
-    """A local place, read in whichever format is there, and written in ours.
+    """A place, read in whichever format is there, and written in ours.
 
     Args:
         inner: The place for checkpoints of ours.
-        block_nbytes: The unit in which foreign files are read.
+        config: The unit in which foreign files are read, and limits.
         executor: Threads for calls that block.
     """
 
-    def __init__(self, inner: Storage, block_nbytes: int, executor: Executor) -> None:
+    def __init__(self, inner: Storage, config: CheckpointConfig, executor: Executor) -> None:
         self._inner = inner
-        self._block_nbytes = block_nbytes
+        self._config = config
         self._executor = executor
+        self._bridge = Bridge(min(config.max_requests, _MAX_THREADS))
         self._reader: ForeignReader | None = None
         self._is_known = False
 
@@ -62,39 +74,47 @@ class AnyStorage:
 
     async def version(self) -> Hashable:
         """Tell manifests apart; see `storage.interface.Storage`."""
-        self._is_known = False
-        reader = await self._recognised()
-        if reader is None:
-            return await self._inner.version()
-        return await run_blocking(self._executor, lambda: reader.version)
+        try:
+            found = await self._inner.version()
+        except CheckpointNotFoundError:
+            reader = await self._recognise()
+            if reader is None:
+                raise
+            return await self._run(lambda: reader.version)
+        self._is_ours()
+        return found
 
     async def read_manifest(self) -> tuple[Hashable, bytes | Manifest]:
         """Read our manifest, or make one of what is there."""
-        self._is_known = False
-        reader = await self._recognised()
-        if reader is None:
-            return await self._inner.read_manifest()
-        version = await run_blocking(self._executor, lambda: reader.version)
-        return version, await run_blocking(self._executor, reader.manifest)
+        try:
+            found = await self._inner.read_manifest()
+        except CheckpointNotFoundError:
+            reader = await self._recognise()
+            if reader is None:
+                raise
+            return await self._run(lambda: (reader.version, reader.manifest()))
+        self._is_ours()
+        return found
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the size of each data file; see `storage.interface.Storage`."""
         reader = await self._recognised()
         if reader is None:
             return await self._inner.sizes(names)
-        return await run_blocking(self._executor, reader.sizes, names)
+        return await self._run(lambda: reader.sizes(names))
 
     async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a data file; see `storage.interface.Storage`."""
         reader = await self._recognised()
         if reader is None:
             return await self._inner.open(name, nbytes)
-        opened: list[Source] = []
+        opened: list[Source | AwaitedSource] = []
         try:
-            await run_blocking(self._executor, lambda: opened.append(reader.open(name, nbytes)))
+            await self._run(lambda: opened.append(reader.open(name, nbytes)))
         except BaseException:
             for source in opened:  # cancelled while the thread opened it: nobody else has it
-                source.close()
+                if not isinstance(source, AwaitedSource):  # which holds nothing
+                    source.close()
             raise
         return opened[0]
 
@@ -110,19 +130,57 @@ class AnyStorage:
         """Take part in a save, of ours."""
         return await self._inner.join(save_id)
 
+    def _is_ours(self) -> None:
+        self._reader = None
+        self._is_known = True
+
     async def _recognised(self) -> ForeignReader | None:
         """Give the reader of what is there; `None` for ours, or nothing."""
         if not self._is_known:
             try:
                 await self._inner.version()
             except CheckpointNotFoundError:
-                self._reader = await run_blocking(
-                    self._executor, find_reader, self._inner.path, self._block_nbytes
-                )
+                await self._recognise()
             else:
-                self._reader = None
-            self._is_known = True
+                self._is_ours()
         return self._reader
+
+    async def _recognise(self) -> ForeignReader | None:
+        """Look what is there that is not ours."""
+        if isinstance(self._inner, ObjectStorage):
+            find = await self._find_in_store(self._inner)
+        else:
+            find = functools.partial(find_reader, self._inner.path, self._config.block_nbytes)
+        self._reader = await self._run(find)
+        self._is_known = True
+        return self._reader
+
+    async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
+        """Give what looks for an object, or for several under a prefix."""
+        store, requests, prefix = await inner.reach()
+        url, name = split_last(inner.path)
+        above = prefix.rpartition("/")[0]
+        beside = ObjectFolder(url, above, store, requests, self._bridge) if name else None
+        below = ObjectFolder(inner.path, prefix, store, requests, self._bridge)
+
+        def find() -> ForeignReader | None:
+            if beside is not None and beside.status(name) is not None:
+                return _find_in_file(beside, name, self._config.block_nbytes)
+            return _find_in_folder(below, self._config.block_nbytes)
+
+        return find
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        """Call what blocks, on a thread that may wait for the loop if it has to."""
+        if isinstance(self._inner, ObjectStorage):
+            return await self._bridge.run(function)
+        return await run_blocking(self._executor, function)
+
+
+def split_last(url: str) -> tuple[str, str]:
+    """Cut the last part of a URL's path off; there is none in `s3://bucket`."""
+    above, _, name = url.rpartition("/")
+    return (url, "") if above.endswith("/") or not above else (above, name)
 
 
 def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
@@ -142,9 +200,10 @@ def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
     except OSError as error:
         raise storage_error(error, path, "cannot stat it") from error
     if stat.S_ISDIR(mode):
-        return _find_in_folder(Folder(path), block_nbytes)
+        return _find_in_folder(LocalFolder(path), block_nbytes)
     if stat.S_ISREG(mode):
-        return _find_in_file(path, block_nbytes)
+        folder = LocalFolder(os.path.dirname(path))
+        return _find_in_file(folder, os.path.basename(path), block_nbytes)
     return None
 
 
@@ -163,16 +222,19 @@ def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
     return None
 
 
-def _find_in_file(path: str, block_nbytes: int) -> ForeignReader | None:
+def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader | None:
     """Recognise a file."""
-    folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
     head = folder.read(name, 0, 16)
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
-    if head.startswith((_ZIP, _OLD_TORCH)):
-        from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
+    if head.startswith((ZIP, _OLD_TORCH)):
+        if isinstance(folder, LocalFolder):
+            from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
-        return TorchSaveReader(folder, name, block_nbytes)
+            return TorchSaveReader(folder, name, block_nbytes)
+        from ckptio.foreign.ranged import RangedTorchSaveReader  # noqa: PLC0415  # as above
+
+        return RangedTorchSaveReader(folder, name, block_nbytes)
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)

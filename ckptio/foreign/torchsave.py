@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptio.errors import CheckpointChangedError, FormatError
+from ckptio.foreign.archive import ZIP, require_plain
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import first_sentence
 from ckptio.foreign.values import add_flat, source_of, take_apart
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import Source
-
-_ZIP = b"PK\x03\x04"
+    from ckptio.storage.interface import AwaitedSource, Source
 
 
 class TorchSaveReader:
@@ -51,8 +50,10 @@ class TorchSaveReader:
     def _flat(self) -> FlatState:
         """The state; its tensors lie in the mapped file."""
         path = self._folder.join(self._name)
-        is_zip = self._folder.read(self._name, 0, len(_ZIP)) == _ZIP
+        is_zip = self._folder.read(self._name, 0, len(ZIP)) == ZIP
         try:
+            with open(path, "rb") as file:
+                require_plain(file)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except FileNotFoundError:
             raise CheckpointChangedError(path) from None
@@ -61,6 +62,8 @@ class TorchSaveReader:
                 f"{path!r} holds more than data, and loading it may run anything:"
                 f" {first_sentence(error)}"
             ) from None
+        except FormatError as error:
+            raise at(path, error) from None
         except Exception as error:  # a damaged file raises anything
             raise FormatError(f"{path!r}: torch.load cannot read it: {error}") from None
         try:
@@ -79,7 +82,7 @@ class TorchSaveReader:
         return make_manifest(
             writer="torch.save",
             version=version,
-            modified_s=status.st_mtime if status is not None else 0.0,
+            modified_s=status.modified_s if status is not None else 0.0,
             block_nbytes=self._block_nbytes,
             files=files,
             tensors=tensors,
@@ -88,13 +91,14 @@ class TorchSaveReader:
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the bytes of tensors."""
-        return [self._flat.specs[_number(name)].nbytes for name in names]
+        return [self._flat.specs[number_of(name)].nbytes for name in names]
 
-    def open(self, name: str, nbytes: int) -> Source:
+    def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Give the bytes of a tensor."""
         del nbytes  # as `sizes` said
-        return source_of(self._flat.sources[_number(name)])
+        return source_of(self._flat.sources[number_of(name)])
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """Give the number of a tensor by the name of its file in the manifest."""
     return int(name.removeprefix("tensor-"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.errors import FormatError, UnsupportedLeafError
+from ckptio.foreign.archive import require_plain
 from ckptio.foreign.folder import MemorySource
 from ckptio.foreign.interface import Encoded
 from ckptio.format.encode import TAG
@@ -32,8 +33,10 @@ def load_bytes(data: bytes) -> Any:
         pickle.UnpicklingError: It is more than data.
         FormatError: It is not whole.
     """
+    file = io.BytesIO(data)
+    require_plain(file)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # a damaged archive raises anything

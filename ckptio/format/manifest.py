@@ -31,6 +31,8 @@ FORMAT_VERSION = 2
 #: Of a manifest that was made in memory of what another program wrote; no file has it.
 FOREIGN_VERSION = 0
 MANIFEST_NAME = "manifest.json"
+#: Of a tensor that is no part of the state: what torch.distributed.checkpoint knows besides.
+DOCUMENT_NAME = "__torch.distributed.checkpoint__"
 #: A larger manifest is refused unread. One million chunks take about 100 MB.
 MAX_MANIFEST_NBYTES = 1 << 30
 #: Dimensions, elements and offsets stay below this, so that sums never overflow 64 bits.

@@ -162,6 +162,14 @@ class ObjectStorage:
             leads=leads,
         )
 
+    async def reach(self) -> tuple[ObjectStore, Requests, str]:
+        """Give the store, what tries requests to it, and the prefix, for files of others.
+
+        Raises:
+            ConfigError: The store cannot be opened.
+        """
+        return *await self._ready(), self._prefix
+
     async def _ready(self) -> tuple[ObjectStore, Requests]:
         store, limit = await self._open_store.get()
         if self._requests is None:

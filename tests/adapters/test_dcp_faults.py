@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import ckptio
 from ckptio.adapters.dcp import StorageReader, StorageWriter
-from ckptio.adapters.dcp.document import DOCUMENT_NAME
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.errors import (
     CheckpointChangedError,
@@ -32,7 +31,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from ckptio.format.checksum import block_checksums, crc32c, pack_checksums
-from ckptio.format.manifest import decode_manifest
+from ckptio.format.manifest import DOCUMENT_NAME, decode_manifest
 from tests.adapters.rig import (
     QUICK,
     Reads,

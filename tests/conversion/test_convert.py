@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from ckptio.errors import (
     FormatError,
     TargetError,
 )
-from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.format.manifest import DOCUMENT_NAME, Chunk, TensorEntry
+from tests.adapters.rig import save
 from tests.foreign.rig import (
     assert_same_state,
     load_dcp,
@@ -184,6 +185,33 @@ def test_files_of_another_conversion_are_not_mixed_in(tmp_path: Path) -> None:
         sync.convert(tmp_path / "source", tmp_path / "hf", to="hf", config=SMALL)
     sync.convert(tmp_path / "source", tmp_path / "hf", to="hf", overwrite=True, config=SMALL)
     assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
+def test_old_files_go_when_the_new_ones_are_there(tmp_path: Path) -> None:
+    """A conversion that fails leaves a folder as it was, whatever its files are called."""
+    weights = {"x": torch.ones(2), "y": torch.ones(3)}
+    save_hf(tmp_path / "hf", weights)
+    source = save_as("ours", tmp_path / "source", make_weights())
+    (data,) = source.glob("data-*")
+    raw = bytearray(data.read_bytes())
+    raw[9000] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(CorruptionError):
+        sync.convert(source, tmp_path / "hf", to="hf", overwrite=True, config=SMALL)
+    assert_same_state(sync.load(tmp_path / "hf", config=SMALL), weights)
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_what_dcp_has_to_know_is_no_tensor_for_others(to: Any, tmp_path: Path) -> None:
+    """Neither of a checkpoint that a StorageWriter wrote, nor of its files one by one."""
+    save({"model": {"w": torch.ones(3)}}, tmp_path / "source")
+    report = sync.convert(tmp_path / "source", tmp_path / "a", to=to, config=SMALL)
+    names = [Path(report.path) / file.name for file in report.files]
+    assert set(load_file(names[0])) == {"model.w"}
+    files = {frozenset(load_file(file)): file for file in (tmp_path / "source").glob("data-*")}
+    assert set(files) == {frozenset({"model.w"}), frozenset({DOCUMENT_NAME})}
+    with pytest.raises(FormatError, match="no tensor"):
+        sync.convert(files[frozenset({DOCUMENT_NAME})], tmp_path / "b", to=to, config=SMALL)
 
 
 @pytest.mark.parametrize("to", ["ckptio", "safetensors", "hf", "dcp"])

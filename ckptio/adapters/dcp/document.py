@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Json = Any
 
-#: Name of the document among the tensors of a manifest.
-DOCUMENT_NAME = "__torch.distributed.checkpoint__"
 #: Version that is written, and the only one that is read.
 DOCUMENT_VERSION = 1
 #: A larger document is refused unread.

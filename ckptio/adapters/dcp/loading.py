@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from ckptio.adapters.dcp.document import DOCUMENT_NAME, MAX_DOCUMENT_NBYTES, decode_document
+from ckptio.adapters.dcp.document import MAX_DOCUMENT_NBYTES, decode_document
 from ckptio.adapters.dcp.regions import (
     Opened,
     Region,
@@ -33,6 +33,7 @@ from ckptio.engine.flow import caller_streams
 from ckptio.engine.load import Reading, check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.errors import FormatError, TargetError
+from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckptio._version import __version__
 from ckptio.adapters.dcp.calls import engine, storage_at, wait_for
-from ckptio.adapters.dcp.document import DOCUMENT_NAME, encode_document
+from ckptio.adapters.dcp.document import encode_document
 from ckptio.adapters.dcp.packing import Packing
 from ckptio.adapters.dcp.source import PlannerSource, take_value
 from ckptio.adapters.dcp.table import make_table
@@ -32,6 +32,7 @@ from ckptio.engine.save import SaveJob, announce, write_buckets
 from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
 from ckptio.format.compose import encode_manifest, encode_rows
+from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.handle import SaveHandle
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks

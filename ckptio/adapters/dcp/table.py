@@ -18,7 +18,6 @@ import msgspec
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptio.adapters.dcp.document import (
-    DOCUMENT_NAME,
     Document,
     Item,
     Pieces,
@@ -28,6 +27,7 @@ from ckptio.adapters.dcp.document import (
 from ckptio.errors import PlanError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.encode import TAG
+from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import numel
 from ckptio.tiling import find_overlap
 

@@ -1,0 +1,92 @@
+"""From threads that read foreign formats to the loop on which an object store lives.
+
+Readers of foreign formats block: they unpickle, parse and call torch between one read and
+the next. Over an object store each has a thread of its own for the length of a call, and
+waits there for requests that run on the engine's loop. No thread of the engine waits so,
+since a store may need those for its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptio._aio import in_own_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+class Bridge:
+    """Runs what blocks on threads, and what it waits for on the loop.
+
+    Args:
+        max_threads: Threads of one call that wait at a time.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self._num_stopped = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call `function` on a thread of its own, and wait until it is done.
+
+        Cancelling this cancels the requests that it waits for.
+        """
+        self._loop = asyncio.get_running_loop()
+        stopped: list[None] = []
+
+        def stop() -> None:
+            with self._lock:
+                self._num_stopped += 1
+                stopped.append(None)
+                for future in self._waiting:
+                    future.cancel()
+
+        try:
+            return await in_own_thread(function, stop)
+        finally:
+            self._num_stopped -= len(stopped)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop, and wait for it on the calling thread.
+
+        Raises:
+            concurrent.futures.CancelledError: What called this was cancelled.
+        """
+        assert self._loop is not None  # noqa: S101  # called below `run`
+        with self._lock:
+            if self._num_stopped:
+                coroutine.close()
+                raise concurrent.futures.CancelledError
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._waiting.add(future)
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
+
+    def each(self, function: Callable[[V], T], values: Sequence[V]) -> list[T]:
+        """Call `function` with each value, some at a time.
+
+        Raises:
+            Exception: The first failure in the order of the values; no further call is begun.
+        """
+        if len(values) <= 1:
+            return [function(value) for value in values]
+        num_threads = min(self._max_threads, len(values))
+        with concurrent.futures.ThreadPoolExecutor(num_threads, "ckptio-foreign") as threads:
+            futures = [threads.submit(function, value) for value in values]
+            try:
+                return [future.result() for future in futures]
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)

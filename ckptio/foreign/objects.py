@@ -1,0 +1,156 @@
+"""A folder of a foreign checkpoint in an object store.
+
+What is asked for in small pieces (headers, directories of archives, values) is read in
+blocks that are kept for a while: many small items of one file cost few requests. Tensors
+are read by the ranges that are wanted of them, straight to where they go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptio.errors import CheckpointChangedError
+from ckptio.foreign.folder import Folder, Status
+from ckptio.storage.object_files import ObjectSource
+from ckptio.storage.store import ObjectMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.foreign.bridge import Bridge
+    from ckptio.storage.requests import Requests
+    from ckptio.storage.store import ObjectStore
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+_BLOCK_NBYTES = 256 << 10
+#: Blocks that are kept.
+_MAX_BLOCKS = 64
+#: What is larger is read as it is asked for.
+_MAX_CACHED_NBYTES = 1 << 20
+
+
+class ObjectFolder(Folder):
+    """The objects directly under a prefix; see `Folder`. What was looked at once is not again.
+
+    Args:
+        root: Its URL; for messages.
+        prefix: Of the keys, without a slash at the end.
+        store: Where they are.
+        requests: Tries requests.
+        bridge: Takes calls to the store's loop.
+    """
+
+    def __init__(
+        self, root: str, prefix: str, store: ObjectStore, requests: Requests, bridge: Bridge
+    ) -> None:
+        super().__init__(root)
+        self._prefix = prefix
+        self._store = store
+        self._requests = requests
+        self._bridge = bridge
+        self._seen: dict[str, Status | None] = {}
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+
+    def status(self, name: str) -> Status | None:
+        """Look at an object; see `Folder`."""
+        self.join(name)
+        if name not in self._seen:
+            self._seen[name] = self._bridge.wait(self._look_at(name))
+        return self._seen[name]
+
+    async def _look_at(self, name: str) -> Status | None:
+        key = self._key(name)
+        try:
+            info = await self._requests.run("look at", key, lambda: self._store.head(key))
+        except ObjectMissingError:
+            return None
+        return Status(info.nbytes, info.modified_s, (info.etag, info.nbytes, info.modified_s))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Read a range of an object; see `Folder`."""
+        status = self.status(name)
+        if status is None:
+            raise CheckpointChangedError(self.root)
+        stop = min(stop, status.nbytes)
+        if stop <= start:
+            return b""
+        if stop - start > _MAX_CACHED_NBYTES:
+            return self._bridge.wait(self._read(name, start, stop))
+        return self._bridge.wait(self._read_blocks(name, start, stop, status.nbytes))
+
+    async def _read(self, name: str, start: int, stop: int) -> bytes:
+        key = self._key(name)
+        room = bytearray(stop - start)
+        try:
+            await self._requests.run(
+                f"read [{start}, {stop}) of",
+                key,
+                lambda: self._store.get_into(key, start, memoryview(room)),
+            )
+        except ObjectMissingError:
+            raise CheckpointChangedError(self.root) from None
+        return bytes(room)
+
+    async def _read_blocks(self, name: str, start: int, stop: int, nbytes: int) -> bytes:
+        """Read a range that lies in a few blocks."""
+        first = start // _BLOCK_NBYTES
+        parts = [
+            await self._block(name, number, nbytes)
+            for number in range(first, (stop - 1) // _BLOCK_NBYTES + 1)
+        ]
+        base = first * _BLOCK_NBYTES
+        return b"".join(parts)[start - base : stop - base]
+
+    async def _block(self, name: str, number: int, nbytes: int) -> bytes:
+        """Give a block, and read it once if many ask for it."""
+        key = (name, number)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            block = self._blocks.get(key)
+            if block is None:
+                start = number * _BLOCK_NBYTES
+                block = await self._read(name, start, min(start + _BLOCK_NBYTES, nbytes))
+                self._blocks[key] = block
+                if len(self._blocks) > _MAX_BLOCKS:
+                    self._blocks.popitem(last=False)
+        return block
+
+    def open(self, name: str, nbytes: int, start: int = 0) -> AwaitedPart:
+        """Open an object, or a part of it; sends nothing. See `Folder`."""
+        self.join(name)
+        source = ObjectSource(
+            self.root, self._store, self._requests, self._key(name), name, start + nbytes
+        )
+        return AwaitedPart(source, start)
+
+    def each(self, function: Callable[[V], T], values: Sequence[V]) -> list[T]:
+        """Call `function` with each value, several at a time; see `Folder`."""
+        return self._bridge.each(function, values)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+
+class AwaitedPart:
+    """A part of an object, as a source of its own.
+
+    Args:
+        source: The object.
+        start: Where the part begins.
+    """
+
+    def __init__(self, source: ObjectSource, start: int) -> None:
+        self._source = source
+        self._start = start
+
+    async def read_into(self, offset: int, room: memoryview) -> None:
+        """Read a range; see `storage.interface.AwaitedSource`."""
+        await self._source.read_into(self._start + offset, room)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+        await self._source.close()

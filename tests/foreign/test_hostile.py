@@ -1,0 +1,210 @@
+"""Files that would have a reader take far more memory than they have bytes, or no end of time."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import struct
+import weakref
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ckptio import sync
+from ckptio.errors import FormatError
+from ckptio.foreign.archive import find_tensor
+from ckptio.foreign.dcp import DcpReader
+from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.pickles import read_metadata as read_pickle
+from tests.foreign.rig import save_dcp
+from tests.foreign.test_dcp import read_metadata, write_metadata
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+_METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+
+
+def laughs(depth: int) -> Any:
+    """Nest a tuple so that it refers to its innermost part `2**depth` times."""
+    value: Any = ("ha",)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory of stock DCP."""
+    return save_dcp(tmp_path / "dcp", {"w": torch.arange(48.0), "list": [torch.ones(2)], "n": 3})
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x02Np99999999999\n.",
+        b"\x80\x02Np" + b"9" * 5000 + b"\n.",
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 45) + b".",
+        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b".",
+        b"\x80\x02T\xff\xff\xff\x7f.",
+    ],
+    ids=["LONG_BINPUT", "PUT", "PUT of many digits", "BINBYTES8", "BINUNICODE8", "BINSTRING"],
+)
+def test_a_few_bytes_of_pickle_take_no_memory(pickled: bytes) -> None:
+    """Places of the unpickler's memory, and strings, that are larger than the pickle."""
+    with pytest.raises(FormatError, match=r"what is not there|was cut"):
+        read_pickle(pickled)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_right_metadata_is_read_whatever_the_protocol(folder: Path, protocol: int) -> None:
+    """With more than 256 things to number, and numbers of all lengths."""
+    metadata = read_metadata(folder)
+    metadata.planner_data["w"] = ("w", *map(str, range(300)), 1 << 40, 1 << 400, 0.5, None, True)
+    assert read_pickle(pickle.dumps(metadata, protocol)).keys() >= {"state_dict_metadata"}
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        b"ctorch.serialization\n_get_layout\n((X\x01\x00\x00\x00attR",
+        b"ctorch\nSize\n(](" + b"N" * 100 + b"etR",
+        b"ccollections\nOrderedDict\n(](X\x02\x00\x00\x00abetR",
+    ],
+    ids=["text of a tuple", "a long shape", "a dict of a list"],
+)
+def test_nothing_that_may_be_called_makes_more_of_its_arguments(called: bytes) -> None:
+    """Each copy of a copy would be twice as large."""
+    body = b"\x80\x02" + _METADATA + b")\x81}X\x01\x00\x00\x00a" + called + b"sb."
+    if b"_get_layout" in called:
+        assert read_pickle(body)["a"] == ("a",)
+    else:
+        with pytest.raises(FormatError):
+            read_pickle(body)
+
+
+def lies() -> dict[str, Callable[[Metadata], object]]:
+    """Changes to right metadata that would take long or much to look at."""
+
+    def place(metadata: Metadata, **changes: Any) -> None:
+        (info,) = (v for k, v in metadata.storage_data.items() if k.fqn == "w")
+        vars(info).update(changes)
+
+    def tensor(metadata: Metadata, **changes: Any) -> None:
+        vars(metadata.state_dict_metadata["w"]).update(changes)
+
+    def overlap(metadata: Metadata) -> None:
+        value = metadata.storage_data[MetadataIndex("n")]
+        place(metadata, offset=value.offset + 1, length=value.length)
+
+    return {
+        "a size": lambda m: tensor(m, size=laughs(60)),
+        "a type": lambda m: tensor(m, properties=laughs(60)),
+        "a file": lambda m: place(m, relative_path=laughs(60)),
+        "a place": lambda m: place(m, offset=laughs(60)),
+        "a transform": lambda m: place(m, transform_descriptors=laughs(60)),
+        "an overlap": overlap,
+        "a deep place": lambda m: m.planner_data.update(n=("x",) * 5000),
+        "a far element": lambda m: m.planner_data.update(n=("list", 900_000)),
+    }
+
+
+@pytest.mark.parametrize("case", list(lies()))
+def test_metadata_that_is_small_and_large_at_once_is_refused(folder: Path, case: str) -> None:
+    """With a message that is short."""
+    metadata = read_metadata(folder)
+    lies()[case](metadata)
+    write_metadata(folder, metadata)
+    with pytest.raises(FormatError) as caught:
+        sync.load(folder, config=SMALL)
+    assert len(str(caught.value)) < 1000
+
+
+def repacked(data: bytes, *, compress: Callable[[str], bool], **more: bytes) -> bytes:
+    """Write an archive again, with some members compressed, or replaced."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            kind = zipfile.ZIP_DEFLATED if compress(name) else zipfile.ZIP_STORED
+            new.writestr(name, more.get(name.rpartition("/")[2], old.read(name)), kind)
+    return made.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    made = io.BytesIO()
+    torch.save(value, made)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("member", ["byteorder", "data.pkl", "0"])
+def test_a_compressed_member_is_refused(tmp_path: Path, member: str) -> None:
+    """It could become anything: in a file of torch.save, and in an item of DCP."""
+    data = repacked(
+        saved({"w": torch.zeros(1000)}),
+        compress=lambda name: name.endswith(member),
+        byteorder=b"little" * 10_000,
+    )
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="compressed"):
+        sync.load(tmp_path / "file.pt", config=SMALL)
+    with pytest.raises(FormatError, match="compressed"):
+        find_tensor(lambda start, stop: data[start:stop], len(data), "float32", (1000,))
+
+
+def test_members_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    """Each of them would be as large as the file."""
+    data = bytearray(saved({"a": torch.zeros(1000), "b": torch.ones(10)}))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        infos = {info.filename.rpartition("/")[2]: info for info in archive.infolist()}
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(infos["1"].filename.encode()))
+    data[entry + 20 : entry + 28] = struct.pack("<II", 9000, 9000)
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="more bytes than the archive"):
+        sync.load(tmp_path / "file.pt", config=SMALL)
+
+
+def test_a_directory_of_an_item_that_is_huge_is_not_read() -> None:
+    """An item of one tensor has a dozen members."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for number in range(20_000):
+            archive.writestr(f"{number:050}", b"")
+    data = made.getvalue()
+    with pytest.raises(FormatError, match="directory"):
+        find_tensor(lambda start, stop: data[start:stop], len(data), "float32", (1,))
+
+
+def test_an_element_that_stands_for_many_is_refused_as_a_chunk(folder: Path) -> None:
+    """A chunk has all of its bytes in its item."""
+    data = saved(torch.zeros(1).expand(1 << 40))
+    metadata = read_metadata(folder)
+    (info,) = (v for k, v in metadata.storage_data.items() if k.fqn == "w")
+    with (folder / info.relative_path).open("ab") as file:
+        info.offset, info.length = file.tell(), len(data)
+        file.write(data)
+    entry: Any = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size((1 << 40,))
+    write_metadata(folder, metadata)
+    reader = DcpReader(LocalFolder(str(folder)), SMALL.block_nbytes)
+    names = [file.name for file in reader.manifest().files if file.nbytes > 1 << 40]
+    with pytest.raises(FormatError, match="'w'"):
+        reader.sizes(names)
+
+
+def test_a_reader_goes_with_its_load(folder: Path) -> None:
+    """And with it the values that it read."""
+    reader = DcpReader(LocalFolder(str(folder)), SMALL.block_nbytes)
+    reader.manifest()
+    gone = weakref.ref(reader)
+    del reader
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,321 @@
+"""Foreign formats in an object store: what is there is read, by the ranges that are wanted."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
+
+import ckptio
+from ckptio import sync
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+)
+from tests.foreign.rig import (
+    assert_same_state,
+    make_training_state,
+    make_weights,
+    save_dcp,
+    save_hf,
+)
+from tests.rig import SMALL, config_with
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+KINDS = ("hf", "index", "single", "safetensors", "dcp", "torch.save", "old torch.save")
+
+
+class CountedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Files in memory, and how much of each was read."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    read_nbytes: ClassVar[Counter[str]] = Counter()
+    num_reads: ClassVar[Counter[str]] = Counter()
+    fails: ClassVar[list[str]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("counted://", "memory://")))
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
+        if any(path.endswith(name) for name in self.fails):
+            raise PermissionError(path)
+        data = bytes(super().cat_file(path, start, end, **kwargs))
+        name = path.rpartition("/")[2]
+        self.read_nbytes[name] += len(data)
+        self.num_reads[name] += 1
+        return data
+
+
+@pytest.fixture
+def store() -> Iterator[CountedFileSystem]:
+    """An object store that counts."""
+    fsspec.register_implementation("counted", CountedFileSystem, clobber=True)
+    fs = CountedFileSystem(skip_instance_cache=True)
+    yield fs
+    for kept in (fs.store, fs.read_nbytes, fs.num_reads, fs.fails):
+        kept.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def put(store: CountedFileSystem, path: Path) -> str:
+    """Copy what is at a path there, and give its URL."""
+    store.put(str(path), f"/top/{path.name}", recursive=path.is_dir())
+    return f"counted://top/{path.name}"
+
+
+def save_as(kind: str, folder: Path) -> tuple[Path, Any]:
+    """Write a state in a format, and give it."""
+    if kind in ("hf", "index"):
+        path = save_hf(folder / "hf", make_weights())
+        return path, make_weights()
+    if kind == "single":
+        (folder / "one").mkdir()
+        save_file(make_weights(), folder / "one" / "model.safetensors")
+        return folder / "one", make_weights()
+    if kind == "safetensors":
+        save_file(make_weights(), folder / "file.safetensors")
+        return folder / "file.safetensors", make_weights()
+    state = make_training_state()
+    if kind == "dcp":
+        return save_dcp(folder / "dcp", state), state
+    is_new = kind == "torch.save"
+    torch.save(state, folder / "file.pt", _use_new_zipfile_serialization=is_new)
+    return folder / "file.pt", state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_others_wrote_loads_from_a_url(
+    kind: str, tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """All of it, some of it, and into tensors that are there."""
+    path, state = save_as(kind, tmp_path)
+    url = put(store, path)
+    if kind == "index":
+        url += "/model.safetensors.index.json"
+    found = sync.load(url, config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(state.items())))
+    local = sync.inspect(path, config=SMALL)
+    there = sync.inspect(url, config=SMALL)
+    assert [(t.name, t.shape) for t in there.tensors] == [(t.name, t.shape) for t in local.tensors]
+    name = "embed.weight" if "embed.weight" in state else "model.embed.weight"
+    want = state[name] if name in state else state["model"]["embed.weight"]
+    assert torch.equal(sync.load_slice(url, name, slice(7, 9), config=SMALL), want[7:9])
+    target = {"embed.weight": torch.zeros(64, 96)}
+    sync.load(url, {"model": target} if "model" in state else target, strict="ignore", config=SMALL)
+    assert torch.equal(target["embed.weight"], want)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp", "torch.save"])
+def test_a_few_rows_read_little(kind: str, tmp_path: Path, store: CountedFileSystem) -> None:
+    """Headers and the blocks of the rows; not the other tensors, and not the rest of this one."""
+    state = {f"t{i}": torch.full((1024, 1024), float(i)) for i in range(8)}  # 32 MiB
+    path = tmp_path / (
+        "a" if kind == "dcp" else "a.safetensors" if kind == "safetensors" else "a.pt"
+    )
+    if kind == "dcp":
+        save_dcp(path, state)
+    elif kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    url = put(store, path)
+    rows = sync.load_slice(url, "t5", slice(500, 504), config=SMALL)
+    assert torch.equal(rows, state["t5"][500:504])
+    assert sum(store.read_nbytes.values()) < 4 << 20
+
+
+def test_small_items_of_one_file_cost_few_requests(
+    tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """To find them; each is then read for itself."""
+    state = {f"t{i}": torch.full((4,), float(i)) for i in range(200)}
+    url = put(store, save_dcp(tmp_path / "dcp", state))
+    assert_same_state(sync.load(url, config=SMALL), state)
+    assert sum(store.num_reads.values()) < 200 + 20
+
+
+def test_views_turned_tensors_and_bytes_in_a_file_of_torch_save(
+    tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """What is not in row-major order is put so; ties stay ties."""
+    base = torch.randn(50, 60)
+    state: dict[str, Any] = {
+        "turned": base.t(),
+        "part": base[3:5],
+        "step": base[:, ::7].clone(),
+        "spread": torch.randn(5, 1).expand(5, 9),
+        "conj": torch.randn(4, dtype=torch.complex64).conj(),
+        "neg": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "apart": torch.randn(1000, 100)[:, 3],
+        "half": torch.randn(7).half(),
+        "none": torch.empty(0, 4),
+        "text": "x" * 5000,
+    }
+    torch.save(state, tmp_path / "a.pt")
+    found = sync.load(put(store, tmp_path / "a.pt"), config=SMALL)
+    assert_same_state(found, {**state, "conj": state["conj"].resolve_conj()})
+    assert (
+        found["part"].untyped_storage().data_ptr() == found["turned"].untyped_storage().data_ptr()
+    )
+
+
+def test_a_state_of_a_model_and_its_optimizer(tmp_path: Path, store: CountedFileSystem) -> None:
+    """As everybody saves it."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    found = sync.load(put(store, tmp_path / "a.pt"), config=SMALL)
+    assert_same_state(found["model"], state["model"])
+    assert_same_state(found["optimizer"], state["optimizer"])
+
+
+class Payload:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_is_more_than_data_runs_nothing(tmp_path: Path, store: CountedFileSystem) -> None:
+    """Of both formats of torch, and as a value of DCP."""
+    mark = tmp_path / "mark"
+    for is_new in (True, False):
+        torch.save({"x": Payload(mark)}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_new)
+        with pytest.raises(FormatError, match="more than data"):
+            sync.load(put(store, tmp_path / "a.pt"), config=SMALL)
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(3), "x": 1})
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, 0)
+    with pytest.raises(CorruptionError):
+        sync.load(put(store, folder), config=SMALL)
+    assert not mark.exists()
+
+
+def rewrite(data: bytes, change: Callable[[str, bytes], bytes]) -> bytes:
+    """Write an archive again with other members."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+    return made.getvalue()
+
+
+def test_a_file_of_torch_save_that_lies_is_refused(store: CountedFileSystem) -> None:
+    """Members that are cut, of another byte order, or not there; a file that is cut anywhere."""
+    made = io.BytesIO()
+    torch.save({"w": torch.arange(5000)}, made)
+    data = made.getvalue()
+    changes: list[Callable[[str, bytes], bytes]] = [
+        lambda name, member: member[:100] if name.endswith("data/0") else member,
+        lambda name, member: b"big" if name.endswith("byteorder") else member,
+        lambda name, member: b"" if name.endswith("data.pkl") else member,
+    ]
+    cases = [rewrite(data, change) for change in changes]
+    cases += [data[:nbytes] for nbytes in (3, 50, 5000, len(data) - 1)]
+    for case in cases:
+        store.pipe_file("/top/a.pt", case)
+        with pytest.raises(ckptio.CheckpointError):
+            sync.load("counted://top/a.pt", config=SMALL)
+    assert_same_state(rewritten_loads(store, data), {"w": torch.arange(5000)})
+
+
+def rewritten_loads(store: CountedFileSystem, data: bytes) -> Any:
+    """Load what another zip writer wrote: its members lie elsewhere."""
+    store.pipe_file("/top/a.pt", rewrite(data, lambda _, member: member))
+    return sync.load("counted://top/a.pt", config=SMALL)
+
+
+def test_what_is_not_there_is_not_found(store: CountedFileSystem) -> None:
+    """Nothing, an odd file, an empty folder; and what may not be read says so."""
+    store.pipe_file("/top/readme.txt", b"hello")
+    for name in ("none", "readme.txt", ""):
+        with pytest.raises(CheckpointNotFoundError):
+            sync.load(f"counted://top/{name}", config=SMALL)
+    store.pipe_file("/top/a.safetensors", b"\0" * 100)
+    store.fails.append("a.safetensors")
+    with pytest.raises(StorageError, match="cannot read"):
+        sync.load("counted://top/a.safetensors", config=config_with(max_retries=1))
+
+
+def test_an_index_that_leaves_its_folder_is_refused(
+    tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """It is anybody's object."""
+    url = put(store, save_hf(tmp_path / "hf", make_weights()))
+    index = b'{"weight_map": {"x": "../other/model.safetensors"}}'
+    store.pipe_file("/top/hf/model.safetensors.index.json", index)
+    with pytest.raises(FormatError, match="not inside"):
+        sync.load(url, config=SMALL)
+
+
+def test_an_engine_sees_that_an_object_was_replaced(
+    tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """What it keeps of it is checked first; unchanged, no header is read again."""
+    save_file({"x": torch.ones(4)}, tmp_path / "a.safetensors")
+    url = put(store, tmp_path / "a.safetensors")
+    with ckptio.sync.Engine(SMALL) as engine:
+        assert engine.load(url)["x"].sum() == 4
+        before = sum(store.num_reads.values())
+        assert engine.load(url)["x"].sum() == 4
+        assert sum(store.num_reads.values()) <= before + 2  # what it is, and its data
+        save_file({"x": torch.full((4,), 2.0)}, tmp_path / "a.safetensors")
+        put(store, tmp_path / "a.safetensors")
+        assert engine.load(url)["x"].sum() == 8
+
+
+def test_ours_at_a_url_comes_first_and_costs_nothing_more(store: CountedFileSystem) -> None:
+    """One look fewer, in fact, than to ask what is there."""
+    url = "counted://top/ours"
+    sync.save({"x": torch.ones(4)}, url, config=SMALL)
+    store.pipe_file("/top/ours/model.safetensors", b"odd")
+    store.num_reads.clear()
+    assert sync.load(url, config=SMALL)["x"].sum() == 4
+    assert store.num_reads["manifest.json"] == 1
+    assert store.num_reads["model.safetensors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp", "torch.save"])
+def test_convert_reads_and_writes_urls(kind: str, tmp_path: Path, store: CountedFileSystem) -> None:
+    """Ours to a URL; the formats of others to files alone."""
+    path, state = save_as(kind, tmp_path)
+    url = put(store, path)
+    sync.convert(url, "counted://top/new", to="ckptio", config=SMALL)
+    assert sync.verify("counted://top/new", config=SMALL).is_whole
+    found = sync.load("counted://top/new", config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(state.items())))
+    sync.convert(url, tmp_path / "dcp2", to="dcp", config=SMALL)
+    assert_same_state(
+        dict(sorted(sync.load(tmp_path / "dcp2", config=SMALL).items())),
+        dict(sorted(state.items())),
+    )
+    for to in ("hf", "dcp", "safetensors"):
+        with pytest.raises(ConfigError, match="local"):
+            sync.convert(url, "counted://top/other", to=to, config=SMALL)
+    with pytest.raises(ConfigError, match="itself"):
+        sync.convert(url, url, to="ckptio", overwrite=True, config=SMALL)
