@@ -59,7 +59,7 @@ class ObjectSink:
         """Write a slab; see `interface.AwaitedSink`."""
         await self._mark()
         if self._nbytes <= self._part_nbytes:
-            await self._requests.run("write", self.key, lambda: self._put(data))
+            await self._requests.must("write", self.key, lambda: self._put(data))
             return
         upload = await self._begun()
         number = offset // self._part_nbytes
@@ -76,14 +76,14 @@ class ObjectSink:
         await self._store.put(self.key, data)
 
     async def _write_part(self, upload: Upload, number: int, data: memoryview) -> None:
-        await self._requests.run(
+        await self._requests.must(
             f"write part {number} of", self.key, lambda: upload.write(number, data)
         )
 
     async def _begun(self) -> Upload:
         async with self._lock:
             if self._upload is None:
-                self._upload = await self._requests.run(
+                self._upload = await self._requests.must(
                     "begin", self.key, lambda: self._store.upload(self.key)
                 )
             return self._upload
@@ -94,13 +94,11 @@ class ObjectSink:
         Raises:
             StorageError: It could not be made, or has another size.
         """
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            try:
-                await self._complete(upload)
-            except BaseException:
-                self._upload = upload  # for `discard`
-                raise
+        if self._nbytes == 0:
+            await self.write(0, memoryview(b""))
+        if self._upload is not None:
+            await self._complete(self._upload)
+            self._upload = None
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -180,6 +178,30 @@ class ObjectSource:
             )
         except ObjectMissingError:
             raise CheckpointChangedError(self._url) from None
+        except StorageError:
+            await self._check_size(stop)
+            raise
+
+    async def _check_size(self, stop: int) -> None:
+        """Tell an object that is too short from one that cannot be read.
+
+        Raises:
+            CorruptionError: It ends before `stop`.
+        """
+        try:
+            info = await self._requests.run(
+                "look at", self._key, lambda: self._store.head(self._key)
+            )
+        except (StorageError, StoreError):
+            return  # the caller has the error that came first
+        if info.nbytes < stop:
+            raise CorruptionError(
+                f"the file ends at byte {info.nbytes} and should have {self._nbytes}",
+                path=self._url,
+                file=self._name,
+                start=info.nbytes,
+                stop=stop,
+            )
 
     async def close(self) -> None:
         """Nothing is held."""
