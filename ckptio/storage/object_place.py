@@ -174,11 +174,12 @@ class ObjectPlace:
         if present is not None:
             if not present.save_id:
                 return  # whatever a manifest that cannot be read may need stays
-            dead.discard(present.save_id)
             needed = present.names
         for upload in found.uploads:
-            if owner_of(upload.key) in dead:
+            if owner_of(upload.key) in dead:  # of what was committed, too: it was given up
                 await self.drop(upload)
+        if present is not None:
+            dead.discard(present.save_id)
         keys = [info.key for info in found.objects if owner_of(info.key) in dead]
         keys = [key for key in keys if name_of(key) not in needed]
         if keys and await self.delete(keys):
