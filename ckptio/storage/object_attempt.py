@@ -82,11 +82,6 @@ class _Commit:
             self.in_doubt_if_absent |= is_decided and absent
             self.in_doubt_anyhow |= not is_decided
 
-    @property
-    def is_refused_condition(self) -> bool:
-        """Whether the last request was answered, and its condition did not hold."""
-        return not self.is_sent and not isinstance(self.problem, TransientError)
-
 
 class ObjectAttempt:
     """One save on its way; see `interface.Attempt`. Made by `ObjectStorage.begin`.
@@ -234,16 +229,12 @@ class ObjectAttempt:
                 self._committed = True
                 await self._clean_up(commit)
                 return
-            if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
-                break
-            old = commit.replaced
-            if found is None or (old is not None and found.save_id == old.save_id):
-                if commit.is_refused_condition and self._overwrite:
-                    commit.replaced = found  # the condition was out of date
-            elif commit.is_sent or commit.is_refused_condition:
-                self._lose(commit)
+            if not self._is_ours_perhaps(found, commit):
+                if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
+                    break
+                self._go_on(found, commit)
             await asyncio.sleep(min(2.0**tries / 10, 5.0))
-        if commit.is_sent or commit.in_doubt:
+        if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
             raise self._in_doubt(commit.problem)
         self._published = False
         raise StorageError(f"cannot commit: {commit.problem}", path=self._url)
@@ -275,16 +266,28 @@ class ObjectAttempt:
             self._published = False
             raise
 
-    def _lose(self, commit: _Commit) -> None:
-        """End a commit that another save came before, unless a late request may still win.
+    def _is_ours_perhaps(self, found: Present | None, commit: _Commit) -> bool:
+        """Whether what was read is damaged, perhaps on the way, and new."""
+        old = commit.replaced
+        return found is not None and not found.save_id and (old is None or found.etag != old.etag)
 
-        One that takes effect only where nothing is loses as long as the other's manifest
-        stays. Should that be removed, it finds its files: they are left to a later sweep.
+    def _go_on(self, found: Present | None, commit: _Commit) -> None:
+        """Judge what is there instead of ours: try again, or give up.
+
+        A request that takes effect only where nothing is loses as long as the other's
+        manifest stays. Should that be removed, it finds its files: they are left to a later
+        sweep. One that is not held back at all may still win.
 
         Raises:
             CommitConflictError: The other save's checkpoint stands.
         """
-        if not commit.in_doubt_anyhow:
+        if not commit.is_sent and isinstance(commit.problem, TransientError):
+            return
+        old = commit.replaced
+        if found is None or (old is not None and found.save_id == old.save_id):
+            if not commit.is_sent and self._overwrite:
+                commit.replaced = found  # the condition was out of date
+        elif not commit.in_doubt_anyhow:
             self._published = commit.in_doubt_if_absent
             raise CommitConflictError(self._url)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from typing import TYPE_CHECKING, get_args
 
@@ -32,7 +33,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
     import torch
 
@@ -55,7 +56,12 @@ ATOMIC = StoreTraits(conditional="atomic")
 CREATES = StoreTraits(conditional="create")
 PLAIN = StoreTraits(conditional="none", in_order=True)
 TRAITS = pytest.mark.parametrize(
-    "traits", [ATOMIC, CREATES, PLAIN], ids=["atomic", "create", "none"]
+    "traits",
+    [
+        pytest.param(ATOMIC, id="atomic"),
+        pytest.param(CREATES, id="create", marks=pytest.mark.stress),
+        pytest.param(PLAIN, id="none"),
+    ],
 )
 FRESH = pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
 KINDS: Sequence[FaultKind] = get_args(FaultKind)
@@ -148,41 +154,33 @@ def test_a_save_survives_a_fault_of_any_request(
     """It is committed, or a typed error; never half, and nothing stays that is not told."""
 
     async def scenario(number: int) -> bool:
-        bucket, log = MemoryBucket(), EventLog()
+        bucket, log, fault = MemoryBucket(), EventLog(), hit(number, kind)
         if not fresh:
             await save(bucket, OLD, traits=traits)
-        try:
-            await save(
-                bucket,
-                NEW,
-                traits=traits,
-                fault=hit(number, kind),
-                seed=number,
-                overwrite=not fresh,
-                log=log,
-            )
-        except CheckpointError as error:
+        old = bucket.keys
+        error = await failure_of(
+            save(bucket, NEW, traits=traits, fault=fault, overwrite=not fresh, log=log)
+        )
+        if error is not None:
             assert kind == "refused", error
             assert "access denied" in str(error)
-            there = committed(bucket)
-            assert (there is None) == fresh
-            if not fresh:
-                assert_same(await load(bucket), OLD)
-            is_saved = False
-            kept = there or []
-        else:
+        if error is None or "nobody knows" in str(error):  # written, and not to be read back
             assert_same(await load(bucket), NEW)
-            is_saved = True
-            kept = committed(bucket) or []
-        if not log.of(CleanupFailed) and kind != "late":
-            assert set(bucket.keys) - marks(bucket, traits, fresh=fresh) == set(kept)
-            assert bucket.open_uploads == {}
+            kept = set(committed(bucket) or [])
+        else:
+            kept = set(old)
+            assert committed(bucket) == (old or None)
+        if kind == "corrupted" and not fresh:  # nobody knows what a damaged manifest names
+            kept |= set(old)
         if kind == "late":  # what comes long after it was given up can only be swept
             await asyncio.sleep(200)
             assert_same(await load(bucket), NEW)
+        elif not log.of(CleanupFailed) and "nobody knows" not in str(error):
+            assert set(bucket.keys) - marks(bucket, traits, fresh=fresh) <= kept
+            assert bucket.open_uploads == {}
         if kind == "late" or number % 5 == 0:
             await assert_sweepable(bucket, traits)
-        return is_saved
+        return error is None
 
     saved = [
         run_virtual(scenario(number), seed=number)
@@ -190,6 +188,15 @@ def test_a_save_survives_a_fault_of_any_request(
     ]
     assert all(saved) == (kind != "refused")
     assert saved[-1]
+
+
+async def failure_of(coroutine: Awaitable[object]) -> CheckpointError | None:
+    """Give the error that something ends with."""
+    try:
+        await coroutine
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def watching(fault: StoreFault, seen: list[Operation]) -> StoreFault:
@@ -245,17 +252,9 @@ def test_a_crash_at_any_request_leaves_the_old_or_the_new(
             bucket.put(key, b"somebody else's")
         if not fresh:
             await save(bucket, OLD, traits=traits)
-        try:
-            await save(
-                bucket,
-                NEW,
-                traits=traits,
-                fault=crash_at(number),
-                seed=seed,
-                overwrite=not fresh,
-            )
-        except BaseException as error:
-            assert "Crash" in repr(error)
+        fault = crash_at(number)
+        with contextlib.suppress(SaveAbortedError):
+            await save(bucket, NEW, traits=traits, fault=fault, seed=seed, overwrite=not fresh)
         there = committed(bucket)
         outcome = "nothing"
         if there is not None:
@@ -340,7 +339,7 @@ def test_a_pool_of_one_slab_is_enough(
     sizes: list[int], seed: int, num_slabs: int, num_saves: int, *, in_order: bool
 ) -> None:
     """However small the pool, and whoever comes first, parts that come in order do come."""
-    config = config_with(pool_nbytes=(num_slabs + 1) * 64 * KiB, max_requests=2, max_saves=3)
+    config = config_with(pool_nbytes=num_slabs * 64 * KiB, max_requests=2, max_saves=3)
     assert config.num_slabs == num_slabs
 
     async def scenario() -> None:
@@ -371,12 +370,8 @@ def test_a_store_that_is_away_ends_a_save_with_an_error() -> None:
         bucket = MemoryBucket()
         for operation in ("put", "upload", "write", "complete", "head", "get"):
             fault = hit(0, "before", operation=operation, times=1_000_000)
-            try:
-                await save(bucket, NEW, fault=fault, overwrite=operation != "head")
-            except CheckpointError as error:
-                assert f"{PREFIX}" in str(error) or "nobody knows" in str(error), error
-            else:
-                raise AssertionError(operation)
+            error = await failure_of(save(bucket, NEW, fault=fault))
+            assert PREFIX in str(error), operation
             assert committed(bucket) is None
 
     run_virtual(scenario(), seed=0)
