@@ -79,8 +79,8 @@ class CheckpointConfig:
         request_timeout_s: Seconds without an answer after which a request is given up, and
             tried again.
         max_retries: How often a request that failed for the moment is tried again.
-        retry_timeout_s: Seconds from the first failure of a save or load after which
-            nothing of it is tried again.
+        retry_timeout_s: Seconds without a request that succeeded, from the first failure of
+            a save or load, after which nothing of it is tried again.
     """
 
     pool_nbytes: int = 256 * MiB

@@ -22,13 +22,7 @@ from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
-from ckptio.storage.object_leftovers import (
-    Cleaner,
-    Listing,
-    dead_owners,
-    name_of,
-    owner_of,
-)
+from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -95,7 +89,7 @@ async def find_dead_objects(place: Place) -> list[Leftover]:
         ours = item.ours if item is not None else ()
         own = tuple(u for u in uploads if u.key.removesuffix(name_of(u.key)) == prefix)
         listing = Listing(ours, own)
-        dead = dead_owners(listing, now_s=time.time())
+        dead = listing.dead_saves(time.time())
         if dead and item is not None and item.has_manifest:
             keeper = await _owner_of_manifest(place, prefix)
             if keeper is None:
@@ -139,7 +133,9 @@ class _Probe:
         self._store = place.store
         self._requests = place.requests
         self._prefix = f"{place.base}.ckptio-doctor-{secrets.token_hex(8)}/"
-        self._cleaner = Cleaner(place.url, self._store, self._requests, self._hear)
+        self._place = ObjectPlace(
+            place.url, self._prefix.rstrip("/"), self._store, self._requests, self._hear
+        )
         self._is_left = False
         self._etag = ""
 
@@ -189,8 +185,8 @@ class _Probe:
         return finding
 
     async def _remove(self) -> tuple[State, str]:
-        await self._cleaner.remove(await self._cleaner.list(self._prefix))
-        left = await self._cleaner.list(self._prefix)
+        await self._place.remove(await self._place.list())
+        left = await self._place.list()
         num = len(left.objects) + len(left.uploads)
         if num:
             return "no", f"{count(num, 'object')} stayed under {self._prefix}"
@@ -208,14 +204,14 @@ class _Probe:
         return await self._run("look at", key, lambda: self._store.head(key))
 
     async def _list(self) -> tuple[State, str]:
-        found = await self._cleaner.list(self._prefix)
+        found = await self._place.list()
         if found.objects:
             return "no", "a prefix that nobody knows has objects"
         return "yes", "it is reached, and can be listed"
 
     async def _write(self) -> tuple[State, str]:
         self._etag = await self._put("a")
-        listed = await self._cleaner.list(self._prefix)
+        listed = await self._place.list()
         if [name_of(info.key) for info in listed.objects] != ["a"]:
             return "no", "what was written is not listed at once"
         return "yes", "objects can be written, and are listed at once"
@@ -283,11 +279,9 @@ class _Probe:
             await self._run("write part 0 of", key, lambda: upload.write(0, memoryview(_DATA)))
             listed = [found.key for found in await self._uploads_below()]
         finally:
-            await self._cleaner.quietly(key, upload.abort)
-        if (
-            await self._uploads_below()
-            or (await self._cleaner.list(self._prefix + "parts")).objects
-        ):
+            await self._place.quietly(key, upload.abort)
+        left = await self._place.list()
+        if left.uploads or key in [info.key for info in left.objects]:
             return "no", "parts of an upload that was aborted stay there"
         if listed != [key]:
             return "slow", (
@@ -297,7 +291,7 @@ class _Probe:
         return "yes", "objects are written in parts; uploads that were not ended can be listed"
 
     async def _uploads_below(self) -> list[UploadInfo]:
-        return list((await self._cleaner.list(self._prefix)).uploads)
+        return list((await self._place.list()).uploads)
 
     async def _clock(self) -> tuple[State, str]:
         before_s = time.time()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.object_leftovers import name_of, owner_of
+from ckptio.storage.object_place import name_of, owner_of
 from ckptio.storage.requests import Requests
 
 if TYPE_CHECKING:

@@ -30,10 +30,11 @@ from ckptio.ranks.interface import Same
 from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
+    from ckptio.engine.turns import MyTurn
     from ckptio.plan.job import JobPlan
     from ckptio.ranks.interface import Session
     from ckptio.storage.interface import Attempt
@@ -90,9 +91,7 @@ class Decider:
         session: The ranks; set before anything is decided.
     """
 
-    def __init__(
-        self, job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, job: SaveJob, context: EngineContext, my_turn: MyTurn) -> None:
         self._job = job
         self._context = context
         self._my_turn = my_turn
@@ -178,9 +177,9 @@ class Decider:
             return Same({"trees": missing})
         manifest = await run_blocking(self._context.executor, self._encode, record, receipts, trees)
         await self._check_files(receipts)
-        await self._my_turn()
         attempt, session = self.attempt, self.session
         assert attempt is not None  # noqa: S101  # rank 0 has written, too
+        await self._my_turn(attempt)
         assert session is not None  # noqa: S101  # and met the others
         session.decisive(is_on=True)
         try:

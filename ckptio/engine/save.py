@@ -4,10 +4,11 @@
     one task a bucket      a file
     one task a segment     leases a slab, copies, sums, writes, gives the slab back
 
-Segments ask for slabs in the order of the plan and the pool serves in turn, so files are
-written from front to back, largest first, whatever the size of the pool. A segment holds
-its slab from copy to write and waits for nothing that another segment holds: no deadlock
-at any pool size, and no more memory than the pool.
+Segments get slabs in the order of the plan, so files are written from front to back,
+largest first, whatever the size of the pool. A segment holds its slab from copy to write,
+and waits at most, where parts have to come in order, for those before it in its file:
+which had theirs before it. So the first segment of all that hold one waits for nobody; no
+deadlock at any pool size, and no more memory than the pool.
 
 Copying is not held back by writing: until the pool is full, slabs are copied as fast as
 memory allows. Where somebody waits for `staged`, writing is held back by copying: writers
@@ -18,7 +19,6 @@ large as the state). The commit comes later by as much as the copies took.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime as dt
 import time
 from dataclasses import dataclass, field
@@ -29,7 +29,8 @@ import msgspec
 from ckptio._aio import first_failure, run_blocking, run_unless_cancelled
 from ckptio._version import __version__
 from ckptio.engine.context import settle
-from ckptio.events import SaveProgressed, SaveQueued, SaveStaged, SaveStarted, TieDropped
+from ckptio.engine.turns import place_for, turn
+from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
@@ -37,9 +38,10 @@ from ckptio.storage.interface import AwaitedSink
 from ckptio.storage.leftovers import data_file_name
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
+    from ckptio.engine.turns import MyTurn
     from ckptio.format.manifest import Metadata
     from ckptio.handle import SaveHandle
     from ckptio.plan.save import Bucket, SavePlan, Segment
@@ -102,13 +104,18 @@ class SaveReceipt:
 
 @dataclass(slots=True)
 class _Progress:
-    """Counts what is left, and says when a moment has come."""
+    """Counts what is left, and says when a moment has come.
+
+    Attributes:
+        leases: For each segment, in the order of the plan, that the one before has its slab.
+    """
 
     job: SaveJob
     context: EngineContext
     nbytes: int
     to_submit: int
     to_stage: int
+    leases: list[asyncio.Event]
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -142,10 +149,15 @@ class _Progress:
 
 @dataclass(slots=True)
 class _File:
-    """A file on its way: checksums of its blocks come in any order."""
+    """A file on its way: checksums of its blocks come in any order.
+
+    Attributes:
+        first: Number of its first segment, in the order of the plan.
+    """
 
     name: str
     bucket: Bucket
+    first: int
     checksums: dict[int, list[int]] = field(default_factory=dict)
 
     def receipt(self) -> tuple[str, int, list[int]]:
@@ -163,7 +175,7 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
     Raises:
         CheckpointError: The first failure of any part.
     """
-    async with _turn(job, context) as my_turn:
+    async with turn(job, context) as my_turn:
         is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
         if context.ranks.world_size > 1 or is_sharded:
             from ckptio.engine.together import save_together  # noqa: PLC0415  # it builds on this
@@ -173,9 +185,7 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
             return await _save_alone(job, context, my_turn)
 
 
-async def _save_alone(
-    job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
-) -> SaveReceipt:
+async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
     """Save a state that one rank has."""
     plan = context.plans.get(job.flat.specs)
     reused = plan is not None
@@ -189,7 +199,7 @@ async def _save_alone(
         manifest = await run_blocking(
             context.executor, _encode, job, plan, files, context.config.block_nbytes
         )
-        await my_turn()
+        await my_turn(attempt)
         await attempt.commit(manifest)
         context.cache.forget(job.storage)
     except BaseException:
@@ -201,51 +211,6 @@ async def _save_alone(
         num_tensors=plan.num_tensors,
         plan_reused=reused,
     )
-
-
-@contextlib.asynccontextmanager
-async def _turn(
-    job: SaveJob, context: EngineContext
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Let saves to one place commit in the order in which they were asked for.
-
-    A later save copies and writes meanwhile, and waits for the end of the earlier one only
-    before its commit: the newest state is what stays. Gives what waits for the turn.
-    """
-    identity = job.storage.identity
-    before = context.turns.get(identity)
-    end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    context.turns[identity] = end
-
-    async def my_turn() -> None:
-        if before is not None:
-            await asyncio.shield(before)
-
-    def finish(_: object) -> None:
-        end.set_result(None)
-        if context.turns.get(identity) is end:
-            del context.turns[identity]
-
-    try:
-        yield my_turn
-    finally:
-        if before is None or before.done():
-            finish(None)
-        else:  # this one failed early: who comes next still waits for the one before
-            before.add_done_callback(finish)
-
-
-@contextlib.asynccontextmanager
-async def place_for(job: SaveJob, context: EngineContext) -> AsyncIterator[None]:
-    """Hold one of the places for saves in flight; say so if there is none."""
-    if context.saves.locked():
-        context.emit(SaveQueued(path=job.storage.path, num_in_flight=context.num_saves))
-    async with context.saves:
-        context.num_saves += 1
-        try:
-            yield
-        finally:
-            context.num_saves -= 1
 
 
 def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:
@@ -277,14 +242,19 @@ async def write_buckets(
         CheckpointError: The first failure; the others are cancelled and awaited.
     """
     num_segments = sum(len(bucket.segments) for bucket in plan.buckets)
-    progress = _Progress(job, context, plan.nbytes, num_segments, num_segments)
+    leases = [asyncio.Event() for _ in range(num_segments + 1)]
+    leases[0].set()
+    progress = _Progress(job, context, plan.nbytes, num_segments, num_segments, leases)
     if num_segments == 0:
         progress.to_submit = progress.to_stage = 1
         progress.submitted()
         progress.staged()
-    files = [
-        _File(data_file_name(job.save_id, context.ranks.rank, b.index), b) for b in plan.buckets
-    ]
+    files: list[_File] = []
+    first = 0
+    for bucket in plan.buckets:
+        name = data_file_name(job.save_id, context.ranks.rank, bucket.index)
+        files.append(_File(name, bucket, first))
+        first += len(bucket.segments)
     try:
         async with asyncio.TaskGroup() as group:
             for file in files:
@@ -303,9 +273,9 @@ async def _carry(
     """Copy and write one bucket."""
     sink = await attempt.create(file.name, file.bucket.nbytes)
     async with asyncio.TaskGroup() as group:
-        for segment in file.bucket.segments:
+        for number, segment in enumerate(file.bucket.segments, file.first):
             group.create_task(
-                _carry_segment(segment, file, sink, job, context, progress),
+                _carry_segment(segment, number, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
     if isinstance(sink, AwaitedSink):
@@ -316,6 +286,7 @@ async def _carry(
 
 async def _carry_segment(
     segment: Segment,
+    number: int,
     file: _File,
     sink: Sink | AwaitedSink,
     job: SaveJob,
@@ -323,7 +294,9 @@ async def _carry_segment(
     progress: _Progress,
 ) -> None:
     """Copy, sum and write one segment."""
+    await progress.leases[number].wait()
     async with context.pool.lease() as slab:
+        progress.leases[number + 1].set()
         pending: list[PendingCopies] = []
         try:
             await run_unless_cancelled(context.copiers, job.source.gather, segment, slab, pending)

@@ -29,7 +29,8 @@ import msgspec
 from ckptio._aio import run_blocking, shielded
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
-from ckptio.engine.save import SaveReceipt, announce, place_for, write_buckets
+from ckptio.engine.save import SaveReceipt, announce, write_buckets
+from ckptio.engine.turns import place_for
 from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
@@ -38,10 +39,11 @@ from ckptio.plan.save import plan_save
 from ckptio.plan.trees import take_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
+    from ckptio.engine.turns import MyTurn
     from ckptio.plan.save import SavePlan
     from ckptio.plan.trees import RankTree
     from ckptio.ranks.interface import Session
@@ -87,9 +89,7 @@ async def fail_together(context: EngineContext, key: str, error: Exception) -> N
             raise error
 
 
-async def save_together(
-    job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
-) -> SaveReceipt:
+async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
     """Save this rank's part of a state. When this returns, the checkpoint exists.
 
     Raises:
@@ -128,9 +128,7 @@ def _stay() -> None:
 class _JointSave:
     """One rank's part of a save."""
 
-    def __init__(
-        self, job: SaveJob, context: EngineContext, my_turn: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, job: SaveJob, context: EngineContext, my_turn: MyTurn) -> None:
         self._job = job
         self._context = context
         self._decider = Decider(job, context, my_turn)

@@ -178,6 +178,9 @@ class LocalAttempt:
         self._published = True
         self._clean_up(new, replaced)
 
+    async def stay(self) -> None:
+        """Nothing has to be said: the lock of a living save is held."""
+
     async def seal(self) -> None:
         """Make what this rank wrote durable by name; see `interface.Attempt`."""
         await run_blocking(self._executor, self._seal)

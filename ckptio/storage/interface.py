@@ -120,6 +120,16 @@ class Attempt(Protocol):
         """Begin a data file of `nbytes` bytes named `name`; nothing may exist before `pwrite`."""
         ...
 
+    async def stay(self) -> None:
+        """Say that this save is alive, where silence for long counts as its end.
+
+        For a save that waits for others for minutes; writing says so by itself.
+
+        Raises:
+            StorageError: It was silent for too long already: its files may be gone.
+        """
+        ...
+
     async def seal(self) -> None:
         """Make sure that all files are there and, as configured, durable by name.
 

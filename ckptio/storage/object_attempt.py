@@ -9,10 +9,12 @@ still one object that names data of one save, so that bytes are never mixed.
 An answer that says no, or that never came, does not tell who won: the request may have
 been repeated by a proxy or a client, and the first one may have been carried out. So what
 is there is read back, and the save id in it decides. Only what is settled is acted on: as
-long as the manifest may still appear, nothing it names is removed.
+long as a request of ours may still make the manifest appear, nothing that it names is
+removed: not by this save, nor, by the mark that stays, by one that replaces it.
 
 There are no locks here. A save that was killed leaves data, uploads and a mark; the next
-save to the path removes them once all of it has been quiet for an hour.
+save to the path removes them once all of it has been quiet for an hour. So a save that
+finds that it was silent for long gives up: others may have taken it for dead.
 """
 
 from __future__ import annotations
@@ -23,92 +25,155 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import shielded
-from ckptio.errors import (
-    CommitConflictError,
-    ConfigError,
-    FormatError,
-    StorageError,
-)
-from ckptio.events import LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
-from ckptio.format.summary import decode_summary
+from ckptio.errors import CommitConflictError, ConfigError, StorageError
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
 from ckptio.storage.object_files import ObjectSink
-from ckptio.storage.object_leftovers import Cleaner, Listing, dead_owners
-from ckptio.storage.store import (
-    ConditionFailedError,
-    ObjectMissingError,
-    RefusedError,
-    StoreError,
-    TransientError,
-)
+from ckptio.storage.object_place import QUIET_S, name_of
+from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio.config import CheckpointConfig
-    from ckptio.events import Event
-    from ckptio.storage.requests import Requests
-    from ckptio.storage.store import ObjectStore
+    from ckptio.storage.object_place import ObjectPlace, Present
 
 #: The mark of a save is written again this often, so that it counts as alive.
-_REFRESH_S = 300.0
+REFRESH_S = 300.0
 #: How often a commit is sent again while nobody knows whether it was carried out.
 _MAX_SETTLING = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Present:
-    """The manifest that is there: its etag, and the keys of the data of its save."""
+def elapsed_s() -> float:
+    """Give seconds since some moment; those of a suspended machine count."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
-    etag: str
-    keys: tuple[str, ...]
+
+@dataclass(slots=True)
+class _Commit:
+    """A commit, and what may still be under way of it.
+
+    Attributes:
+        manifest: What is published.
+        replaced: What is there and should not be, afterwards.
+        problem: What went wrong with the last request.
+        is_sent: The store has said that it was written.
+        in_doubt: Nobody knows what became of a request.
+        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
+        in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
+    """
+
+    manifest: bytes
+    replaced: Present | None
+    problem: StoreError | None = None
+    is_sent: bool = False
+    in_doubt: bool = False
+    in_doubt_if_absent: bool = False
+    in_doubt_anyhow: bool = False
+
+    def note(self, problem: StoreError | None, conditional: str) -> None:
+        """Note how a request ended."""
+        self.problem = problem
+        self.is_sent = problem is None
+        if isinstance(problem, TransientError):
+            self.in_doubt = True
+            absent = self.replaced is None
+            is_decided = conditional == "atomic" or (conditional == "create" and absent)
+            self.in_doubt_if_absent |= is_decided and absent
+            self.in_doubt_anyhow |= not is_decided
 
 
 class ObjectAttempt:
-    """One save on its way; see `interface.Attempt`. Made by `ObjectStorage.begin`."""
+    """One save on its way; see `interface.Attempt`. Made by `ObjectStorage.begin`.
+
+    Args:
+        place: Where to.
+        save_id: Its id.
+        config: Sizes.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        leads: Whether it is this rank that marks, sweeps and commits.
+        clock: Gives seconds since some moment.
+    """
 
     def __init__(
         self,
-        url: str,
-        prefix: str,
+        place: ObjectPlace,
         save_id: str,
         *,
-        store: ObjectStore,
-        requests: Requests,
         config: CheckpointConfig,
-        emit: Callable[[Event], None],
         overwrite: bool,
         leads: bool,
+        clock: Callable[[], float] = elapsed_s,
     ) -> None:
-        self._url = url
-        self._prefix = prefix
+        self._place = place
+        self._store = place.store
+        self._requests = place.requests
+        self._url = place.url
         self._save_id = save_id
-        self._store = store
-        self._requests = requests
         self._config = config
-        self._emit = emit
         self._overwrite = overwrite
         self._leads = leads
-        self._cleaner = Cleaner(url, store, requests, emit)
+        self._clock = clock
+        self._mark = place.key(ATTEMPT_PREFIX + save_id)
+        self._marked_s: float | None = None
         self._sinks: list[ObjectSink] = []
         self._published = False
+        self._committed = False
+        self._doubt: StorageError | None = None
         self._left = False
-        self._marked_s = 0.0
 
     async def prepare(self) -> None:
-        """Leave a mark, and clear what killed saves left."""
-        await self.mark()
-        await self._sweep()
+        """Leave a mark, and clear what killed saves left.
 
-    async def mark(self) -> None:
-        """Say that this save is alive, if that was not said just now."""
-        now = time.time()
-        if now - self._marked_s < _REFRESH_S:
+        Raises:
+            StorageError: The place cannot be written. Nothing of this is left then.
+        """
+        try:
+            await self.stay()
+            await self._place.sweep(self._save_id)
+        except BaseException:
+            await self.abort()
+            raise
+
+    async def stay(self) -> None:
+        """Say that this save is alive; see `interface.Attempt`."""
+        now, before = self._clock(), self._marked_s
+        if before is not None and now - before < REFRESH_S:
             return
         self._marked_s = now
-        key = self._key(ATTEMPT_PREFIX + self._save_id)
-        await self._requests.run("write", key, lambda: self._store.put(key, b""), outlive=True)
+        try:
+            if before is not None and now - before > QUIET_S / 2:
+                await self._check_alive(now - before)
+            await self._write_mark()
+        except BaseException:
+            self._marked_s = before
+            raise
+
+    async def _check_alive(self, silent_s: float) -> None:
+        """Make sure that another rank has spoken for this save meanwhile.
+
+        By the store's clock: the time of the mark against that of a new one.
+        """
+        try:
+            before = await self._requests.run("look at", self._mark, self._look_at_mark)
+            await self._write_mark()
+            now = await self._requests.run("look at", self._mark, self._look_at_mark)
+        except ObjectMissingError:
+            before, now = 0.0, QUIET_S
+        if now - before > QUIET_S / 2:
+            raise StorageError(
+                f"this save was silent for {silent_s:.0f} s, so that others may have removed its"
+                " files; save again",
+                path=self._url,
+            )
+
+    async def _write_mark(self) -> None:
+        await self._requests.must(
+            "write", self._mark, lambda: self._store.put(self._mark, b""), outlive=True
+        )
+
+    async def _look_at_mark(self) -> float:
+        return (await self._store.head(self._mark)).modified_s
 
     @property
     def is_published(self) -> bool:
@@ -128,9 +193,8 @@ class ObjectAttempt:
                 f"{self._url!r} takes {traits.max_parts} parts an object, and {name!r} of {nbytes}"
                 f" bytes has more; raise slab_nbytes ({part})"
             )
-        sink = ObjectSink(
-            self._url, self._store, self._requests, self._key(name), nbytes, part, self.mark
-        )
+        key = self._place.key(name)
+        sink = ObjectSink(self._url, self._store, self._requests, key, nbytes, part, self.stay)
         self._sinks.append(sink)
         return sink
 
@@ -142,96 +206,127 @@ class ObjectAttempt:
         try:
             await shielded(self._commit(manifest))
         except asyncio.CancelledError:
-            if not self._published:
+            if self._doubt is not None:
+                raise self._doubt from None  # a save that ends as cancelled has changed nothing
+            if not self._committed:
                 raise
-            # the commit came first: a save that ends as cancelled must have changed nothing
+            # the commit came first, as above
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
 
     async def _commit(self, manifest: bytes) -> None:
-        replaced = await self._present()
+        await self.stay()
+        replaced = await self._place.present()
         if replaced is not None and not self._overwrite:
             raise CommitConflictError(self._url)
-        key = self._key(MANIFEST_NAME)
         # from here on it may be there, whatever the answers are
         self._published = True
-        in_doubt = False
+        commit = _Commit(manifest, replaced)
         for tries in range(1, _MAX_SETTLING + 1):
-            problem = await self._send(key, manifest, replaced)
-            if isinstance(problem, RefusedError) and not in_doubt:
-                self._published = False
-                raise StorageError(f"cannot commit: {problem.problem}", path=self._url)
-            in_doubt = in_doubt or isinstance(problem, TransientError)
-            found = await self._found(key)
-            if found == self._save_id:
-                await self._clean_up(replaced)
+            if not commit.is_sent:
+                await self._send(commit)
+            found = await self._read_back(commit)
+            if found is not None and found.save_id == self._save_id:
+                self._committed = True
+                await self._clean_up(commit)
                 return
-            if self._is_settled(problem, found, in_doubt=in_doubt):
-                self._published = False
-                raise CommitConflictError(self._url)
-            if problem is None:  # it was there, and somebody took it away or replaced it
-                break
+            if not self._is_ours_perhaps(found, commit):
+                if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
+                    break
+                self._go_on(found, commit)
             await asyncio.sleep(min(2.0**tries / 10, 5.0))
-        raise StorageError(
-            "nobody knows whether the checkpoint was committed"
-            f"{': ' + problem.problem if problem else ''}; its files were left there",
-            path=self._url,
-        )
+        if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
+            raise self._in_doubt(commit.problem)
+        self._published = False
+        raise StorageError(f"cannot commit: {commit.problem}", path=self._url)
 
-    async def _send(
-        self, key: str, manifest: bytes, replaced: _Present | None
-    ) -> StoreError | None:
-        """Send the manifest once; gives what went wrong."""
-        absent, match = replaced is None, "" if replaced is None else replaced.etag
+    async def _send(self, commit: _Commit) -> None:
+        """Send the manifest once, and note what became of it."""
+        key, old = self._place.key(MANIFEST_NAME), commit.replaced
+        absent, match = old is None, "" if old is None else old.etag
+        problem: StoreError | None = None
         try:
             await self._requests.once(
-                lambda: self._store.put(key, manifest, absent=absent, match=match)
+                lambda: self._store.put(key, commit.manifest, absent=absent, match=match)
             )
         except StoreError as error:
-            return error
-        return None
+            problem = error
+        commit.note(problem, self._store.traits.conditional)
 
-    def _is_settled(self, problem: StoreError | None, found: str | None, *, in_doubt: bool) -> bool:
-        """Whether it is certain that another save is there, and this one will not be."""
-        if found is None:
-            return False  # the store decides between writers just now, or it was removed
-        if in_doubt and self._store.traits.conditional != "atomic":
-            return False  # a late one of ours is not held back by any condition
-        return problem is None or isinstance(problem, ConditionFailedError)
+    async def _read_back(self, commit: _Commit) -> Present | None:
+        """Look which manifest is there.
 
-    async def _present(self) -> _Present | None:
-        """Look at the manifest that is there, if there is one."""
-        key = self._key(MANIFEST_NAME)
+        Raises:
+            StorageError: It cannot be told.
+        """
         try:
-            info, data = await self._requests.run(
-                "read", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
-            )
+            return await self._place.present()
+        except StorageError as error:
+            if commit.is_sent or commit.in_doubt:
+                raise self._in_doubt(error) from error
+            self._published = False
+            raise
+
+    def _is_ours_perhaps(self, found: Present | None, commit: _Commit) -> bool:
+        """Whether what was read is damaged, perhaps on the way, and new."""
+        old = commit.replaced
+        return found is not None and not found.save_id and (old is None or found.etag != old.etag)
+
+    def _go_on(self, found: Present | None, commit: _Commit) -> None:
+        """Judge what is there instead of ours: try again, or give up.
+
+        A request that takes effect only where nothing is loses as long as the other's
+        manifest stays. Should that be removed, it finds its files: they are left to a later
+        sweep. One that is not held back at all may still win.
+
+        Raises:
+            CommitConflictError: The other save's checkpoint stands.
+        """
+        if not commit.is_sent and isinstance(commit.problem, TransientError):
+            return
+        old = commit.replaced
+        if found is None or (old is not None and found.save_id == old.save_id):
+            if not commit.is_sent and self._overwrite:
+                commit.replaced = found  # the condition was out of date
+        elif not commit.in_doubt_anyhow:
+            self._published = commit.in_doubt_if_absent
+            raise CommitConflictError(self._url)
+
+    def _in_doubt(self, problem: Exception | None) -> StorageError:
+        """Say that nobody knows."""
+        self._doubt = StorageError(
+            "nobody knows whether the checkpoint was committed"
+            f"{f': {problem}' if problem else ''}; its files were left there",
+            path=self._url,
+        )
+        return self._doubt
+
+    async def _clean_up(self, commit: _Commit) -> None:
+        """Remove what the commit made needless; an event, not an error, if it stays.
+
+        Where a late request may bring a manifest back, the mark says so by staying, and what
+        that manifest names is not removed but left to the sweep.
+        """
+        keys: list[str] = []
+        old = commit.replaced
+        if old is not None and not await self._may_come_back(old):
+            keys += [self._place.key(name) for name in old.names if old.save_id in name]
+        if not commit.in_doubt_anyhow:
+            keys.append(self._mark)
+        await self._place.delete(keys)
+
+    async def _may_come_back(self, replaced: Present) -> bool:
+        if self._store.traits.conditional == "atomic":
+            return False
+        mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)
+        try:
+            await self._requests.run("look at", mark, lambda: self._store.head(mark))
         except ObjectMissingError:
-            return None
-        try:
-            summary = decode_summary(data)
-        except FormatError:  # damaged, or of a newer version: what it needs stays
-            return _Present(info.etag, ())
-        names = [file.name for file in summary.files if summary.save_id in file.name]
-        return _Present(info.etag, tuple(self._key(name) for name in names))
-
-    async def _found(self, key: str) -> str | None:
-        """Give the id of the save whose manifest is there; `None` without one."""
-        try:
-            _, data = await self._requests.run(
-                "read back", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
-            )
-            return decode_summary(data).save_id
-        except ObjectMissingError:
-            return None
-        except FormatError:
-            return ""
-
-    async def _clean_up(self, replaced: _Present | None) -> None:
-        """Remove what the commit made needless; an event, not an error, if it stays."""
-        keys = () if replaced is None else replaced.keys
-        await self._cleaner.delete([*keys, self._key(ATTEMPT_PREFIX + self._save_id)])
+            return False
+        except (StorageError, StoreError) as error:
+            self._place.cannot(mark, error)
+        return True
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""
@@ -241,47 +336,19 @@ class ObjectAttempt:
 
     async def _abort(self) -> None:
         for sink in self._sinks:
-            await self._cleaner.quietly(sink.key, sink.discard)
+            await self._place.quietly(sink.key, sink.discard)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
-            ours = (await self._left_over()).of({self._save_id})
-            for upload in ours.uploads:
-                await self._cleaner.drop(upload)
-            keys += [info.key for info in ours.objects]
-            keys.append(self._key(ATTEMPT_PREFIX + self._save_id))
-        await self._cleaner.delete(sorted(set(keys)))
+            ours = f"data-{self._save_id}-"
+            found = await self._place.listed()
+            keys += [info.key for info in found.objects if name_of(info.key).startswith(ours)]
+            for upload in found.uploads:
+                if name_of(upload.key).startswith(ours):
+                    await self._place.drop(upload)
+            keys.append(self._mark)
+        await self._place.delete(sorted(set(keys)))
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""
         self._left = True
         self._sinks.clear()
-
-    async def _sweep(self) -> None:
-        """Remove what saves that were killed left: nothing of a living one, or a checkpoint.
-
-        Listed first, so that a save that ends meanwhile has its manifest in place before
-        that is read.
-        """
-        found = await self._left_over()
-        dead = dead_owners(found, now_s=time.time()) - {self._save_id}
-        if not dead:
-            return
-        present = await self._found(self._key(MANIFEST_NAME))
-        if present == "":
-            return  # damaged, or of a newer version: whatever it needs stays
-        dead.discard(present or "")
-        names = await self._cleaner.remove(found.of(dead))
-        if names:
-            self._emit(LeftoversRemoved(path=self._url, files=names))
-
-    async def _left_over(self) -> Listing:
-        """List what saves left under the prefix; nothing if it cannot be listed."""
-        prefix = self._key("")
-        try:
-            return await self._cleaner.list(prefix)
-        except (StorageError, StoreError) as error:
-            self._cleaner.cannot(prefix, error)
-            return Listing()
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name

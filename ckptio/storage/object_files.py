@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from ckptio._aio import shielded
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
 from ckptio.storage.store import ObjectMissingError, StoreError, TransientError
 
@@ -53,6 +52,7 @@ class ObjectSink:
         self._mark = mark
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
+        self._num_begun = 0
         self._turn = asyncio.Condition()
         self._num_done = 0
 
@@ -60,7 +60,7 @@ class ObjectSink:
         """Write a slab; see `interface.AwaitedSink`."""
         await self._mark()
         if self._nbytes <= self._part_nbytes:
-            await self._requests.run("write", self.key, lambda: self._put(data), outlive=True)
+            await self._requests.must("write", self.key, lambda: self._put(data), outlive=True)
             return
         upload = await self._begun()
         number = offset // self._part_nbytes
@@ -77,17 +77,18 @@ class ObjectSink:
         await self._store.put(self.key, data)
 
     async def _write_part(self, upload: Upload, number: int, data: memoryview) -> None:
-        await self._requests.run(
+        await self._requests.must(
             f"write part {number} of", self.key, lambda: upload.write(number, data)
         )
 
     async def _begun(self) -> Upload:
         async with self._lock:
             if self._upload is None:
-                return await self._requests.run("begin", self.key, self._begin, outlive=True)
+                return await self._requests.must("begin", self.key, self._begin, outlive=True)
             return self._upload
 
     async def _begin(self) -> Upload:
+        self._num_begun += 1
         self._upload = await self._store.upload(self.key)
         return self._upload
 
@@ -97,13 +98,13 @@ class ObjectSink:
         Raises:
             StorageError: It could not be made, or has another size.
         """
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            try:
-                await self._complete(upload)
-            except BaseException:
-                self._upload = upload  # for `discard`
-                raise
+        if self._nbytes == 0:
+            await self.write(0, memoryview(b""))
+        if self._upload is not None:
+            await self._complete(self._upload)
+            self._upload = None
+            if self._num_begun > 1:
+                await self._requests.must("clear", self.key, self._drop_lost)
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -120,8 +121,7 @@ class ObjectSink:
         """Make an object of parts. An answer that is lost or odd is settled by looking."""
         for tries in range(1, _MAX_COMPLETING + 1):
             try:
-                # not given up when cancelled: it would be there after it was cleaned up
-                await shielded(self._requests.once(upload.complete))
+                await self._requests.once(upload.complete)
             except StoreError as error:
                 if await self._is_there():
                     return
@@ -150,6 +150,19 @@ class ObjectSink:
         if self._upload is not None:
             await self._upload.abort()
             self._upload = None
+        if self._num_begun > 0:
+            await self._drop_lost()
+
+    async def _drop_lost(self) -> None:
+        """Drop uploads that were begun and whose names never came.
+
+        Raises:
+            StoreError: They may still be there.
+        """
+        prefix = self.key[: self.key.rfind("/") + 1]
+        for upload in await self._store.uploads(prefix):
+            if upload.key == self.key:
+                await self._store.drop_upload(upload)
 
 
 class ObjectSource:
@@ -184,6 +197,30 @@ class ObjectSource:
             )
         except ObjectMissingError:
             raise CheckpointChangedError(self._url) from None
+        except StorageError:
+            await self._check_size(stop)
+            raise
+
+    async def _check_size(self, stop: int) -> None:
+        """Tell an object that is too short from one that cannot be read.
+
+        Raises:
+            CorruptionError: It ends before `stop`.
+        """
+        try:
+            info = await self._requests.run(
+                "look at", self._key, lambda: self._store.head(self._key)
+            )
+        except (StorageError, StoreError):
+            return  # the caller has the error that came first
+        if info.nbytes < stop:
+            raise CorruptionError(
+                f"the file ends at byte {info.nbytes} and should have {self._nbytes}",
+                path=self._url,
+                file=self._name,
+                start=info.nbytes,
+                stop=stop,
+            )
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -34,13 +34,7 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
-from ckptio.storage.object_leftovers import (
-    QUIET_S,
-    Cleaner,
-    dead_owners,
-    name_of,
-    owner_of,
-)
+from ckptio.storage.object_place import QUIET_S, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
 
@@ -147,7 +141,7 @@ class _Removal:
         self._emit = root._emit  # noqa: SLF001  # as above
         self._store = store
         self._requests = requests
-        self._cleaner = Cleaner(self._url, store, requests, self._emit)
+        self._place = ObjectPlace(self._url, self._prefix.rstrip("/"), store, requests, self._emit)
 
     async def read(self, file: str = MANIFEST_NAME) -> tuple[ObjectInfo, bytes]:
         """Read a manifest."""
@@ -172,7 +166,7 @@ class _Removal:
             is_mine = await self._take_back(info)
         except StorageError:
             if await self._is_there():  # else its files go with the tomb, now or in a sweep
-                await self._cleaner.delete([tomb])
+                await self._place.delete([tomb])
             raise
         await self._bury(tomb, summary)
         if not is_mine:
@@ -215,8 +209,8 @@ class _Removal:
     async def _bury(self, tomb: str, summary: Summary) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
-        if len(await self._cleaner.delete(keys)) == len(keys):
-            await self._cleaner.delete([tomb])  # last: what it lists is not forgotten
+        if len(await self._place.delete(keys)) == len(keys):
+            await self._place.delete([tomb])  # last: what it lists is not forgotten
 
     async def sweep(self, quiet_s: float) -> None:
         """Remove what removals that were cut short left, and then what dead saves did.
@@ -224,18 +218,17 @@ class _Removal:
         Listed first: a save that ends meanwhile has its manifest in place by the time that
         is looked for.
         """
-        found = await self._cleaner.list(self._prefix)
+        found = await self._place.list()
         if not any(owner_of(key) for key, _ in found.signs()) or await self._is_there():
             return
         tombs = [info.key for info in found.objects if _TOMB.fullmatch(name_of(info.key))]
         for tomb in tombs:
             await self._bury_found(tomb)
         buried = {owner_of(tomb) for tomb in tombs}
-        dead = dead_owners(found, now_s=time.time(), quiet_s=quiet_s) - buried
+        dead = found.dead_saves(time.time(), quiet_s) - buried
         if dead:
-            dead &= dead_owners(found, now_s=await self._store_now_s(), quiet_s=quiet_s)
-        names = await self._cleaner.remove(found.of(dead)) if dead else ()
-        if names:
+            dead &= found.dead_saves(await self._store_now_s(), quiet_s)
+        if names := await self._place.remove(found.of(dead)):
             self._emit(LeftoversRemoved(path=self._url, files=names))
 
     async def _bury_found(self, tomb: str) -> None:
@@ -247,7 +240,7 @@ class _Removal:
             return  # somebody else was faster
         except FormatError as error:
             failure = StorageError(str(error), path=self._url, code=errno.EBADMSG)
-            self._cleaner.cannot(tomb, failure)
+            self._place.cannot(tomb, failure)
             return
         if summary.save_id == owner_of(tomb):
             await self._bury(tomb, summary)
@@ -261,5 +254,5 @@ class _Removal:
         except ObjectMissingError:  # somebody tidies up here, too
             return 0.0
         finally:
-            await self._cleaner.delete([key])
+            await self._place.delete([key])
         return info.modified_s or time.time()

@@ -12,18 +12,22 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from ckptio._aio import first_failure
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
+    StorageError,
 )
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
-from ckptio.storage.object_attempt import ObjectAttempt
+from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_files import ObjectSource
+from ckptio.storage.object_place import ObjectPlace
 from ckptio.storage.requests import Requests
-from ckptio.storage.store import ObjectMissingError
+from ckptio.storage.store import ObjectMissingError, StoreError
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
 
     from ckptio.config import CheckpointConfig
@@ -44,6 +48,8 @@ class ObjectStorage:
         prefix: Of its keys, without a slash at the end.
         config: Limits of requests, sizes.
         emit: Takes events.
+        rng: Draws how long to wait before a request is tried again.
+        clock: Gives seconds since some moment; by it a save says now and then that it lives.
     """
 
     def __init__(
@@ -53,12 +59,17 @@ class ObjectStorage:
         prefix: str,
         config: CheckpointConfig,
         emit: Callable[[Event], None],
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = elapsed_s,
     ) -> None:
         self._url = url
         self._open_store = store
         self._prefix = prefix
         self._config = config
         self._emit = emit
+        self._rng = rng
+        self._clock = clock
         self._requests: Requests | None = None
 
     @property
@@ -113,8 +124,12 @@ class ObjectStorage:
                 return None
             return info.nbytes
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(size(name), name=f"size of {name}") for name in names]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(size(name), name=f"size of {name}") for name in names]
+        except BaseExceptionGroup as errors:
+            failure = first_failure(errors)
+            raise failure from failure.__cause__
         return [task.result() for task in tasks]
 
     async def open(self, name: str, nbytes: int) -> ObjectSource:
@@ -151,15 +166,12 @@ class ObjectStorage:
     async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
         store, requests = await self._ready()
         return ObjectAttempt(
-            self._url,
-            self._prefix,
+            ObjectPlace(self._url, self._prefix, store, requests, self._emit),
             save_id,
-            store=store,
-            requests=requests,
             config=self._config,
-            emit=self._emit,
             overwrite=overwrite,
             leads=leads,
+            clock=self._clock,
         )
 
     async def reach(self) -> tuple[ObjectStore, Requests, str]:
@@ -171,9 +183,12 @@ class ObjectStorage:
         return *await self._ready(), self._prefix
 
     async def _ready(self) -> tuple[ObjectStore, Requests]:
-        store, limit = await self._open_store.get()
+        try:
+            store, limit = await self._open_store.get()
+        except StoreError as error:
+            raise StorageError(f"cannot reach the store: {error}", path=self._url) from error
         if self._requests is None:
-            self._requests = Requests(self._url, self._config, limit, self._emit)
+            self._requests = Requests(self._url, self._config, limit, self._emit, self._rng)
         return store, self._requests
 
     @property

@@ -5,12 +5,13 @@ that broke, answers that were cut short or never came. The wait before another t
 drawn from nothing to twice as long as the last ("full jitter": Brooker, "Exponential
 backoff and jitter", AWS architecture blog, 2015), so that ranks which were refused
 together do not come back together. A try has a limit of time, a request a budget of
-tries, and everything that is asked for one save or load a common deadline after which
-nothing is tried again. Every further try is an event.
+tries, and everything that is asked for one save or load a common deadline: when nothing
+has succeeded for that long since the first failure, nothing is tried again. Every further
+try is an event.
 
 The number of requests at a time follows what the store can take: half as many when it
 asks to slow down, one more after as many answers as there are requests (AIMD: Chiu and
-Jain, 1989).
+Jain, 1989). Requests that were under way together and were refused together count once.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class RequestLimit:
         self._max = max_requests
         self._allowed = float(max_requests)
         self._running = 0
+        self._round = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -58,14 +60,14 @@ class RequestLimit:
         return max(1, int(self._allowed))
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold a place; wait for one, in turn."""
+    async def slot(self) -> AsyncIterator[int]:
+        """Hold a place; wait for one, in turn. Gives what `slow_down` takes."""
         if self._running >= self.allowed or self._waiters:
             await self._wait()
         else:
             self._running += 1
         try:
-            yield
+            yield self._round
         finally:
             self._running -= 1
             self._wake()
@@ -78,7 +80,7 @@ class RequestLimit:
         except BaseException:
             if waiter.done() and not waiter.cancelled():
                 self._running -= 1  # it was given a place just then
-            else:
+            elif waiter in self._waiters:  # else it was passed over, as one that had left
                 self._waiters.remove(waiter)
             self._wake()
             raise
@@ -90,9 +92,15 @@ class RequestLimit:
                 self._running += 1
                 waiter.set_result(None)
 
-    def slow_down(self) -> None:
-        """Let half as many run."""
-        self._allowed = max(1.0, self._allowed / 2)
+    def slow_down(self, sent_in: int) -> None:
+        """Let half as many run, once for all that were refused together.
+
+        Args:
+            sent_in: What `slot` gave to the request that was refused.
+        """
+        if sent_in == self._round:
+            self._round += 1
+            self._allowed = max(1.0, self._allowed / 2)
 
     def answered(self) -> None:
         """Let a little more run: one more after as many answers as there are places."""
@@ -153,7 +161,7 @@ class Requests:
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
                 )
                 if tries > self._config.max_retries or self._is_late(wait_s):
-                    raise self._failed(what, key, error, tries) from error
+                    raise self.failed(what, key, error, tries) from error
                 self._emit(
                     RequestRetried(
                         path=self.path,
@@ -166,9 +174,23 @@ class Requests:
                 )
                 await asyncio.sleep(wait_s)
             except RefusedError as error:
-                raise self._failed(what, key, error, tries) from error
+                raise self.failed(what, key, error, tries) from error
             else:
+                self._first_failure_s = None
                 return result
+
+    async def must(
+        self, what: str, key: str, request: Callable[[], Awaitable[T]], *, outlive: bool = False
+    ) -> T:
+        """Carry a request out for which every failure is one; else as `run`.
+
+        Raises:
+            StorageError: It failed; names the object and the cause.
+        """
+        try:
+            return await self.run(what, key, request, outlive=outlive)
+        except StoreError as error:
+            raise self.failed(what, key, error) from error
 
     async def once(self, request: Callable[[], Awaitable[T]]) -> T:
         """Send a request once, in its turn and within the limit of time.
@@ -176,7 +198,7 @@ class Requests:
         Raises:
             StoreError: As the store says; a stalled one is a `TransientError`.
         """
-        async with self._limit.slot():
+        async with self._limit.slot() as sent_in:
             timeout_s = self._config.request_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
@@ -185,7 +207,7 @@ class Requests:
                 raise TransientError(f"no answer within {timeout_s:g} s") from error
             except TransientError as error:
                 if error.slow_down:
-                    self._limit.slow_down()
+                    self._limit.slow_down(sent_in)
                 raise
         self._limit.answered()
         return result
@@ -197,9 +219,10 @@ class Requests:
             self._first_failure_s = now
         return now + wait_s > self._first_failure_s + self._config.retry_timeout_s
 
-    def _failed(self, what: str, key: str, error: StoreError, tries: int) -> StorageError:
+    def failed(self, what: str, key: str, error: StoreError, tries: int = 1) -> StorageError:
+        """Make the error that says so."""
         often = f" ({tries} tries)" if tries > 1 else ""
-        code = errno.EIO if isinstance(error, RefusedError) else errno.ETIMEDOUT
+        code = errno.ETIMEDOUT if isinstance(error, TransientError) else errno.EIO
         return StorageError(
             f"cannot {what} {key!r}: {error.problem}{often}", path=self.path, code=code
         )

@@ -100,9 +100,10 @@ class StoreTraits:
         min_part_nbytes: The least size of a part but the last.
         max_parts: Parts of one object, at most.
         in_order: Parts have to come in order, one at a time.
-        conditional: `"atomic"`: of any number of writers who ask for an object that is not
-            there, one succeeds. `"none"`: the store looks first and writes then, or writes
-            whatever is there.
+        conditional: Which conditions of `put` the store decides in one step with the write.
+            `"atomic"`: `absent` and `match`, so that of any number of writers one succeeds.
+            `"create"`: `absent` alone. `"none"`: neither; the client looks first and writes
+            then, or writes whatever is there.
         gap_nbytes: Bytes worth reading over rather than sending another request.
     """
 

@@ -4,6 +4,7 @@ from ckptio.testing.faults import Crash, Fault, Operation, crash_at, fail_at, fa
 from ckptio.testing.files import RecordingFiles
 from ckptio.testing.loop import DeadlockError, VirtualLoop, run_virtual
 from ckptio.testing.memory import MemoryStorage
+from ckptio.testing.objects import MemoryBackend, MemoryBucket, MemoryStore, hit
 from ckptio.testing.observer import EventLog
 from ckptio.testing.ranks import MemoryRanks
 
@@ -12,13 +13,17 @@ __all__ = [
     "DeadlockError",
     "EventLog",
     "Fault",
+    "MemoryBackend",
+    "MemoryBucket",
     "MemoryRanks",
     "MemoryStorage",
+    "MemoryStore",
     "Operation",
     "RecordingFiles",
     "VirtualLoop",
     "crash_at",
     "fail_at",
     "fail_kind",
+    "hit",
     "run_virtual",
 ]

@@ -256,6 +256,9 @@ class MemoryAttempt:
         self._sinks.append(sink)
         return sink
 
+    async def stay(self) -> None:
+        """Nothing: nobody takes a save in memory for dead."""
+
     async def seal(self) -> None:
         """Check that everything is there; see `interface.Attempt`."""
         self._storage.step("seal")

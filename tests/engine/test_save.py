@@ -104,7 +104,7 @@ def test_limits_hold(sizes: Sequence[int], seed: int, writes: int, copies: int, 
             for handle in handles:
                 await handle
             peaks = virtual_loop().peak_calls
-            assert 0 < peaks["_seal_and_write"] <= writes
+            assert 0 < peaks["_seal"] <= writes
             assert 0 < peaks["SourceState.gather"] <= copies
             assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
             for path in storages:
@@ -279,7 +279,7 @@ def test_one_writer_is_sequential_and_gives_the_same_bytes(seed: int) -> None:
         async with inline_engine({"memory": storage}, config_with(max_writes=writes)) as engine:
             await engine.save(state, "memory")
             if writes == 1:
-                assert virtual_loop().peak_calls["_seal_and_write"] == 1
+                assert virtual_loop().peak_calls["_seal"] == 1
         files[writes] = {name.split("-", 2)[2]: bytes(data) for name, data in storage.files.items()}
 
     for writes in (1, 8):

@@ -1,4 +1,4 @@
-"""What every storage keeps: the local one and the fake in memory pass the same tests."""
+"""What every storage keeps: files, objects, and the fake in memory pass the same tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ckptio.errors import (
 )
 from ckptio.storage.interface import AwaitedSink, AwaitedSource
 from ckptio.storage.local import LocalStorage
-from ckptio.testing import EventLog, MemoryStorage
+from ckptio.storage.store import StoreTraits
+from ckptio.testing import EventLog, MemoryBucket, MemoryStorage, MemoryStore
 from tests.rig import (
     SAVE_IDS,
     SMALL,
@@ -26,6 +27,7 @@ from tests.rig import (
     fill_attempt,
     manifest_of,
     names_in,
+    object_storage,
     page_aligned,
     read_files,
     write_files,
@@ -47,8 +49,13 @@ class Place:
 
     storage: Storage
     directory: Path | None
+    bucket: MemoryBucket | None = None
 
     def names(self) -> list[str]:
+        if self.bucket is not None:
+            assert self.bucket.open_uploads == {}
+            names = [key.rpartition("/")[2] for key in self.bucket.keys]
+            return [name for name in names if name != "manifest.json"]
         if self.directory is None:
             assert isinstance(self.storage, MemoryStorage)
             return sorted(self.storage.files)
@@ -56,11 +63,20 @@ class Place:
             return []
         return [name for name in names_in(self.directory) if name != "manifest.json"]
 
+    def data_names(self) -> list[str]:
+        """Without the mark in a store, which is the leading rank's to remove."""
+        return [name for name in self.names() if not name.startswith(".attempt-")]
 
-@pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, executor: Executor) -> Place:
+
+@pytest.fixture(params=["local", "memory", "objects", "objects without conditions"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path, executor: Executor) -> Place:
     if request.param == "memory":
         return Place(MemoryStorage("somewhere"), None)
+    if request.param.startswith("objects"):
+        is_good = request.param == "objects"
+        traits = StoreTraits(conditional="atomic" if is_good else "none", in_order=not is_good)
+        store = MemoryStore(traits=traits)
+        return Place(object_storage(store), None, store.bucket)
     directory = tmp_path / "a" / "b"
     return Place(LocalStorage(str(directory), SMALL, executor, EventLog()), directory)
 
@@ -147,9 +163,11 @@ async def test_an_aborted_attempt_leaves_nothing(place: Place) -> None:
     """Half-written files go, and aborting twice does no harm."""
     attempt = await place.storage.begin(A, overwrite=False)
     sink = await attempt.create(next(iter(contents_of(A, 1))), 100_000)
-    assert not isinstance(sink, AwaitedSink)
-    with page_aligned(bytes(8192)) as view:
-        sink.pwrite(8192, view)
+    if isinstance(sink, AwaitedSink):
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+    else:
+        with page_aligned(bytes(8192)) as view:
+            sink.pwrite(8192, view)
     await attempt.abort()
     await attempt.abort()
     assert place.names() == []
@@ -168,7 +186,9 @@ async def test_aborting_after_the_commit_does_nothing(place: Place) -> None:
 async def test_a_file_that_went_away_means_the_checkpoint_changed(place: Place) -> None:
     """Opening what the manifest named and nobody has any more is told apart from damage."""
     with pytest.raises(CheckpointChangedError):
-        await place.storage.open("data", 10)
+        source = await place.storage.open("data", 10)
+        assert isinstance(source, AwaitedSource)  # it opens nothing, and so finds out later
+        await source.read_into(0, memoryview(bytearray(10)))
 
 
 async def test_reading_past_the_end_is_damage(place: Place) -> None:
@@ -176,7 +196,11 @@ async def test_reading_past_the_end_is_damage(place: Place) -> None:
     contents = contents_of(A, 5000)
     await write_files(place.storage, A, contents)
     source = await place.storage.open(next(iter(contents)), 20_000)
-    assert not isinstance(source, AwaitedSource)
+    if isinstance(source, AwaitedSource):
+        for start in (0, 8192):
+            with pytest.raises(CorruptionError, match="ends at byte 5000"):
+                await source.read_into(start, memoryview(bytearray(8192)))
+        return
     try:
         with page_aligned(bytes(16384)) as room:
             with pytest.raises(CorruptionError):
@@ -217,7 +241,7 @@ async def test_a_member_may_be_ahead_of_the_leader(place: Place) -> None:
     assert set(rank_files(A, 1)) <= set(place.names())
     await member.abort()
     await leader.abort()
-    assert [name for name in place.names() if name.startswith("data-")] == []
+    assert place.data_names() == []
 
 
 async def test_the_leader_clears_up_behind_dead_ranks(place: Place) -> None:
@@ -235,7 +259,7 @@ async def test_leaving_removes_nothing(place: Place) -> None:
     member = await place.storage.join(A)
     await fill_attempt(member, rank_files(A, 1))
     await member.leave()
-    assert place.names() == sorted(rank_files(A, 1))
+    assert place.data_names() == sorted(rank_files(A, 1))
 
 
 async def test_files_of_ranks_of_another_job_get_an_hour(place: Place) -> None:
@@ -284,6 +308,6 @@ async def test_a_directory_that_the_end_of_another_save_took_along_is_made_again
         assert await read_files(place.storage) == rank_files(B, 1)
     else:
         await member.abort()
-        assert place.names() == []
+        assert place.data_names() == []
         if place.directory is not None:
             assert not place.directory.parent.exists()

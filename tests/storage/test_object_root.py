@@ -9,7 +9,7 @@ from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.storage.interface import Found
-from ckptio.storage.object_leftovers import QUIET_S
+from ckptio.storage.object_place import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.root import resolve_root
 from ckptio.storage.store import RefusedError, TransientError, UploadInfo

@@ -1,0 +1,255 @@
+"""A prefix of an object store: what is there, and how it is removed when nobody needs it.
+
+There are no locks in an object store: a save is alive as long as something of it was written
+within the last hour. What time it is, the store says, by the mark that the save that asks
+has written just before: clocks of hosts play no part. What a store cannot date is left
+alone.
+
+Only what lies directly under the prefix is looked at: what is below belongs to other
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_all
+from ckptio.errors import FormatError, StorageError
+from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
+from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+
+    from ckptio.events import Event
+    from ckptio.storage.requests import Requests
+    from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
+
+#: A save under way sends something every few minutes; an hour without is its end.
+QUIET_S = 3600.0
+_OURS = re.compile(r"(?:data-|\.attempt-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The manifest that is there.
+
+    Attributes:
+        etag: Tells it apart from others.
+        save_id: The save that wrote it; empty if it cannot be read.
+        names: Of its data files.
+    """
+
+    etag: str
+    save_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies directly under a prefix.
+
+    Attributes:
+        objects: Objects.
+        uploads: Uploads that were begun and not ended.
+    """
+
+    objects: tuple[ObjectInfo, ...] = ()
+    uploads: tuple[UploadInfo, ...] = ()
+
+    def signs(self) -> Iterator[tuple[str, float]]:
+        """Give each key, and when something was last seen of it."""
+        yield from ((info.key, info.modified_s) for info in self.objects)
+        yield from ((upload.key, upload.active_s) for upload in self.uploads)
+
+    def of(self, owners: Collection[str]) -> Listing:
+        """Give what belongs to some saves."""
+        return Listing(
+            tuple(info for info in self.objects if owner_of(info.key) in owners),
+            tuple(upload for upload in self.uploads if owner_of(upload.key) in owners),
+        )
+
+    def time_of(self, save_id: str) -> float:
+        """Say when a save marked itself as alive; 0 if it has not, or nobody knows."""
+        mark = ATTEMPT_PREFIX + save_id
+        return max((when for key, when in self.signs() if name_of(key) == mark), default=0.0)
+
+    def dead_saves(self, now_s: float, quiet_s: float = QUIET_S) -> set[str]:
+        """Name the saves of which nothing was heard for long.
+
+        Args:
+            now_s: What time it is where the store is; none is dead at 0.
+            quiet_s: How long.
+        """
+        latest: dict[str, float] = {}
+        for key, when in self.signs():
+            if owner := owner_of(key):
+                # what has no time may be of this very moment
+                latest[owner] = max(latest.get(owner, 0.0), when or now_s)
+        return {owner for owner, when in latest.items() if when + quiet_s < now_s}
+
+
+class ObjectPlace:
+    """A prefix, and who asks there.
+
+    Args:
+        url: What the user called it; for messages.
+        prefix: Of its keys, without a slash at the end.
+        store: Where it is.
+        requests: Tries requests.
+        emit: Takes events.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        store: ObjectStore,
+        requests: Requests,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.url = url
+        self.store = store
+        self.requests = requests
+        self._prefix = prefix
+        self._emit = emit
+
+    def key(self, name: str) -> str:
+        """Give the key of a file."""
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    async def present(self) -> Present | None:
+        """Look at the manifest that is there, if there is one.
+
+        Raises:
+            StorageError: It cannot be told.
+        """
+        key = self.key(MANIFEST_NAME)
+        try:
+            info, data = await self.requests.run(
+                "read", key, lambda: self.store.get(key, MAX_MANIFEST_NBYTES)
+            )
+        except ObjectMissingError:
+            return None
+        except ConditionFailedError as error:
+            raise self.requests.failed("read", key, error) from error
+        try:
+            summary = decode_summary(data)
+        except FormatError:  # damaged, or of a newer version: what it needs stays
+            return Present(info.etag, "", ())
+        return Present(info.etag, summary.save_id, tuple(file.name for file in summary.files))
+
+    async def listed(self) -> Listing:
+        """List what lies here; an event, not an error, and nothing if it cannot be listed."""
+        try:
+            return await self.list()
+        except StorageError as error:
+            self.cannot(self.key(""), error)
+            return Listing()
+
+    async def list(self) -> Listing:
+        """List what lies here.
+
+        Raises:
+            StorageError: It cannot be listed.
+        """
+        prefix = self.key("")
+        objects = await self.requests.must(
+            "list", prefix, lambda: self.store.list(prefix, below=False)
+        )
+        uploads = await self.requests.must("list", prefix, lambda: self.store.uploads(prefix))
+        near = [upload for upload in uploads if "/" not in upload.key[len(prefix) :]]
+        return Listing(tuple(objects), tuple(near))
+
+    async def sweep(self, save_id: str) -> None:
+        """Remove what saves that were killed left: nothing of a living one, or a checkpoint.
+
+        Listed first, so that a save that ends meanwhile has its manifest in place before
+        that is read.
+
+        Args:
+            save_id: The save that asks, and that has just marked itself as alive.
+        """
+        found = await self.listed()
+        dead = found.dead_saves(found.time_of(save_id))
+        if not dead:
+            return
+        try:
+            present = await self.present()
+        except StorageError as error:
+            self.cannot(self.key(MANIFEST_NAME), error)
+            return
+        needed: tuple[str, ...] = ()
+        if present is not None:
+            if not present.save_id:
+                return  # whatever a manifest that cannot be read may need stays
+            needed = present.names
+        for upload in found.uploads:
+            if owner_of(upload.key) in dead:  # of what was committed, too: it was given up
+                await self.drop(upload)
+        keys = [info.key for info in found.objects if owner_of(info.key) in dead]
+        if present is not None:  # what it names stays, and whatever else it may need
+            marks = self.key(ATTEMPT_PREFIX)
+            keys = [
+                key
+                for key in keys
+                if name_of(key) not in needed
+                and (owner_of(key) != present.save_id or key.startswith(marks))
+            ]
+        if names := await self.delete(keys):
+            self._emit(LeftoversRemoved(path=self.url, files=names))
+
+    async def remove(self, found: Listing) -> tuple[str, ...]:
+        """Remove objects and abort uploads; gives the names of the objects that are gone."""
+        for upload in found.uploads:
+            await self.drop(upload)
+        return await self.delete([info.key for info in found.objects])
+
+    async def drop(self, upload: UploadInfo) -> None:
+        """Abort an upload; an event, not an error, if it stays."""
+        await self.quietly(upload.key, lambda: self.store.drop_upload(upload))
+
+    async def delete(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Remove objects, each by a request of its own; events, not errors, for what stays.
+
+        Returns:
+            The names of those that are gone.
+        """
+        gone = await run_all([self._delete(key) for key in keys], "remove")
+        return tuple(name_of(key) for key, is_gone in zip(keys, gone, strict=True) if is_gone)
+
+    async def _delete(self, key: str) -> bool:
+        return await self.quietly(key, lambda: self.store.delete([key]))
+
+    async def quietly(self, key: str, request: Callable[[], Awaitable[None]]) -> bool:
+        """Remove something; an event, not an error, if it stays."""
+        try:
+            await self.requests.run("remove", key, request)
+        except ObjectMissingError:
+            return True
+        except (StorageError, StoreError) as error:
+            self.cannot(key, error)
+            return False
+        return True
+
+    def cannot(self, key: str, error: StorageError | StoreError) -> None:
+        """Say that something stays that may not be needed any more."""
+        reason = error if isinstance(error, OSError) else OSError(errno.EIO, error.problem)
+        self._emit(CleanupFailed(path=self.url, file=name_of(key), error=reason))
+
+
+def name_of(key: str) -> str:
+    """Give the last part of a key."""
+    return key.rpartition("/")[2]
+
+
+def owner_of(key: str) -> str:
+    """Give the id of the save that a key belongs to; empty for what is none of ours."""
+    match = _OURS.fullmatch(name_of(key))
+    return match[1] if match else ""
