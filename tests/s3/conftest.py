@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.s3 import servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.s3.servers import Server
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Server]:
+    """Run a simulated S3 with an empty bucket."""
+    with servers.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[Server]:
+    """Run Ceph with an empty bucket."""
+    if missing := servers.missing_ceph():
+        pytest.skip(f"no Ceph here: {missing}")
+    with servers.ceph() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[Server]:
+    """Run OpenStack Swift with an empty bucket."""
+    if missing := servers.missing_swift():
+        pytest.skip(f"no OpenStack Swift here: {missing}")
+    with servers.swift() as server:
+        yield server

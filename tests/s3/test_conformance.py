@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.testing.conformance import BackendConformance
+from tests.s3.servers import BUCKET
+
+if TYPE_CHECKING:
+    from tests.s3.servers import Server
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+class TestMoto(BackendConformance):
+    """A simulation of Amazon's."""
+
+    url = f"s3://{BUCKET}/moto"
+    has_uploads = True
+
+    @pytest.fixture(autouse=True)
+    def reach(self, moto: Server) -> None:
+        """Say how to get there."""
+        type(self).storage_options = moto.options
+
+
+@pytest.mark.real_s3
+class TestCeph(BackendConformance):
+    """Ceph's gateway."""
+
+    url = f"s3://{BUCKET}/ceph"
+    has_uploads = True
+
+    @pytest.fixture(autouse=True)
+    def reach(self, ceph: Server) -> None:
+        """Say how to get there."""
+        type(self).storage_options = ceph.options
+
+
+@pytest.mark.real_s3
+class TestSwift(BackendConformance):
+    """OpenStack Swift's S3 interface."""
+
+    url = f"s3://{BUCKET}/swift"
+    has_uploads = True
+
+    @pytest.fixture(autouse=True)
+    def reach(self, swift: Server) -> None:
+        """Say how to get there."""
+        type(self).storage_options = swift.options
