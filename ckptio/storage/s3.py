@@ -18,21 +18,22 @@ files of a writer that lost in doubt are removed an hour later.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import botocore.exceptions
 import s3fs
 
 from ckptio.errors import ConfigError
+from ckptio.storage.s3_answers import NotSupportedError, info_of, listed, receive, told
 from ckptio.storage.s3_body import Body
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
-    StoreError,
     StoreTraits,
     TransientError,
     UploadInfo,
@@ -46,29 +47,6 @@ if TYPE_CHECKING:
 
 _MIN_PART_NBYTES = 5 << 20
 _GAP_NBYTES = 1 << 20
-_CHUNK_NBYTES = 1 << 20
-_NOT_FOUND = 404
-_CONFLICT = 409
-_PRECONDITION_FAILED = 412
-_THROTTLED = (429, 503)
-_FIRST_SERVER_ERROR = 500
-_MISSING = ("404", "NoSuchKey", "NotFound")
-_SLOW_DOWN = (
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "RequestLimitExceeded",
-)
-#: The server did not get what was sent: it may, the next time.
-_GARBLED = (
-    "BadDigest",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "XAmzContentSHA256Mismatch",
-)
 
 
 class S3Backend:
@@ -93,15 +71,15 @@ class S3Backend:
         bucket = url.partition("://")[2].partition("/")[0]
         own = dict(options)
         endpoint = endpoint_of(options)
-        own["config_kwargs"] = _client_config(options.get("config_kwargs", {}), endpoint, config)
+        own["config_kwargs"] = _client_config(options, endpoint, config)
         try:
             fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, **own)
             client = await fs.set_session()
         except (TypeError, ValueError, botocore.exceptions.BotoCoreError) as error:
-            raise ConfigError(
-                f"s3fs cannot make a client of the storage_options given: {type(error).__name__}"
-            ) from None  # what it says may hold the options
-        return S3Store(client, bucket, fs, endpoint)
+            problem = type(error).__name__  # what it says may hold the options
+        else:
+            return S3Store(client, bucket, fs, endpoint)
+        raise ConfigError(f"s3fs cannot make a client of the storage_options given: {problem}")
 
 
 def endpoint_of(options: Mapping[str, Any]) -> str:
@@ -116,9 +94,10 @@ def endpoint_of(options: Mapping[str, Any]) -> str:
 
 
 def _client_config(
-    given: Mapping[str, Any], endpoint: str, config: CheckpointConfig
+    options: Mapping[str, Any], endpoint: str, config: CheckpointConfig
 ) -> dict[str, Any]:
     """Give what botocore's `Config` takes; what the user says goes first."""
+    given: Mapping[str, Any] = options.get("config_kwargs", {})
     ours: dict[str, Any] = {
         "connect_timeout": config.request_timeout_s,
         "read_timeout": config.request_timeout_s,
@@ -127,11 +106,16 @@ def _client_config(
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
-    if not endpoint.startswith("http://"):
+    use_ssl = options.get("client_kwargs", {}).get("use_ssl", options.get("use_ssl", True))
+    if not endpoint.startswith("http://") and (endpoint or use_ssl):
         ours["s3"] = {"payload_signing_enabled": False}
-    merged = {**ours, **given}
-    merged["s3"] = {**ours.get("s3", {}), **given.get("s3", {})}
-    return merged
+    return {**ours, **given, "s3": {**ours.get("s3", {}), **given.get("s3", {})}}
+
+
+def _is_amazon(url: str) -> bool:
+    """Whether a client talks to Amazon's own servers."""
+    host = urlsplit(url).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 class S3Store:
@@ -152,7 +136,7 @@ class S3Store:
         self._extras: dict[str, Mapping[str, Any]] = {}
         self._traits = StoreTraits(
             min_part_nbytes=_MIN_PART_NBYTES,
-            conditional="none" if endpoint else "atomic",
+            conditional="atomic" if _is_amazon(client.meta.endpoint_url) else "none",
             gap_nbytes=_GAP_NBYTES,
         )
 
@@ -176,8 +160,9 @@ class S3Store:
         arguments = {**self._extras_for(operation), "Bucket": self._bucket, **arguments}
         try:
             return await method(**arguments)
-        except Exception as error:
-            raise told(error) from error
+        except Exception as error:  # who asked gets it, in our words
+            failure = told(error)
+        raise failure
 
     def _extras_for(self, operation: str) -> Mapping[str, Any]:
         """Give what the user wants to be sent with every request that takes it."""
@@ -190,15 +175,15 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
-        return _info(key, await self.request("head_object", Key=key))
+        return info_of(key, await self.request("head_object", Key=key))
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""
         answer = await self.request("get_object", Key=key)
-        info = _info(key, answer)
+        info = info_of(key, answer)
         data = bytearray(min(info.nbytes, limit))
         with memoryview(data) as room:
-            await _receive(answer, room)
+            await receive(answer, room)
         return info, bytes(data)
 
     async def get_into(self, key: str, start: int, room: memoryview) -> None:
@@ -212,13 +197,44 @@ class S3Store:
         if answer.get("ContentLength") != len(room):
             answer["Body"].close()
             raise TransientError("the answer is not the range that was asked for")
-        await _receive(answer, room)
+        await receive(answer, room)
 
     async def put(
         self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
     ) -> str:
         """Write an object in one request; see `store.ObjectStore`."""
-        condition = {"IfNoneMatch": "*"} if absent else {"IfMatch": match} if match else {}
+        try:
+            if not match:
+                return await self._put(key, data, {"IfNoneMatch": "*"} if absent else {})
+            return await self._put_over(key, data, match)
+        except NotSupportedError:
+            if self._traits.conditional == "atomic" or not (absent or match):
+                raise
+        await self._check(key, match)  # the next best: look first
+        return await self._put(key, data, {})
+
+    async def _put_over(self, key: str, data: bytes | memoryview, match: str) -> str:
+        """Write over an object that has an etag, which some servers compare without quotes."""
+        try:
+            return await self._put(key, data, {"IfMatch": match})
+        except ConditionFailedError:
+            bare = match.strip('"')
+            if bare == match or (await self.head(key)).etag != match:
+                raise
+        return await self._put(key, data, {"IfMatch": bare})
+
+    async def _check(self, key: str, match: str) -> None:
+        """Look whether there is an object with an etag; without one, whether there is none."""
+        try:
+            found = (await self.head(key)).etag
+        except ObjectMissingError:
+            if match:
+                raise ConditionFailedError("it is gone") from None
+            return
+        if found != match:
+            raise ConditionFailedError("another object is there")
+
+    async def _put(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> str:
         with Body(data) as body:
             answer = await self.request("put_object", Key=key, Body=body, **condition)
         if not answer.get("ETag"):
@@ -236,57 +252,61 @@ class S3Store:
         """List objects, page by page; see `store.ObjectStore`."""
         found: list[ObjectInfo] = []
         arguments = {"Prefix": prefix, **({} if below else {"Delimiter": "/"})}
-        async for page in self._pages("list_objects_v2", "ContinuationToken", **arguments):
-            found += [_listed(entry) for entry in page.get("Contents", ())]
+        for page in await self._pages("list_objects_v2", ["ContinuationToken"], **arguments):
+            found += [listed(entry) for entry in page.get("Contents", ())]
             found += [
                 ObjectInfo(key=entry["Prefix"], nbytes=0)
                 for entry in page.get("CommonPrefixes", ())
             ]
         return sorted(found, key=lambda info: info.key)
 
-    async def _pages(self, operation: str, token: str, **arguments: Any) -> Any:
-        while True:
-            page = await self.request(operation, **arguments)
-            if "IsTruncated" not in page:
-                raise TransientError("the answer is no listing")
-            yield page
-            if not page["IsTruncated"]:
-                return
-            arguments[token] = page[f"Next{token}"]
-
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
         """List multipart uploads that have not ended; see `store.ObjectStore`."""
-        found = []
-        arguments: dict[str, Any] = {"Prefix": prefix}
-        while True:
-            page = await self.request("list_multipart_uploads", **arguments)
-            if "IsTruncated" not in page:
-                raise TransientError("the answer is no listing")
-            found += [
-                (entry["Key"], entry["UploadId"], entry["Initiated"].timestamp())
-                for entry in page.get("Uploads", ())
-            ]
-            if not page["IsTruncated"]:
-                break
-            arguments["KeyMarker"] = page["NextKeyMarker"]
-            arguments["UploadIdMarker"] = page["NextUploadIdMarker"]
-        return [
-            UploadInfo(key=key, upload_id=upload_id, active_s=await self._active_s(*entry))
-            for entry in found
-            for key, upload_id, _ in [entry]
+        pages = await self._pages(
+            "list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=prefix
+        )
+        begun = [
+            UploadInfo(
+                key=entry["Key"],
+                upload_id=entry["UploadId"],
+                active_s=entry["Initiated"].timestamp(),
+            )
+            for page in pages
+            for entry in page.get("Uploads", ())
         ]
+        return [await self._looked_at(upload) for upload in begun]
 
-    async def _active_s(self, key: str, upload_id: str, begun_s: float) -> float:
-        """Say when the last part of an upload came."""
+    async def _looked_at(self, upload: UploadInfo) -> UploadInfo:
+        """Say when the last part of an upload came; as it is if it ended meanwhile."""
         try:
-            async for page in self._pages(
-                "list_parts", "PartNumberMarker", Key=key, UploadId=upload_id
-            ):
-                times = [part["LastModified"].timestamp() for part in page.get("Parts", ())]
-                begun_s = max([begun_s, *times])
-        except ObjectMissingError:  # it ended meanwhile
-            pass
-        return begun_s
+            pages = await self._pages(
+                "list_parts", ["PartNumberMarker"], Key=upload.key, UploadId=upload.upload_id
+            )
+        except ObjectMissingError:
+            return upload
+        times = [
+            part["LastModified"].timestamp() for page in pages for part in page.get("Parts", ())
+        ]
+        return dataclasses.replace(upload, active_s=max([upload.active_s, *times]))
+
+    async def _pages(
+        self, operation: str, markers: Sequence[str], **arguments: Any
+    ) -> Sequence[Mapping[str, Any]]:
+        """List something to its end. `markers` say where a page begins, `Next` ones where it ends.
+
+        Raises:
+            StoreError: As the answers say; one that ends nowhere and has no next page is none.
+        """
+        pages: list[Mapping[str, Any]] = []
+        while True:
+            page = await self.request(operation, **arguments)
+            pages.append(page)
+            if page.get("IsTruncated") is False:
+                return pages
+            following = {marker: page.get(f"Next{marker}") for marker in markers}
+            if not all(following.values()) or following.items() <= arguments.items():
+                raise TransientError("the answer is no listing")
+            arguments.update(following)
 
     async def drop_upload(self, upload: UploadInfo) -> None:
         """Abort a multipart upload; see `store.ObjectStore`."""
@@ -334,7 +354,7 @@ class S3Upload:
             UploadId=self._upload_id,
             MultipartUpload={"Parts": parts},
         )
-        if not answer.get("ETag"):
+        if "ETag" not in answer:  # Ceph 16 says it is "", an <Error> says nothing of it
             raise TransientError("the answer does not say that the object was made")
 
     async def abort(self) -> None:
@@ -343,80 +363,3 @@ class S3Upload:
             await self._store.request(
                 "abort_multipart_upload", Key=self._key, UploadId=self._upload_id
             )
-
-
-async def _receive(answer: Mapping[str, Any], room: memoryview) -> None:
-    """Read a body into memory that it fills exactly."""
-    position = 0
-    try:
-        async with answer["Body"] as body:
-            while position < len(room):
-                chunk = await body.read(min(_CHUNK_NBYTES, len(room) - position))
-                if not chunk:
-                    break
-                room[position : position + len(chunk)] = chunk
-                position += len(chunk)
-    except Exception as error:
-        raise told(error) from error
-    if position < len(room):
-        raise TransientError(f"{position} bytes came instead of {len(room)}")
-
-
-def _info(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of the answer to a HEAD or GET."""
-    if "ContentLength" not in answer or "LastModified" not in answer:
-        raise TransientError("the answer does not describe an object")
-    return ObjectInfo(
-        key=key,
-        nbytes=int(answer["ContentLength"]),
-        etag=str(answer.get("ETag", "")),
-        modified_s=answer["LastModified"].timestamp(),
-    )
-
-
-def _listed(entry: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of an entry of a listing."""
-    return ObjectInfo(
-        key=entry["Key"],
-        nbytes=int(entry["Size"]),
-        etag=str(entry.get("ETag", "")),
-        modified_s=entry["LastModified"].timestamp(),
-    )
-
-
-def told(error: Exception) -> StoreError:
-    """Say what an answer, or its absence, means. Repeats no header, and so nothing secret."""
-    if isinstance(error, StoreError):
-        return error
-    if isinstance(error, botocore.exceptions.ClientError):
-        return _told_by_server(error)
-    name = type(error).__name__
-    if isinstance(
-        error,
-        (
-            botocore.exceptions.HTTPClientError,
-            botocore.exceptions.IncompleteReadError,
-            botocore.exceptions.ResponseStreamingError,
-            aiohttp.ClientError,
-            OSError,
-            TimeoutError,
-        ),
-    ):
-        return TransientError(f"the connection failed: {name}")
-    return RefusedError(f"{name}: {error}"[:300])
-
-
-def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
-    """Say what an answer with an error means."""
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code = str(error.response.get("Error", {}).get("Code", status))
-    problem = code if code == str(status) else f"{code} ({status})"
-    if code in _MISSING or code == "NoSuchUpload":
-        return ObjectMissingError(problem)
-    if status == _PRECONDITION_FAILED or code == "ConditionalRequestConflict":
-        return ConditionFailedError(problem)
-    if status in _THROTTLED or code in _SLOW_DOWN:
-        return TransientError(problem, slow_down=True)
-    if status >= _FIRST_SERVER_ERROR or code in _GARBLED or status == _CONFLICT:
-        return TransientError(problem)
-    return RefusedError(problem)

@@ -27,6 +27,7 @@ import botocore.session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Self
 
 BUCKET = "ckptio"
 REGION = "us-east-1"
@@ -103,7 +104,7 @@ class Processes:
         self._running: list[subprocess.Popen[bytes]] = []
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         self.directory = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptio-s3-"))
         )
@@ -291,6 +292,9 @@ bind_port = {port}
 workers = 0
 user = {user}
 swift_dir = {dir}
+conn_timeout = 30
+node_timeout = 60
+container_update_timeout = 60
 devices = {dir}/srv
 mount_check = false
 fallocate_reserve = 0
@@ -300,6 +304,8 @@ log_level = WARNING
 pipeline = {service}-server
 [app:{service}-server]
 use = egg:swift#{service}
+conn_timeout = 30
+node_timeout = 60
 recon_cache_path = {dir}/cache
 """
 _SWIFT_PROXY_CONF = """\
@@ -314,6 +320,8 @@ log_level = WARNING
 pipeline = catch_errors gatekeeper s3api tempauth bulk copy slo proxy-server
 [app:proxy-server]
 use = egg:swift#proxy
+conn_timeout = 30
+node_timeout = 60
 allow_account_management = true
 account_autocreate = true
 [filter:catch_errors]

@@ -1,0 +1,148 @@
+"""What the answers of an S3 server mean, and what there is to say when none came.
+
+Nothing of an error but its kind and its status is repeated, and no error is kept as the
+cause of ours: a server that refuses a signature sends back what it got, with the session
+token in it, and aiohttp's errors hold the headers of the request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectInfo,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+    TransientError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CHUNK_NBYTES = 1 << 20
+_CONFLICT = 409
+_PRECONDITION_FAILED = 412
+_THROTTLED = (429, 503)
+_NOT_IMPLEMENTED = 501
+_FIRST_SERVER_ERROR = 500
+_MISSING = ("404", "NoSuchKey", "NoSuchUpload", "NotFound")
+_SLOW_DOWN = (
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "RequestLimitExceeded",
+)
+#: The server did not get what was sent: it may, the next time.
+_GARBLED = (
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "XAmzContentSHA256Mismatch",
+)
+_NO_ANSWER = (
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.exceptions.ResponseStreamingError,
+    botocore.parsers.ResponseParserError,
+    aiohttp.ClientError,
+    OSError,
+    TimeoutError,
+)
+#: What these say is worth reading, and nothing secret.
+_TELLING = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+)
+
+
+class NotSupportedError(RefusedError):
+    """The server does not know such requests."""
+
+
+async def receive(answer: Mapping[str, Any], room: memoryview) -> None:
+    """Read a body into memory that it fills exactly.
+
+    Raises:
+        TransientError: Fewer bytes came.
+    """
+    position = 0
+    failure = None
+    try:
+        async with answer["Body"] as body:
+            while position < len(room):
+                chunk = await body.read(min(_CHUNK_NBYTES, len(room) - position))
+                if not chunk:
+                    break
+                room[position : position + len(chunk)] = chunk
+                position += len(chunk)
+    except Exception as error:  # who asked gets it, in our words
+        failure = told(error)
+    if failure is not None:
+        raise failure
+    if position < len(room):
+        raise TransientError(f"{position} bytes came instead of {len(room)}")
+
+
+def info_of(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
+    """Make one of the answer to a HEAD or GET.
+
+    Raises:
+        TransientError: It is none.
+    """
+    if "ContentLength" not in answer or "LastModified" not in answer:
+        raise TransientError("the answer does not describe an object")
+    return ObjectInfo(
+        key=key,
+        nbytes=int(answer["ContentLength"]),
+        etag=str(answer.get("ETag", "")),
+        modified_s=answer["LastModified"].timestamp(),
+    )
+
+
+def listed(entry: Mapping[str, Any]) -> ObjectInfo:
+    """Make one of an entry of a listing."""
+    return ObjectInfo(
+        key=entry["Key"],
+        nbytes=int(entry["Size"]),
+        etag=str(entry.get("ETag", "")),
+        modified_s=entry["LastModified"].timestamp(),
+    )
+
+
+def told(error: Exception) -> StoreError:
+    """Say what an answer, or its absence, means."""
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, botocore.exceptions.ClientError):
+        return _told_by_server(error)
+    name = type(error).__name__
+    if isinstance(error, _NO_ANSWER):
+        return TransientError(f"the connection failed: {name}")
+    return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)
+
+
+def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
+    """Say what an answer with an error means."""
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(error.response.get("Error", {}).get("Code", status))[:100]
+    problem = code if code == str(status) else f"{code} ({status})"
+    if code in _MISSING:
+        return ObjectMissingError(problem)
+    if status == _PRECONDITION_FAILED or code == "ConditionalRequestConflict":
+        return ConditionFailedError(problem)
+    if status == _NOT_IMPLEMENTED:
+        return NotSupportedError(problem)
+    if status in _THROTTLED or code in _SLOW_DOWN:
+        return TransientError(problem, slow_down=True)
+    if status >= _FIRST_SERVER_ERROR or code in _GARBLED or status == _CONFLICT:
+        return TransientError(problem)
+    return RefusedError(problem)
