@@ -124,7 +124,7 @@ class ObjectAttempt:
             return
         self._marked_s = now
         key = self._key(ATTEMPT_PREFIX + self._save_id)
-        await self._requests.run("write", key, lambda: self._store.put(key, b""))
+        await self._requests.run("write", key, lambda: self._store.put(key, b""), outlive=True)
 
     @property
     def is_published(self) -> bool:

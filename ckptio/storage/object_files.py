@@ -59,7 +59,7 @@ class ObjectSink:
         """Write a slab; see `interface.AwaitedSink`."""
         await self._mark()
         if self._nbytes <= self._part_nbytes:
-            await self._requests.run("write", self.key, lambda: self._put(data))
+            await self._requests.run("write", self.key, lambda: self._put(data), outlive=True)
             return
         upload = await self._begun()
         number = offset // self._part_nbytes
@@ -83,10 +83,12 @@ class ObjectSink:
     async def _begun(self) -> Upload:
         async with self._lock:
             if self._upload is None:
-                self._upload = await self._requests.run(
-                    "begin", self.key, lambda: self._store.upload(self.key)
-                )
+                await self._requests.run("begin", self.key, self._begin, outlive=True)
+            assert self._upload is not None
             return self._upload
+
+    async def _begin(self) -> None:
+        self._upload = await self._store.upload(self.key)
 
     async def close(self) -> None:
         """Make the object, and look whether it is what it should be.

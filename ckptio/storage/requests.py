@@ -22,6 +22,7 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptio._aio import shielded
 from ckptio.errors import StorageError
 from ckptio.events import RequestRetried
 from ckptio.storage.store import RefusedError, StoreError, TransientError
@@ -125,13 +126,17 @@ class Requests:
         self._rng = rng or random.Random()  # noqa: S311  # nothing secret
         self._first_failure_s: float | None = None
 
-    async def run(self, what: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
+    async def run(
+        self, what: str, key: str, request: Callable[[], Awaitable[T]], *, outlive: bool = False
+    ) -> T:
         """Carry a request out, and try it again as long as that may help.
 
         Args:
             what: What it does, for messages: "cannot <what>".
             key: The object.
             request: Sends it; called once for each try, and has to be right to repeat.
+            outlive: When cancelled, wait for the end of a try that has begun: it makes
+                something that whoever cleans up must find. At most `request_timeout_s`.
 
         Raises:
             StorageError: It failed for good; names the object and the cause.
@@ -142,7 +147,7 @@ class Requests:
         while True:
             tries += 1
             try:
-                result = await self.once(request)
+                result = await (shielded(self.once(request)) if outlive else self.once(request))
             except TransientError as error:
                 wait_s = self._rng.uniform(
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))

@@ -2,7 +2,9 @@
 
 s3fs finds credentials, endpoints and options as everywhere in fsspec; requests go to its
 client one by one, so that a request here is a request on the wire, tried again by nobody
-but `storage.requests`. The client lives on the loop of the engine, never on the trainer's.
+but `storage.requests`; only that aiohttp sends an idempotent one once more, at once, when a
+connection ends without an answer, as one does that it kept for long. The client lives on
+the loop of the engine, never on the trainer's.
 
 Bodies are sent from the staging pool as they lie there. Over TLS they are not signed (SHA-256
 of every byte is most of what s3fs costs), since TLS protects them on the way and a crc32c of
@@ -34,6 +36,7 @@ from ckptio.storage.store import (
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
+    StoreError,
     StoreTraits,
     TransientError,
     UploadInfo,
@@ -190,13 +193,10 @@ class S3Store:
         """Read a range; see `store.ObjectStore`."""
         stop = start + len(room)
         answer = await self.request("get_object", Key=key, Range=f"bytes={start}-{stop - 1}")
-        total = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        if total.isdigit() and int(total) < stop:
+        problem = _problem_with(answer, start, stop)
+        if problem is not None:
             answer["Body"].close()
-            raise RefusedError(f"it ends at byte {total}")
-        if answer.get("ContentLength") != len(room):
-            answer["Body"].close()
-            raise TransientError("the answer is not the range that was asked for")
+            raise problem
         await receive(answer, room)
 
     async def put(
@@ -320,6 +320,17 @@ class S3Store:
     async def close(self) -> None:
         """Close the client and its connections."""
         await self._client.close()
+
+
+def _problem_with(answer: Mapping[str, Any], start: int, stop: int) -> StoreError | None:
+    """Say what is wrong with an answer to a request for a range. One may get all instead."""
+    given = str(answer.get("ContentRange", f"bytes 0-{answer.get('ContentLength', 0) - 1}/"))
+    total = given.rpartition("/")[2]
+    if total.isdigit() and int(total) < stop:
+        return RefusedError(f"it ends at byte {total}")
+    if given.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == stop - start:
+        return None
+    return TransientError("the answer is not the range that was asked for")
 
 
 class S3Upload:

@@ -49,6 +49,7 @@ _GARBLED = (
     "XAmzContentSHA256Mismatch",
 )
 _NO_ANSWER = (
+    botocore.exceptions.ConnectionError,
     botocore.exceptions.HTTPClientError,
     botocore.exceptions.IncompleteReadError,
     botocore.exceptions.ResponseStreamingError,
@@ -125,6 +126,8 @@ def told(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.ClientError):
         return _told_by_server(error)
     name = type(error).__name__
+    if isinstance(error, botocore.exceptions.SSLError):
+        return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
     if isinstance(error, _NO_ANSWER):
         return TransientError(f"the connection failed: {name}")
     return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)

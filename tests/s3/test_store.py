@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.errors import ConfigError
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+    TransientError,
+)
+from tests.s3.proxy import Fault, Proxy, Request, answer
+from tests.s3.rig import PART_NBYTES, keys_in, new_prefix, opened, uploads_in
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ckptio.storage.store import ObjectStore
+    from tests.s3.servers import Server
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+async def test_listings_go_on_over_pages(moto: Server) -> None:
+    """Objects come all, in order, and the newest part, however small a page is."""
+    prefix = new_prefix()
+    names = [f"{prefix}/{number:04d}" for number in range(7)]
+    options = {**moto.options, "s3_additional_kwargs": {"MaxKeys": 3, "MaxParts": 1}}
+    async with Proxy(moto) as proxy:
+        options["endpoint_url"] = proxy.server.endpoint
+        async with opened(moto, storage_options=options) as store:
+            for key in names:
+                await store.put(key, b"")
+            assert [info.key for info in await store.list(f"{prefix}/")] == names
+            assert len([r for r in proxy.sent("GET") if "list-type" in r.query]) == 3
+            upload = await store.upload(f"{prefix}/large")
+            for number in range(3):
+                await upload.write(number, memoryview(b"data"))
+            assert len(await store.uploads(f"{prefix}/")) == 1
+            assert len([r for r in proxy.sent("GET") if "uploadId" in r.query]) == 3
+            await upload.abort()
+
+
+async def test_uploads_are_listed_over_pages(moto: Server) -> None:
+    """Where a page ends after one, and says only where the next begins."""
+    prefix = new_prefix()
+
+    def decide(request: Request) -> Fault | None:
+        if "uploads" not in request.query or request.method != "GET":
+            return None
+        seen = request.query.get("key-marker", "")
+        following = [key for key in keys if key > seen]
+        return Fault(answer=_page_of_uploads(following[0], more=len(following) > 1))
+
+    keys = [f"{prefix}/{number}" for number in range(3)]
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = decide
+        found = await store.uploads(f"{prefix}/")
+        assert [(upload.key, upload.upload_id) for upload in found] == [(k, "u") for k in keys]
+
+
+def _page_of_uploads(key: str, *, more: bool) -> bytes:
+    upload = f"<Key>{key}</Key><UploadId>u</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated>"
+    after = f"<NextKeyMarker>{key}</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker>"
+    body = (
+        f"<ListMultipartUploadsResult>{after}<IsTruncated>{str(more).lower()}</IsTruncated>"
+        f"<Upload>{upload}</Upload></ListMultipartUploadsResult>"
+    )
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return (head + body).encode()
+
+
+async def test_a_listing_that_goes_nowhere_is_none(moto: Server) -> None:
+    """It is not cut where a server says that there is more, and not how to get it."""
+    body = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=(head + body).encode())
+        with pytest.raises(TransientError, match="listing"):
+            await store.list("x/")
+
+
+async def _put(store: ObjectStore, key: str) -> None:
+    await store.put(key, b"data")
+
+
+async def _write_part(store: ObjectStore, key: str) -> None:
+    upload = await store.upload(key)
+    await upload.write(0, memoryview(b"data"))
+
+
+async def _complete(store: ObjectStore, key: str) -> None:
+    upload = await store.upload(key)
+    await upload.write(0, memoryview(b"data"))
+    await upload.complete()
+
+
+async def _list(store: ObjectStore, key: str) -> None:
+    await store.list(f"{key}/")
+
+
+async def _uploads(store: ObjectStore, key: str) -> None:
+    await store.uploads(f"{key}/")
+
+
+async def _upload(store: ObjectStore, key: str) -> None:
+    await store.upload(key)
+
+
+async def _delete(store: ObjectStore, key: str) -> None:
+    await store.delete([key])
+
+
+async def _head(store: ObjectStore, key: str) -> None:
+    await store.head(key)
+
+
+async def _get(store: ObjectStore, key: str) -> None:
+    await store.get(key, 100)
+
+
+async def _get_into(store: ObjectStore, key: str) -> None:
+    await store.get_into(key, 0, memoryview(bytearray(4)))
+
+
+WRITES = (_put, _write_part, _complete, _upload)
+LOOKS = (_list, _uploads, _head, _get, _get_into)
+
+
+def last_of(operation: Callable[[ObjectStore, str], Awaitable[None]]) -> Callable[[Request], bool]:
+    """Say which request of an operation is its last one: the one that is disturbed."""
+    if operation is _write_part:
+        return lambda request: "partNumber" in request.query
+    if operation is _complete:
+        return lambda request: request.method == "POST" and "uploadId" in request.query
+    return lambda _: True
+
+
+@pytest.mark.parametrize("operation", [*WRITES, _list, _uploads])
+async def test_an_error_with_status_200_is_an_error(
+    moto: Server, operation: Callable[[ObjectStore, str], Awaitable[None]]
+) -> None:
+    """S3 may begin an answer before it knows how that ends."""
+    chosen = last_of(operation)
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda r: Fault(answer=answer(200, "InternalError")) if chosen(r) else None
+        with pytest.raises(TransientError):
+            await operation(store, f"{new_prefix()}/a")
+
+
+@pytest.mark.parametrize("operation", [*WRITES, *LOOKS])
+async def test_an_empty_answer_is_an_error(
+    moto: Server, operation: Callable[[ObjectStore, str], Awaitable[None]]
+) -> None:
+    """Of some proxy, say: nothing is taken for written, or for not there."""
+    chosen = last_of(operation)
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda r: Fault(answer=answer(200)) if chosen(r) else None
+        with pytest.raises(TransientError):
+            await operation(store, f"{new_prefix()}/a")
+
+
+@pytest.mark.parametrize("operation", [*WRITES, *LOOKS, _delete])
+@pytest.mark.parametrize("after", [False, True])
+async def test_a_lost_answer_may_come_another_time(
+    moto: Server, operation: Callable[[ObjectStore, str], Awaitable[None]], *, after: bool
+) -> None:
+    """Broken connections say nothing of what happened. Only aiohttp asks once more, at most."""
+    chosen = last_of(operation)
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda r: Fault(reset=True, forward=after) if chosen(r) else None
+        with pytest.raises(TransientError) as caught:
+            await operation(store, f"{new_prefix()}/a")
+        assert not caught.value.slow_down
+        assert len([r for r in proxy.requests if chosen(r)]) in {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "slow"),
+    [
+        (503, "SlowDown", TransientError, True),
+        (429, "TooManyRequests", TransientError, True),
+        (400, "RequestTimeout", TransientError, False),
+        (400, "BadDigest", TransientError, False),
+        (500, "InternalError", TransientError, False),
+        (502, "", TransientError, False),
+        (409, "OperationAborted", TransientError, False),
+        (409, "ConditionalRequestConflict", ConditionFailedError, None),
+        (412, "PreconditionFailed", ConditionFailedError, None),
+        (404, "NoSuchKey", ObjectMissingError, None),
+        (404, "NoSuchBucket", RefusedError, None),
+        (403, "AccessDenied", RefusedError, None),
+        (400, "InvalidArgument", RefusedError, None),
+        (501, "NotImplemented", RefusedError, None),
+    ],
+)
+async def test_answers_mean_one_of_four_things(
+    moto: Server, status: int, code: str, kind: type[StoreError], *, slow: bool | None
+) -> None:
+    """Whoever asked is told what to do, and what the server called it; botocore sends once."""
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=answer(status, code))
+        with pytest.raises(kind) as caught:
+            await store.put("a/b", b"data")
+        assert (code or str(status)) in str(caught.value)
+        assert getattr(caught.value, "slow_down", None) is slow
+        assert proxy.count("PUT") == 1
+
+
+async def test_an_answer_may_come_before_the_body_is_sent(moto: Server) -> None:
+    """The memory of the body is free at once, and nobody reads from it any more."""
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(early=True, answer=answer(503, "SlowDown"))
+        data = bytearray(4 * PART_NBYTES)
+        with pytest.raises(TransientError), memoryview(data) as view:
+            await store.put("a/b", view)
+        data.extend(b"!")  # refused while anybody holds a view of it
+
+
+@pytest.mark.parametrize("keep_nbytes", [0, 1, 99_999])
+async def test_a_body_that_is_cut_is_not_taken(moto: Server, keep_nbytes: int) -> None:
+    """Neither whole nor by range."""
+    key = f"{new_prefix()}/a"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        await store.put(key, bytes(100_000))
+        proxy.decide = lambda _: Fault(forward=True, keep_nbytes=keep_nbytes)
+        with pytest.raises(TransientError):
+            await store.get(key, 1 << 30)
+        with pytest.raises(TransientError):
+            await store.get_into(key, 0, memoryview(bytearray(100_000)))
+
+
+async def test_a_server_that_ignores_ranges_is_not_believed(moto: Server) -> None:
+    """The first bytes are not those that were asked for."""
+    key = f"{new_prefix()}/a"
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nabcd"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=whole)
+        for start, nbytes in ((2, 2), (1, 4)):
+            with pytest.raises(StoreError):
+                await store.get_into(key, start, memoryview(bytearray(nbytes)))
+
+
+async def test_a_part_that_is_cancelled_is_not_sent_any_more(moto: Server) -> None:
+    """Its memory is free at once, and an abort finds nothing in its way."""
+    key = f"{new_prefix()}/a"
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        upload = await store.upload(key)
+        hold = asyncio.Event()
+        proxy.decide = lambda r: Fault(hold=hold) if "partNumber" in r.query else None
+        data = bytearray(PART_NBYTES)
+        with memoryview(data) as view:
+            task = asyncio.create_task(upload.write(0, view))
+            while not proxy.sent("PUT"):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        data.extend(b"!")  # refused while anybody holds a view of it
+        hold.set()
+        await upload.abort()
+        assert uploads_in(moto, key) == []
+
+
+async def test_an_upload_that_ended_is_aborted_without_an_error(moto: Server) -> None:
+    """Whoever cleans up may be late."""
+    key = f"{new_prefix()}/a"
+    async with opened(moto) as store:
+        upload = await store.upload(key)
+        await upload.write(0, memoryview(b"data"))
+        (listed,) = await store.uploads(key)
+        await upload.abort()
+        await upload.abort()
+        await store.drop_upload(listed)
+        assert keys_in(moto, key) == []
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://bucket", "s3://bucket/", "s3:///prefix"])
+async def test_a_url_has_a_bucket_and_a_prefix(moto: Server, url: str) -> None:
+    """The root of a bucket is no checkpoint."""
+    from ckptio import Engine  # noqa: PLC0415  # one test needs it
+    from tests.s3.rig import config_for  # noqa: PLC0415  # as above
+
+    async with Engine(config_for(moto)) as engine:
+        with pytest.raises(ConfigError):
+            await engine.load(url)
+
+
+async def test_options_that_make_no_sense_are_not_repeated(moto: Server) -> None:
+    """They may be secret: neither the error nor what it came from shows them."""
+    options = {**moto.options, "endpoint_url": "secret-of-mine", "config_kwargs": {"secret-x": 1}}
+    server = dataclasses.replace(moto)
+    with pytest.raises(ConfigError) as caught:
+        async with opened(server, storage_options=options):
+            pass
+    assert "secret" not in repr(caught.value)
+    assert caught.value.__context__ is None
