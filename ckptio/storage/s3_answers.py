@@ -136,7 +136,11 @@ def told(error: Exception) -> StoreError:
 def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
     """Say what an answer with an error means."""
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code = str(error.response.get("Error", {}).get("Code", status))[:100]
+    return told_by(status, str(error.response.get("Error", {}).get("Code", status))[:100])
+
+
+def told_by(status: int, code: str) -> StoreError:
+    """Say what S3 means by a status and a code; without a code, that is the status again."""
     problem = code if code == str(status) else f"{code} ({status})"
     if code in _MISSING:
         return ObjectMissingError(problem)

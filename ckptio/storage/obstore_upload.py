@@ -1,0 +1,178 @@
+"""An upload in parts through obstore, which takes them as a stream.
+
+obstore has no word for one part: it is given an iterator, cuts what comes of it into parts,
+and tries each of them again on its own. So parts are handed over in order, and what failed
+for good is told late: by a later `write`, or by `complete`.
+
+A part is sent from where it lies. obstore reads the memory on threads of its own, and how
+long it does is seen from the memory itself: `write` returns when obstore has let go of it,
+never before. What obstore would keep for later (a part that came before the one ahead of it,
+or the last one, which it sends at the end) is copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ckptio._aio import outlive
+from ckptio.storage.store import RefusedError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from typing import Self
+
+
+class GivenUpError(Exception):
+    """Tells obstore to drop what it has sent."""
+
+
+def lend(data: bytes | memoryview) -> tuple[memoryview, asyncio.Future[None]]:
+    """Give a view of `data` to be handed to another thread, and a future of its return.
+
+    The future is done once nobody refers to the view any more: the caller must not.
+    """
+    loop = asyncio.get_running_loop()
+    free: asyncio.Future[None] = loop.create_future()
+    view = memoryview(data)
+
+    def let_go() -> None:  # on whichever thread was the last
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
+            loop.call_soon_threadsafe(_settle, free)
+
+    weakref.finalize(view, let_go).atexit = False
+    return view, free
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Parts:
+    """What obstore iterates over: parts, in order, as they come."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, bytes | memoryview] = {}
+        self._num_taken = 0
+        self._problem: Exception | None = None
+        self._news = asyncio.Event()
+
+    def is_next(self, number: int) -> bool:
+        """Whether all parts before `number` were put."""
+        return all(n in self._waiting for n in range(self._num_taken, number))
+
+    def put(self, number: int, data: bytes | memoryview) -> None:
+        """Add a part. One that is there, or was taken, stays as it is."""
+        if number >= self._num_taken and self._problem is None:
+            self._waiting.setdefault(number, data)
+            self._news.set()
+
+    def end(self, problem: Exception) -> None:
+        """Say how it ends when all that waits was taken: `StopAsyncIteration`, or an error.
+
+        An error goes first, and lets go of what waits.
+        """
+        if self._problem is None or isinstance(self._problem, StopAsyncIteration):
+            self._problem = problem
+        if not isinstance(problem, StopAsyncIteration):
+            self._waiting.clear()
+        self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes | memoryview:
+        while True:
+            if self._num_taken in self._waiting:
+                self._num_taken += 1
+                return self._waiting.pop(self._num_taken - 1)
+            if self._problem is not None:
+                raise self._problem
+            self._news.clear()
+            await self._news.wait()
+
+
+class ObstoreUpload:
+    """An upload on its way; see `store.Upload`.
+
+    Args:
+        start: Has obstore begin to take parts of an iterator; gives a future of the end.
+        leftovers: Removes uploads of the same object that obstore may have left.
+        told: Says what an error of obstore's means.
+        part_nbytes: Size of each part but the last.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Parts], asyncio.Future[Any]],
+        leftovers: Callable[[], Awaitable[None]],
+        told: Callable[[Exception], StoreError],
+        part_nbytes: int,
+    ) -> None:
+        self._leftovers = leftovers
+        self._told = told
+        self._part_nbytes = part_nbytes
+        self._parts = Parts()
+        self._is_even = True
+        self._sending = start(self._parts)
+        # it may end by itself, and leaves a step of the iterator waiting then
+        self._sending.add_done_callback(lambda _: self._give_up())
+
+    async def write(self, number: int, data: memoryview) -> None:
+        """Hand a part over, and wait until it is sent; see `store.Upload`.
+
+        Raises:
+            RefusedError: The upload has failed; nothing of it can be sent again.
+        """
+        self._check()
+        # where one part is cut differently, so are all behind it
+        self._is_even = self._is_even and len(data) == self._part_nbytes
+        if not self._is_even or not self._parts.is_next(number):
+            self._parts.put(number, bytes(data))
+            return
+        free = self._hand_over(number, data)
+        await outlive(free, on_cancel=self._give_up)
+        self._check()
+
+    def _hand_over(self, number: int, data: memoryview) -> asyncio.Future[None]:
+        view, free = lend(data)
+        self._parts.put(number, view)
+        return free
+
+    def _check(self) -> None:
+        if self._sending.done():
+            raise RefusedError(f"{self._problem()} (what was sent cannot be sent again)")
+
+    def _problem(self) -> str:
+        if self._sending.cancelled():
+            return "it was cancelled"
+        error = self._sending.exception()
+        if isinstance(error, GivenUpError):
+            return "it was given up"
+        return self._told(error).problem if isinstance(error, Exception) else "it has ended"
+
+    def _give_up(self) -> None:
+        self._parts.end(GivenUpError())
+
+    async def complete(self) -> None:
+        """Make the object; see `store.Upload`. A failure of a part may be told here.
+
+        Raises:
+            RefusedError: The upload has failed; look whether the object is there.
+        """
+        self._parts.end(StopAsyncIteration())
+        await asyncio.wait((self._sending,))  # never cancelled: it would leave what it sent
+        if self._sending.cancelled() or self._sending.exception() is not None:
+            raise RefusedError(self._problem())
+        with contextlib.suppress(StoreError):  # the object is there; a later save sweeps
+            await self._leftovers()
+
+    async def abort(self) -> None:
+        """Drop all parts; see `store.Upload`."""
+        self._give_up()
+        await asyncio.wait((self._sending,))
+        if self._sending.cancelled() or not isinstance(self._sending.exception(), GivenUpError):
+            await self._leftovers()
