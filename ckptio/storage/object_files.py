@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from ckptio._aio import shielded
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
 from ckptio.storage.store import ObjectMissingError, StoreError, TransientError
 
@@ -83,12 +84,12 @@ class ObjectSink:
     async def _begun(self) -> Upload:
         async with self._lock:
             if self._upload is None:
-                await self._requests.run("begin", self.key, self._begin, outlive=True)
-            assert self._upload is not None
+                return await self._requests.run("begin", self.key, self._begin, outlive=True)
             return self._upload
 
-    async def _begin(self) -> None:
+    async def _begin(self) -> Upload:
         self._upload = await self._store.upload(self.key)
+        return self._upload
 
     async def close(self) -> None:
         """Make the object, and look whether it is what it should be.
@@ -119,7 +120,8 @@ class ObjectSink:
         """Make an object of parts. An answer that is lost or odd is settled by looking."""
         for tries in range(1, _MAX_COMPLETING + 1):
             try:
-                await self._requests.once(upload.complete)
+                # not given up when cancelled: it would be there after it was cleaned up
+                await shielded(self._requests.once(upload.complete))
             except StoreError as error:
                 if await self._is_there():
                     return

@@ -152,7 +152,7 @@ class Proxy:
             return
         found = fault.answer or found
         head, _, body = found.partition(b"\r\n\r\n")
-        body = body if fault.keep_nbytes is None else body[: fault.keep_nbytes]
+        body = body[: 0 if request.method == "HEAD" else fault.keep_nbytes]
         request.answer_nbytes = len(body)
         writer.write(head + b"\r\n\r\n" + body)
         await writer.drain()
