@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 from ckptio._aio import shielded
@@ -53,6 +55,7 @@ class ObjectSink:
         self._mark = mark
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
+        self._num_begun = 0
         self._turn = asyncio.Condition()
         self._num_done = 0
 
@@ -88,6 +91,7 @@ class ObjectSink:
             return self._upload
 
     async def _begin(self) -> Upload:
+        self._num_begun += 1
         self._upload = await self._store.upload(self.key)
         return self._upload
 
@@ -104,6 +108,8 @@ class ObjectSink:
             except BaseException:
                 self._upload = upload  # for `discard`
                 raise
+            if self._num_begun > 1:
+                await self._drop_others()
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -132,6 +138,17 @@ class ObjectSink:
                 await asyncio.sleep(min(2.0**tries / 10, 5.0))
             else:
                 return
+
+    async def _drop_others(self) -> None:
+        """Drop uploads that were begun, and whose beginning was not answered."""
+        with contextlib.suppress(StorageError):  # the object is there, and that is what matters
+            for upload in await self._requests.run(
+                "list", self.key, lambda: self._store.uploads(self.key)
+            ):
+                if upload.key == self.key:
+                    await self._requests.run(
+                        "remove", self.key, functools.partial(self._store.drop_upload, upload)
+                    )
 
     async def _is_there(self) -> bool:
         """Whether the object is there: its name is this save's, so then it is this one."""

@@ -18,7 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import outlive
-from ckptio.storage.store import RefusedError, StoreError
+from ckptio.storage.store import RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -98,6 +98,8 @@ class Parts:
 class ObstoreUpload:
     """An upload on its way; see `store.Upload`.
 
+    As long as no part has gone for good, one that fails is begun again.
+
     Args:
         start: Has obstore begin to take parts of an iterator; gives a future of the end.
         leftovers: Removes uploads of the same object that obstore may have left.
@@ -112,62 +114,85 @@ class ObstoreUpload:
         told: Callable[[Exception], StoreError],
         part_nbytes: int,
     ) -> None:
+        self._start = start
         self._leftovers = leftovers
         self._told = told
         self._part_nbytes = part_nbytes
-        self._parts = Parts()
+        self._kept: dict[int, bytes] = {}
         self._is_even = True
-        self._sending = start(self._parts)
+        self._has_gone = False
+        self._is_given_up = False
+        self._begin()
+
+    def _begin(self) -> None:
+        parts = self._parts = Parts()
+        for number, data in self._kept.items():
+            parts.put(number, data)
+        self._sending = self._start(parts)
         # it may end by itself, and leaves a step of the iterator waiting then
-        self._sending.add_done_callback(lambda _: self._give_up())
+        self._sending.add_done_callback(lambda _: parts.end(GivenUpError()))
 
     async def write(self, number: int, data: memoryview) -> None:
         """Hand a part over, and wait until it is sent; see `store.Upload`.
 
         Raises:
-            RefusedError: The upload has failed; nothing of it can be sent again.
+            TransientError: The upload has failed, and nothing is lost.
+            RefusedError: It has failed, and what was sent cannot be sent again.
         """
-        self._check()
+        self._begin_again()
         # where one part is cut differently, so are all behind it
         self._is_even = self._is_even and len(data) == self._part_nbytes
         if not self._is_even or not self._parts.is_next(number):
-            self._parts.put(number, bytes(data))
+            copy = bytes(data)
+            self._parts.put(number, copy)
+            if not self._has_gone:
+                self._kept[number] = copy
             return
-        free = self._hand_over(number, data)
-        await outlive(free, on_cancel=self._give_up)
-        self._check()
+        sending, parts = self._sending, self._parts
+        await outlive(self._hand_over(number, data), on_cancel=self._give_up)
+        if sending.done() or parts is not self._parts:
+            raise self._failure(sending)
+        self._has_gone = True
+        self._kept.clear()
 
     def _hand_over(self, number: int, data: memoryview) -> asyncio.Future[None]:
         view, free = lend(data)
         self._parts.put(number, view)
         return free
 
-    def _check(self) -> None:
-        if self._sending.done():
-            raise RefusedError(f"{self._problem()} (what was sent cannot be sent again)")
+    def _begin_again(self) -> None:
+        """Begin once more if it has failed and everything that was written is at hand."""
+        if not self._sending.done():
+            return
+        failure = self._failure(self._sending)
+        if not isinstance(failure, TransientError):
+            raise failure
+        self._begin()
 
-    def _problem(self) -> str:
-        if self._sending.cancelled():
-            return "it was cancelled"
-        error = self._sending.exception()
-        if isinstance(error, GivenUpError):
-            return "it was given up"
-        return self._told(error).problem if isinstance(error, Exception) else "it has ended"
+    def _failure(self, sending: asyncio.Future[Any]) -> StoreError:
+        """Say why it has ended, and whether it can be begun again."""
+        error = None if sending.cancelled() else sending.exception()
+        failure = (
+            self._told(error)
+            if isinstance(error, Exception) and not isinstance(error, GivenUpError)
+            else RefusedError("it was given up")
+        )
+        if self._has_gone or self._is_given_up:
+            return RefusedError(f"{failure.problem} (what was sent cannot be sent again)")
+        return failure
 
     def _give_up(self) -> None:
+        self._is_given_up = True
         self._parts.end(GivenUpError())
 
     async def complete(self) -> None:
-        """Make the object; see `store.Upload`. A failure of a part may be told here.
-
-        Raises:
-            RefusedError: The upload has failed; look whether the object is there.
-        """
+        """Make the object; see `store.Upload`. A failure of a part may be told here."""
+        self._begin_again()
         self._parts.end(StopAsyncIteration())
         await asyncio.wait((self._sending,))  # never cancelled: it would leave what it sent
         if self._sending.cancelled() or self._sending.exception() is not None:
-            raise RefusedError(self._problem())
-        with contextlib.suppress(StoreError):  # the object is there; a later save sweeps
+            raise self._failure(self._sending)
+        with contextlib.suppress(StoreError):  # the object is there, and that is what matters
             await self._leftovers()
 
     async def abort(self) -> None:
