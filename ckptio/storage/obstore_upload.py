@@ -57,8 +57,13 @@ class Parts:
     def __init__(self) -> None:
         self._waiting: dict[int, bytes | memoryview] = {}
         self._num_taken = 0
-        self._problem: Exception | None = None
+        self._problem: StopAsyncIteration | GivenUpError | None = None
         self._news = asyncio.Event()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody takes parts any more."""
+        return isinstance(self._problem, GivenUpError)
 
     def is_next(self, number: int) -> bool:
         """Whether all parts before `number` were put."""
@@ -70,14 +75,14 @@ class Parts:
             self._waiting.setdefault(number, data)
             self._news.set()
 
-    def end(self, problem: Exception) -> None:
-        """Say how it ends when all that waits was taken: `StopAsyncIteration`, or an error.
+    def end(self, problem: StopAsyncIteration | GivenUpError) -> None:
+        """Say how it ends when all that waits was taken: `StopAsyncIteration`, or given up.
 
-        An error goes first, and lets go of what waits.
+        Giving up goes first, and lets go of what waits.
         """
-        if self._problem is None or isinstance(self._problem, StopAsyncIteration):
+        if not self.is_given_up:
             self._problem = problem
-        if not isinstance(problem, StopAsyncIteration):
+        if self.is_given_up:
             self._waiting.clear()
         self._news.set()
 
@@ -139,7 +144,7 @@ class ObstoreUpload:
             TransientError: The upload has failed, and nothing is lost.
             RefusedError: It has failed, and what was sent cannot be sent again.
         """
-        self._begin_again()
+        await self._begin_again()
         # where one part is cut differently, so are all behind it
         self._is_even = self._is_even and len(data) == self._part_nbytes
         if not self._is_even or not self._parts.is_next(number):
@@ -149,8 +154,9 @@ class ObstoreUpload:
                 self._kept[number] = copy
             return
         sending, parts = self._sending, self._parts
-        await outlive(self._hand_over(number, data), on_cancel=self._give_up)
-        if sending.done() or parts is not self._parts:
+        # obstore lets go of a part only with all of them
+        await outlive(self._hand_over(number, data), on_cancel=lambda: parts.end(GivenUpError()))
+        if parts.is_given_up:
             raise self._failure(sending)
         self._has_gone = True
         self._kept.clear()
@@ -160,44 +166,47 @@ class ObstoreUpload:
         self._parts.put(number, view)
         return free
 
-    def _begin_again(self) -> None:
+    async def _begin_again(self) -> None:
         """Begin once more if it has failed and everything that was written is at hand."""
-        if not self._sending.done():
-            return
-        failure = self._failure(self._sending)
-        if not isinstance(failure, TransientError):
-            raise failure
-        self._begin()
+        while self._parts.is_given_up:
+            await asyncio.wait((self._sending,))
+            if not self._parts.is_given_up:
+                return  # somebody else was here meanwhile
+            failure = self._failure(self._sending)
+            if not isinstance(failure, TransientError):
+                raise failure
+            self._begin()
 
     def _failure(self, sending: asyncio.Future[Any]) -> StoreError:
         """Say why it has ended, and whether it can be begun again."""
-        error = None if sending.cancelled() else sending.exception()
-        failure = (
-            self._told(error)
-            if isinstance(error, Exception) and not isinstance(error, GivenUpError)
-            else RefusedError("it was given up")
-        )
+        error = None if not sending.done() or sending.cancelled() else sending.exception()
+        failure: StoreError = TransientError("it took too long, or was cancelled")
+        if isinstance(error, Exception) and not isinstance(error, GivenUpError):
+            failure = self._told(error)
         if self._has_gone or self._is_given_up:
             return RefusedError(f"{failure.problem} (what was sent cannot be sent again)")
         return failure
 
-    def _give_up(self) -> None:
-        self._is_given_up = True
-        self._parts.end(GivenUpError())
-
     async def complete(self) -> None:
         """Make the object; see `store.Upload`. A failure of a part may be told here."""
-        self._begin_again()
-        self._parts.end(StopAsyncIteration())
-        await asyncio.wait((self._sending,))  # never cancelled: it would leave what it sent
-        if self._sending.cancelled() or self._sending.exception() is not None:
-            raise self._failure(self._sending)
+        if not self._is_made():
+            await self._begin_again()
+            sending = self._sending
+            self._parts.end(StopAsyncIteration())
+            await asyncio.wait((sending,))  # never cancelled: it would leave what it sent
+            if not self._is_made():
+                raise self._failure(sending)
         with contextlib.suppress(StoreError):  # the object is there, and that is what matters
             await self._leftovers()
 
+    def _is_made(self) -> bool:
+        sending = self._sending
+        return sending.done() and not sending.cancelled() and sending.exception() is None
+
     async def abort(self) -> None:
         """Drop all parts; see `store.Upload`."""
-        self._give_up()
+        self._is_given_up = True
+        self._parts.end(GivenUpError())
         await asyncio.wait((self._sending,))
         if self._sending.cancelled() or not isinstance(self._sending.exception(), GivenUpError):
             await self._leftovers()

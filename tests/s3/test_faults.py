@@ -151,8 +151,8 @@ class Disturbed:
 
 @contextlib.asynccontextmanager
 async def disturbed(server: Server, **options: Any) -> AsyncIterator[Disturbed]:
-    """Lend one that gives an answer a second, and tries often."""
-    defaults = {"request_timeout_s": 1.0, "bucket_nbytes": MiB, "max_writes": 2}
+    """Lend one that gives an answer three seconds, and tries often."""
+    defaults = {"request_timeout_s": 3.0, "bucket_nbytes": MiB, "max_writes": 2}
     log = EventLog()
     async with Proxy(server) as proxy:
         config = config_for(proxy.server, **{**defaults, **options})
