@@ -7,6 +7,7 @@ token in it, and aiohttp's errors hold the headers of the request.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -141,7 +142,8 @@ def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
 
 def told_by(status: int, code: str) -> StoreError:
     """Say what S3 means by a status and a code; without a code, that is the status again."""
-    problem = code if code == str(status) else f"{code} ({status})"
+    # the answer to a HEAD has a status alone
+    problem = f"{_phrase_of(status) if code == str(status) else code} ({status})"
     if code in _MISSING:
         return ObjectMissingError(problem)
     if status == _PRECONDITION_FAILED or code == "ConditionalRequestConflict":
@@ -153,3 +155,10 @@ def told_by(status: int, code: str) -> StoreError:
     if status >= _FIRST_SERVER_ERROR or code in _GARBLED or status == _CONFLICT:
         return TransientError(problem)
     return RefusedError(problem)
+
+
+def _phrase_of(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "unknown answer"
