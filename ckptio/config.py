@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from ckptio.errors import ConfigError
 
@@ -25,6 +25,14 @@ Durability = Literal["none", "file", "full"]
 Replicate = Literal["once", "local"]
 Exchange = Literal["auto", "on", "off"]
 DirectIO = Literal["auto", "off"]
+S3Client = Literal["s3fs", "obstore"]
+_CHOICES = {
+    "durability": get_args(Durability),
+    "direct_io": get_args(DirectIO),
+    "replicate": get_args(Replicate),
+    "exchange": get_args(Exchange),
+    "s3_client": get_args(S3Client),
+}
 _ENV_PREFIX = "CKPTIO_"
 _MIN_FOR_RESERVE = 8
 
@@ -75,6 +83,9 @@ class CheckpointConfig:
             more than the fastest.
         storage_options: What fsspec takes by this name, for URLs: endpoints, credentials.
             Or a mapping of protocols to such options. Never shown or written anywhere.
+        s3_client: What carries the bytes of `s3://`. `"s3fs"`: the client that s3fs makes.
+            `"obstore"`: obstore, of the extra `fast`, in half the CPU time; it tries parts of
+            an upload again on its own, without events.
         max_requests: Requests to an object store at a time; fewer while it asks for that.
         request_timeout_s: Seconds without an answer after which a request is given up, and
             tried again.
@@ -105,6 +116,7 @@ class CheckpointConfig:
     storage_options: Mapping[str, Any] = dataclasses.field(
         default_factory=dict, repr=False, hash=False
     )
+    s3_client: S3Client = "s3fs"
     max_requests: int = 16
     request_timeout_s: float = 60.0
     max_retries: int = 8
@@ -123,14 +135,10 @@ class CheckpointConfig:
             if isinstance(field.default, float) and not _is_positive(value):
                 raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
         self._check_sizes()
-        if self.durability not in ("none", "file", "full"):
-            raise ConfigError(f"durability must be none, file or full, not {self.durability!r}")
-        if self.direct_io not in ("auto", "off"):
-            raise ConfigError(f"direct_io must be auto or off, not {self.direct_io!r}")
-        if self.replicate not in ("once", "local"):
-            raise ConfigError(f"replicate must be once or local, not {self.replicate!r}")
-        if self.exchange not in ("auto", "on", "off"):
-            raise ConfigError(f"exchange must be auto, on or off, not {self.exchange!r}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                raise ConfigError(f"{name} must be {words}, not {getattr(self, name)!r}")
         if not isinstance(self.storage_options, Mapping):
             raise ConfigError("storage_options must be a mapping")  # not shown: it has secrets
         if self.file_mode & ~0o777 or self.dir_mode & ~0o777:

@@ -137,7 +137,11 @@ def told(error: Exception) -> StoreError:
 def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
     """Say what an answer with an error means."""
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code = str(error.response.get("Error", {}).get("Code", status))[:100]
+    return told_by(status, str(error.response.get("Error", {}).get("Code", status))[:100])
+
+
+def told_by(status: int, code: str) -> StoreError:
+    """Say what S3 means by a status and a code; without a code, that is the status again."""
     # the answer to a HEAD has a status alone
     problem = f"{_phrase_of(status) if code == str(status) else code} ({status})"
     if code in _MISSING:

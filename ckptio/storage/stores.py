@@ -89,7 +89,7 @@ class Stores:
         if "@" in url.partition("://")[2].partition("/")[0]:
             raise ConfigError("a URL must not hold credentials; pass them in storage_options")
         options = self._config.options_for(protocol)
-        backend = find_backend(protocol)
+        backend = find_backend(protocol, self._config)
         identity, prefix = backend.split(url, options)
         # one of a kind, whoever comes first: dict.setdefault is atomic
         store = self._open.setdefault(
@@ -166,7 +166,7 @@ class OpenStore:
             await store.close()
 
 
-def find_backend(protocol: str) -> Backend:
+def find_backend(protocol: str, config: CheckpointConfig) -> Backend:
     """Find who opens stores of a protocol.
 
     Raises:
@@ -180,7 +180,15 @@ def find_backend(protocol: str) -> Backend:
             from ckptio.storage.s3 import S3Backend  # noqa: PLC0415  # imports s3fs
         except ImportError as error:
             raise ConfigError(f"s3:// needs `pip install ckptio[s3]`: {error}") from None
-        return S3Backend()
+        if config.s3_client == "s3fs":
+            return S3Backend()
+        try:
+            from ckptio.storage.obstore import ObstoreBackend  # noqa: PLC0415  # imports obstore
+        except ImportError as error:
+            raise ConfigError(
+                f"s3_client='obstore' needs `pip install ckptio[fast]`: {error}"
+            ) from None
+        return ObstoreBackend()
     from ckptio.storage.fsspec import FsspecBackend  # noqa: PLC0415  # imports fsspec
 
     return FsspecBackend(protocol)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptio.config import S3Client
     from ckptio.storage.store import ObjectStore
 
 _DATA = bytes(range(256)) * 1024
@@ -47,6 +48,7 @@ class BackendConformance:
     Attributes:
         url: Where tests may write; without a slash at its end.
         storage_options: How to get there.
+        s3_client: See `CheckpointConfig`.
         slab_nbytes: Size of a part; at least what the store takes.
         num_writers: Writers of a race.
         has_uploads: Whether uploads that were not ended can be listed.
@@ -54,6 +56,7 @@ class BackendConformance:
 
     url: ClassVar[str]
     storage_options: ClassVar[Mapping[str, Any]] = {}
+    s3_client: ClassVar[S3Client] = "s3fs"
     slab_nbytes: ClassVar[int] = 5 * MiB
     num_writers: ClassVar[int] = 8
     has_uploads: ClassVar[bool] = False
@@ -62,6 +65,7 @@ class BackendConformance:
         """Give a configuration with small parts."""
         return CheckpointConfig(
             storage_options=dict(self.storage_options),
+            s3_client=self.s3_client,
             slab_nbytes=self.slab_nbytes,
             pool_nbytes=6 * self.slab_nbytes,
             **options,

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import obstore
+import obstore.store
 import pytest
 
 from tests.s3 import servers
@@ -10,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.s3.servers import Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime() -> None:
+    """Have obstore's threads begin, which end with the process, before a test looks for leaks."""
+    obstore.put(obstore.store.MemoryStore(), "a", b"a")
 
 
 @pytest.fixture(scope="session")

@@ -52,9 +52,11 @@ class Fault:
         answer: Sent back instead of the server's; a status line with headers, and a body.
         early: Answer before the body is read.
         forward: Pass the request on all the same.
-        reset: Break the connection instead of answering.
+        reset: Break the connection instead of answering, or behind `keep_nbytes`.
         keep_nbytes: Cut the server's answer behind as many bytes of its body.
+        flip_at: Change a bit of this byte of the answer's body, or of its last one.
         hold: Do not go on before this is set.
+        late: Do not answer before this is set.
     """
 
     answer: bytes = b""
@@ -62,7 +64,9 @@ class Fault:
     forward: bool = False
     reset: bool = False
     keep_nbytes: int | None = None
+    flip_at: int | None = None
     hold: asyncio.Event | None = None
+    late: asyncio.Event | None = None
 
 
 def answer(status: int, code: str = "") -> bytes:
@@ -147,15 +151,22 @@ class Proxy:
         if fault.hold is not None:
             await fault.hold.wait()
         found = await self._forward(head, body) if fault.forward else b""
-        if fault.reset:
+        if fault.late is not None:
+            await fault.late.wait()
+        if fault.reset and fault.keep_nbytes is None:
             _reset(writer)
             return
         found = fault.answer or found
         head, _, body = found.partition(b"\r\n\r\n")
         body = body[: 0 if request.method == "HEAD" else fault.keep_nbytes]
+        if fault.flip_at is not None and body:
+            at = min(fault.flip_at, len(body) - 1)
+            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         request.answer_nbytes = len(body)
         writer.write(head + b"\r\n\r\n" + body)
         await writer.drain()
+        if fault.reset:
+            _reset(writer)
 
     async def _forward(self, head: bytes, body: bytes) -> bytes:
         """Send a request to the server, and read all that comes back."""

@@ -25,6 +25,13 @@ class TestMoto(BackendConformance):
         type(self).storage_options = moto.options
 
 
+class TestMotoWithObstore(TestMoto):
+    """The same, with the bytes carried by obstore."""
+
+    url = f"s3://{BUCKET}/moto-obstore"
+    s3_client = "obstore"
+
+
 @pytest.mark.real_s3
 class TestCeph(BackendConformance):
     """Ceph's gateway."""
@@ -39,6 +46,14 @@ class TestCeph(BackendConformance):
 
 
 @pytest.mark.real_s3
+class TestCephWithObstore(TestCeph):
+    """The same, with the bytes carried by obstore."""
+
+    url = f"s3://{BUCKET}/ceph-obstore"
+    s3_client = "obstore"
+
+
+@pytest.mark.real_s3
 class TestSwift(BackendConformance):
     """OpenStack Swift's S3 interface."""
 
@@ -49,3 +64,11 @@ class TestSwift(BackendConformance):
     def reach(self, swift: Server) -> None:
         """Say how to get there."""
         type(self).storage_options = swift.options
+
+
+@pytest.mark.real_s3
+class TestSwiftWithObstore(TestSwift):
+    """The same, with the bytes carried by obstore."""
+
+    url = f"s3://{BUCKET}/swift-obstore"
+    s3_client = "obstore"
