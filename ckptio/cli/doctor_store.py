@@ -20,8 +20,8 @@ from ckptio.cli.findings import Finding, Leftover
 from ckptio.cli.text import count
 from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
+from ckptio.storage.object_commit import read_commit
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -114,11 +114,8 @@ async def find_dead_objects(place: Place) -> list[Leftover]:
 
 async def _owner_of_manifest(place: Place, prefix: str) -> str | None:
     """Give the id of the save that a manifest is of; `None` if it cannot be read."""
-    key = prefix + MANIFEST_NAME
     try:
-        _, data = await place.requests.run(
-            "read", key, lambda: place.store.get(key, MAX_MANIFEST_NBYTES)
-        )
+        _, data, _ = await read_commit(place.store, place.requests, prefix.rstrip("/"))
         return decode_summary(data).save_id
     except ObjectMissingError:
         return ""

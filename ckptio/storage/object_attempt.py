@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 from ckptio._aio import shielded
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.object_commit import MAX_COMMIT_NBYTES
 from ckptio.storage.object_files import ObjectSink
-from ckptio.storage.object_place import QUIET_S, name_of
+from ckptio.storage.object_place import QUIET_S
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
@@ -220,6 +222,8 @@ class ObjectAttempt:
         replaced = await self._place.present()
         if replaced is not None and not self._overwrite:
             raise CommitConflictError(self._url)
+        if len(manifest) > MAX_COMMIT_NBYTES:
+            manifest = await self._write_apart(manifest)
         # from here on it may be there, whatever the answers are
         self._published = True
         commit = _Commit(manifest, replaced)
@@ -240,6 +244,17 @@ class ObjectAttempt:
             raise self._in_doubt(commit.problem)
         self._published = False
         raise StorageError(f"cannot commit: {commit.problem}", path=self._url)
+
+    async def _write_apart(self, manifest: bytes) -> bytes:
+        """Write a large manifest as data is written; gives what points to it."""
+        sink = await self.create(pointed_name(self._save_id), len(manifest))
+        step = self._config.slab_nbytes
+        with memoryview(manifest) as view:
+            for start in range(0, len(view), step):
+                with view[start : start + step] as part:
+                    await sink.write(start, part)
+        await sink.close()
+        return encode_pointer(self._save_id, manifest)
 
     async def _send(self, commit: _Commit) -> None:
         """Send the manifest once, and note what became of it."""
@@ -339,12 +354,10 @@ class ObjectAttempt:
             await self._place.quietly(sink.key, sink.discard)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
-            ours = f"data-{self._save_id}-"
-            found = await self._place.listed()
-            keys += [info.key for info in found.objects if name_of(info.key).startswith(ours)]
-            for upload in found.uploads:
-                if name_of(upload.key).startswith(ours):
-                    await self._place.drop(upload)
+            ours = (await self._place.listed()).of({self._save_id})
+            keys += [info.key for info in ours.objects]
+            for upload in ours.uploads:
+                await self._place.drop(upload)
             keys.append(self._mark)
         await self._place.delete(sorted(set(keys)))
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_all
 from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Present:
     Attributes:
         etag: Tells it apart from others.
         save_id: The save that wrote it; empty if it cannot be read.
-        names: Of its data files.
+        names: Of its data files, and of what it points to.
     """
 
     etag: str
@@ -122,7 +123,7 @@ class ObjectPlace:
 
     def key(self, name: str) -> str:
         """Give the key of a file."""
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return join_key(self._prefix, name)
 
     async def present(self) -> Present | None:
         """Look at the manifest that is there, if there is one.
@@ -132,18 +133,26 @@ class ObjectPlace:
         """
         key = self.key(MANIFEST_NAME)
         try:
-            info, data = await self.requests.run(
-                "read", key, lambda: self.store.get(key, MAX_MANIFEST_NBYTES)
-            )
+            info, data, pointed = await read_commit(self.store, self.requests, self._prefix)
+            summary = decode_summary(data)
+        except ObjectMissingError:
+            return None
+        except FormatError:  # damaged, or of a newer version: what it needs stays
+            return await self._unreadable(key)
+        except ConditionFailedError as error:
+            raise self.requests.failed("read", key, error) from error
+        names = (*(file.name for file in summary.files), *map(name_of, pointed))
+        return Present(info.etag, summary.save_id, names)
+
+    async def _unreadable(self, key: str) -> Present | None:
+        """Look at a manifest that is there and cannot be read."""
+        try:
+            info = await self.requests.run("look at", key, lambda: self.store.head(key))
         except ObjectMissingError:
             return None
         except ConditionFailedError as error:
-            raise self.requests.failed("read", key, error) from error
-        try:
-            summary = decode_summary(data)
-        except FormatError:  # damaged, or of a newer version: what it needs stays
-            return Present(info.etag, "", ())
-        return Present(info.etag, summary.save_id, tuple(file.name for file in summary.files))
+            raise self.requests.failed("look at", key, error) from error
+        return Present(info.etag, "", ())
 
     async def listed(self) -> Listing:
         """List what lies here; an event, not an error, and nothing if it cannot be listed."""

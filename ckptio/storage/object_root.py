@@ -30,16 +30,18 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_all, run_blocking
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.pointer import decode_pointer, encode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import QUIET_S, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -143,32 +145,27 @@ class _Removal:
         self._requests = requests
         self._place = ObjectPlace(self._url, self._prefix.rstrip("/"), store, requests, self._emit)
 
-    async def read(self, file: str = MANIFEST_NAME) -> tuple[ObjectInfo, bytes]:
-        """Read a manifest."""
-        key = self._prefix + file
+    async def read(self) -> tuple[ObjectInfo, bytes, list[str]]:
+        """Read the manifest; gives the keys it is under beside that of the commit, too."""
         try:
-            info, data = await self._requests.run(
-                "read", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
-            )
+            return await read_commit(self._store, self._requests, self._prefix.rstrip("/"))
         except ObjectMissingError:
             raise CheckpointNotFoundError(self._url) from None
-        if info.nbytes > MAX_MANIFEST_NBYTES:
-            raise FormatError(f"the manifest of {self._url!r} is larger than any manifest")
-        return info, data
 
     async def remove(self) -> None:
         """Remove a checkpoint, manifest first."""
-        info, data = await self.read()
+        info, data, pointed = await self.read()
         summary = await run_blocking(self._executor, decode_summary, data)
         tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
-        await self._requests.run("write", tomb, lambda: self._put(tomb, data))
+        commit = encode_pointer(summary.save_id, data) if pointed else data
+        await self._requests.run("write", tomb, lambda: self._put(tomb, commit))
         try:
             is_mine = await self._take_back(info)
         except StorageError:
             if await self._is_there():  # else its files go with the tomb, now or in a sweep
                 await self._place.delete([tomb])
             raise
-        await self._bury(tomb, summary)
+        await self._bury(tomb, summary, pointed)
         if not is_mine:
             raise CheckpointNotFoundError(self._url)
 
@@ -206,11 +203,12 @@ class _Removal:
             return True
         return True
 
-    async def _bury(self, tomb: str, summary: Summary) -> None:
+    async def _bury(self, tomb: str, summary: Summary, pointed: Sequence[str]) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
         if len(await self._place.delete(keys)) == len(keys):
-            await self._place.delete([tomb])  # last: what it lists is not forgotten
+            for key in (*pointed, tomb):  # last: what they list is not forgotten
+                await self._place.delete([key])
 
     async def sweep(self, quiet_s: float) -> None:
         """Remove what removals that were cut short left, and then what dead saves did.
@@ -233,17 +231,23 @@ class _Removal:
 
     async def _bury_found(self, tomb: str) -> None:
         """Bury what a removal that was cut short left."""
+        pointed: list[str] = []
         try:
-            _, data = await self.read(name_of(tomb))
+            _, data = await read_whole(self._store, self._requests, tomb)
+            if (pointer := decode_pointer(data)) is not None:
+                pointed.append(self._prefix + pointer.pointer)
+                _, data = await read_whole(self._store, self._requests, pointed[0])
             summary = await run_blocking(self._executor, decode_summary, data)
-        except CheckpointNotFoundError:
-            return  # somebody else was faster
+        except ObjectMissingError:
+            if pointed:  # it went just before the tomb would have
+                await self._place.delete([tomb])
+            return  # or somebody else was faster
         except FormatError as error:
             failure = StorageError(str(error), path=self._url, code=errno.EBADMSG)
             self._place.cannot(tomb, failure)
             return
         if summary.save_id == owner_of(tomb):
-            await self._bury(tomb, summary)
+            await self._bury(tomb, summary, pointed)
 
     async def _store_now_s(self) -> float:
         """Ask what time it is where the store is, by an object that is made and removed."""
