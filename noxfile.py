@@ -19,7 +19,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 
 
-def install(session: nox.Session, *groups: str, extras: str = "cli") -> None:
+def install(session: nox.Session, *groups: str, extras: str = "cli,s3") -> None:
     """Install torch, then the package with extras, and dependency groups."""
     session.install(TORCH)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
@@ -61,7 +61,7 @@ def stress(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
 def gpu(session: nox.Session) -> None:
     """Run the CUDA tests with the torch that is on the machine."""
-    session.install("-e", ".[cli]", *nox.project.dependency_groups(PYPROJECT, "tests"))
+    session.install("-e", ".[cli,s3]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
 
 
