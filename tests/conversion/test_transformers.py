@@ -1,4 +1,4 @@
-"""What `transformers` makes of a folder that was converted, and of a checkpoint as it lies there."""
+"""What `transformers` makes of what was converted, and of a checkpoint as it lies there."""
 
 from __future__ import annotations
 
