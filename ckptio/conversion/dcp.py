@@ -1,5 +1,8 @@
 """Write a directory that stock torch.distributed.checkpoint loads, with its own writer.
 
+It writes in place; so it writes to a directory inside, and what it wrote is moved when it is
+whole: until then, a checkpoint that is there stays.
+
 `dcp.save` is given tensors without memory, and a planner that reads each one when the
 writer asks for it, which it does one at a time. Large tensors are cut into chunks, so that
 no more than one chunk is ever in memory.
@@ -7,14 +10,18 @@ no more than one chunk is ever in memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import re
+import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -22,7 +29,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
-from ckptio.errors import CheckpointExistsError
+from ckptio.errors import CheckpointError, CheckpointExistsError
+from ckptio.foreign.dcp import METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +39,11 @@ if TYPE_CHECKING:
 
     from ckptio.conversion.source import Part, Source
     from ckptio.format.manifest import TensorEntry
+
+
+_ASIDE = ".ckptio-partial"
+#: What the stock writer calls its files.
+_DATA = re.compile(r"__\d+_\d+\.distcp")
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -128,6 +141,20 @@ def write_dcp(
         return tensor
 
     state = require_dict(source.values(stand_in), source.path)
+    aside = f"{path}/{_ASIDE}"
+    os.makedirs(path, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)  # of a conversion that was killed
+    try:
+        _save(state, aside, _LazyPlanner(source, entries, advance))
+        return _move(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what was there stays there
+            os.rmdir(path)
+
+
+def _save(state: dict[str, Any], path: str, planner: DefaultSavePlanner) -> None:
+    """Let the stock writer write."""
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, overwrite=True)
     log = logging.getLogger("torch.distributed.checkpoint")
     level = log.level
@@ -135,16 +162,35 @@ def write_dcp(
         warnings.simplefilter("ignore")  # that there is no process group: that is meant
         log.setLevel(logging.ERROR)
         try:
-            state_dict_saver.save(
-                state,
-                storage_writer=writer,
-                planner=_LazyPlanner(source, entries, advance),
-                no_dist=True,
-            )
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            if isinstance(cause, CheckpointError):  # of what is read, say
+                raise cause from None
+            raise
         finally:
             log.setLevel(level)
+
+
+def _move(aside: str, path: str) -> list[Written]:
+    """Put what was written in the place of what was there.
+
+    Without its metadata a directory is no checkpoint: so that goes first and comes last.
+    """
+    written = sorted(os.listdir(aside))
+    old = [name for name in os.listdir(path) if _DATA.fullmatch(name)]
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{path}/{METADATA}")
+    for name in sorted(written, key=METADATA.__eq__):
+        os.rename(f"{aside}/{name}", f"{path}/{name}")
+    for name in set(old) - set(written):
+        os.unlink(f"{path}/{name}")
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    sizes = [os.stat(f"{path}/{name}").st_size for name in written]
     return [
-        Written(name, os.stat(f"{path}/{name}").st_size, was_there=False)
-        for name in sorted(os.listdir(path))
-        if name == ".metadata" or name.endswith(".distcp")
+        Written(name, nbytes, was_there=False) for name, nbytes in zip(written, sizes, strict=True)
     ]

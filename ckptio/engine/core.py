@@ -210,10 +210,13 @@ class EngineCore:
         notify(self._observer, event)
 
     def storage(self, path: PathLike) -> Storage:
-        """Find the storage for a path. Touches nothing."""
+        """Find the storage for a path, of checkpoints in any format. Touches nothing."""
+        return AnyStorage(self.own_storage(path), self.config, self.context.executor)
+
+    def own_storage(self, path: PathLike) -> Storage:
+        """Find the storage for a path, of checkpoints of ours. Touches nothing."""
         context = self.context
-        storage = resolve_storage(path, self.config, context.executor, context.emit, context.stores)
-        return AnyStorage(storage, self.config, context.executor)
+        return resolve_storage(path, self.config, context.executor, context.emit, context.stores)
 
     def submit(
         self,

@@ -160,6 +160,14 @@ class ObjectStorage:
         """Take part in a save of many ranks; see `interface.Storage`."""
         return await self._attempt(save_id, overwrite=True, leads=False)
 
+    async def resume(self, save_id: str, *, overwrite: bool) -> ObjectAttempt:
+        """Go on with a save that `begin` began, on another loop or in another call.
+
+        What was created before is known by the save's id alone: `commit` and `abort` are right
+        for all of it. Sends nothing.
+        """
+        return await self._attempt(save_id, overwrite=overwrite, leads=True)
+
     async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
         store, requests = await self._ready()
         return ObjectAttempt(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from ckptio.adapters.dcp import StorageReader, StorageWriter
+from ckptio.config import CheckpointConfig, MiB
 from tests.adapters.rig import Reads, large_blocks
 from tests.ranks.jobs.work import Layout, check_same, config, local_of, process_group, sums
 from tests.rig import names_in
@@ -38,29 +39,40 @@ def group() -> Iterator[None]:
             yield
 
 
-def writer(path: str, **options: Any) -> StorageWriter:
-    return StorageWriter(path, config=config(), **options)
+def writer(path: str, options: dict[str, Any] | None = None) -> StorageWriter:
+    return StorageWriter(path, config=_config(options))
 
 
-def reader(path: str, **options: Any) -> StorageReader:
-    return StorageReader(path, config=config(), **options)
+def reader(path: str, options: dict[str, Any] | None = None) -> StorageReader:
+    return StorageReader(path, config=_config(options))
 
 
-def save_layout(me: Me, path: str, mesh: list[int], placements: list[int]) -> None:
+def _config(options: dict[str, Any] | None) -> CheckpointConfig:
+    """Give a config, for a store with these options: parts of S3 have 5 MiB at least."""
+    if options is None:
+        return config()
+    return config(storage_options=options, slab_nbytes=5 * MiB, pool_nbytes=20 * MiB)
+
+
+def save_layout(
+    me: Me, path: str, mesh: list[int], placements: list[int], options: Any = None
+) -> None:
     """Save a state of DTensors, and values that all ranks have."""
     del me
     with group():
         state = {"model": Layout(mesh, placements).state(), "step": 3, "order": (1, 2)}
-        save(state, storage_writer=writer(path))
+        save(state, storage_writer=writer(path, options))
 
 
-def load_layout(me: Me, path: str, mesh: list[int], placements: list[int]) -> None:
+def load_layout(
+    me: Me, path: str, mesh: list[int], placements: list[int], options: Any = None
+) -> None:
     """Load into DTensors, and compare every local block."""
     del me
     with group():
         layout = Layout(mesh, placements)
         state: dict[str, Any] = {"model": layout.state(seed=None), "step": 0, "order": None}
-        load(state, storage_reader=reader(path))
+        load(state, storage_reader=reader(path, options))
         check_same(state["model"], layout.state())
         assert (state["step"], state["order"]) == (3, (1, 2))
 
@@ -160,6 +172,28 @@ def fail_on_one_rank(me: Me, path: str, phase: str) -> list[str]:
         return [said]
 
 
+def fail_at_url(me: Me, path: str, phase: str, options: Any) -> str:
+    """Fail to overwrite a checkpoint in an object store; gives what DCP says."""
+    with group():
+        layout = Layout([me.world_size], [0])
+        save({"model": layout.state()}, storage_writer=writer(path, options))
+        dist.barrier()
+        said = ""
+        ours = writer(path, options)
+        try:
+            save({"model": layout.state(seed=1)}, storage_writer=ours, planner=Failing(phase))
+        except CheckpointException as error:
+            said = str([(rank, repr(cause)) for rank, (cause, _) in error.failures.items()])
+        dist.barrier()  # the other rank has removed its own by now
+        del ours
+        gc.collect()
+        dist.barrier()
+        target = layout.state(seed=None)
+        load({"model": target}, storage_reader=reader(path, options))
+        check_same(target, layout.state())
+        return said
+
+
 def refuse_on_one_rank(me: Me, path: str) -> list[str]:
     """Save what only one rank cannot; the error comes whole to all."""
     with group():
@@ -196,11 +230,11 @@ def save_in_a_subgroup(me: Me, path: str) -> None:
             assert found["step"] == 4
 
 
-def save_for_itself(me: Me, path: str) -> None:
+def save_for_itself(me: Me, path: str, options: Any = None) -> None:
     """Each rank saves its shards without asking the others, twice, and loads them."""
     with group():
         layout = Layout([me.world_size], [0])
-        ours, theirs = writer(path), reader(path)
+        ours, theirs = writer(path, options), reader(path, options)
         for seed in (1, 0):
             state = {"model": layout.state(seed), "mine": me.rank + 10 * seed}
             save(state, storage_writer=ours, use_collectives=False)

@@ -201,6 +201,25 @@ def test_old_files_go_when_the_new_ones_are_there(tmp_path: Path) -> None:
     assert_same_state(sync.load(tmp_path / "hf", config=SMALL), weights)
 
 
+def test_a_smaller_checkpoint_of_dcp_leaves_nothing_of_a_larger_one(tmp_path: Path) -> None:
+    """Of the files that DCP's writer writes; others stay, as does nothing of a failure."""
+    save_dcp(tmp_path / "dcp", {"x": torch.ones(9), "y": torch.ones(9)})
+    (tmp_path / "dcp" / "__7_3.distcp").write_bytes(b"of another rank")
+    (tmp_path / "dcp" / "notes.txt").write_bytes(b"of the user")
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    report = sync.convert(source, tmp_path / "dcp", to="dcp", overwrite=True, config=SMALL)
+    assert [file.name for file in report.files] == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path / "dcp")) == [".metadata", "__0_0.distcp", "notes.txt"]
+    target = {"x": torch.ones(2)}
+    load_dcp(tmp_path / "dcp", target)
+    assert not target["x"].any()
+    (data,) = source.glob("data-*")
+    data.write_bytes(data.read_bytes()[:-3] + b"odd")
+    with pytest.raises(CorruptionError):
+        sync.convert(source, tmp_path / "new", to="dcp", config=SMALL)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors"])
 def test_what_dcp_has_to_know_is_no_tensor_for_others(to: Any, tmp_path: Path) -> None:
     """Neither of a checkpoint that a StorageWriter wrote, nor of its files one by one."""
@@ -227,10 +246,9 @@ def test_what_is_there_stays_unless_it_may_go(to: Any, tmp_path: Path) -> None:
     raw = bytearray(data.read_bytes())
     raw[9000] ^= 1
     data.write_bytes(raw)
-    if to != "dcp":  # whose own writer overwrites in place
-        with pytest.raises(CorruptionError):
-            sync.convert(source, target, to=to, overwrite=True, config=SMALL)
-        assert list(sync.load(target, config=SMALL)) == ["x"]
+    with pytest.raises(CorruptionError):
+        sync.convert(source, target, to=to, overwrite=True, config=SMALL)
+    assert list(sync.load(target, config=SMALL)) == ["x"]
     raw[9000] ^= 1
     data.write_bytes(raw)
     sync.convert(source, target, to=to, overwrite=True, config=SMALL)

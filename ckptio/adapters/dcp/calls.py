@@ -1,8 +1,8 @@
 """From DCP's blocking calls to the engine, and back.
 
 DCP calls a plug-in four or five times for one checkpoint, and does not say when one has
-failed elsewhere. So nothing that needs a thread or a loop outlives a call: each call opens
-an engine of its own. What is held between the calls of a save is the lock of its attempt.
+failed elsewhere. So nothing that needs a thread, a loop or a connection outlives a call: each
+call opens an engine of its own, or a storage alone where that is enough.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ckptio.engine.core import EngineCore
 from ckptio.errors import ConfigError
 from ckptio.events import notify
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, resolve_storage
+from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     from ckptio.events import Observer
     from ckptio.storage.interface import Storage
@@ -58,7 +59,7 @@ def engine(config: CheckpointConfig, observer: Observer | None) -> Iterator[Engi
 
 
 def storage_at(path: PathLike, config: CheckpointConfig, observer: Observer | None) -> Storage:
-    """Find a storage that needs no engine.
+    """Find a local storage, which needs no engine.
 
     Raises:
         ConfigError: `path` is none.
@@ -67,17 +68,56 @@ def storage_at(path: PathLike, config: CheckpointConfig, observer: Observer | No
     return LocalStorage(local_path(path), config, OnTheSpot(), emit)
 
 
+def require_path(path: PathLike, config: CheckpointConfig) -> None:
+    """Refuse what cannot be the place of a checkpoint. Touches nothing.
+
+    Raises:
+        ConfigError: `path` is no path and no URL that anybody knows.
+    """
+    executor = OnTheSpot()
+    resolve_storage(path, config, executor, lambda _: None, Stores(config, executor))
+
+
 def is_path(path: PathLike) -> bool:
     """Whether there could be a checkpoint at `path`. Touches nothing."""
     try:
-        storage_at(path, CheckpointConfig(), None)
+        require_path(path, CheckpointConfig())
     except ConfigError:
         return False
     return True
 
 
+def ask(
+    path: PathLike,
+    config: CheckpointConfig,
+    observer: Observer | None,
+    step: Callable[[Storage], Awaitable[T]],
+) -> T:
+    """Run a coroutine with a storage that is there for it alone. Blocks.
+
+    Raises:
+        ConfigError: `path` is none, or its store cannot be opened.
+    """
+    return wait_for(_ask(path, config, observer, step))
+
+
+async def _ask(
+    path: PathLike,
+    config: CheckpointConfig,
+    observer: Observer | None,
+    step: Callable[[Storage], Awaitable[T]],
+) -> T:
+    executor = OnTheSpot()
+    stores = Stores(config, executor)
+    emit = functools.partial(notify, observer)
+    try:
+        return await step(resolve_storage(path, config, executor, emit, stores))
+    finally:
+        await stores.close()
+
+
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of such a storage to its end, inside a running loop too. Blocks."""
+    """Run a coroutine that needs no engine to its end, inside a running loop too. Blocks."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -134,7 +134,7 @@ def decode_document(data: bytes, manifest: Manifest) -> Document:
     try:
         raw = msgspec.json.decode(data, type=_Document)
         if raw.version != DOCUMENT_VERSION:
-            raise FormatVersionError(
+            raise FormatVersionError(  # noqa: TRY301  # what follows depends on it
                 f"the checkpoint has a DCP document of version {raw.version} and this version of"
                 f" ckptio reads {DOCUMENT_VERSION}; upgrade ckptio"
             )
@@ -142,13 +142,13 @@ def decode_document(data: bytes, manifest: Manifest) -> Document:
         items = tuple(_item(row, i in grads, manifest, codec) for i, row in enumerate(raw.items))
         planner_data: Any = {item.fqn: item.path for item in items}
         if raw.planner_data != "paths":
-            (node,) = raw.planner_data
+            (node,) = raw.planner_data[:]  # of a list
             planner_data = codec.decode("planner_data", node)
         meta = codec.decode("storage_meta", raw.storage_meta)
     except FormatError:
         raise
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as e:
-        raise FormatError(f"the DCP document of the checkpoint is damaged: {e}") from None
+    except Exception as error:  # what is read as other than it is raises anything
+        raise FormatError(f"the DCP document of the checkpoint is damaged: {error!r}") from None
     if len({item.fqn for item in items}) != len(items) or type(meta) is not dict:
         raise FormatError("the DCP document of the checkpoint names an item twice, or is cut")
     return Document(items, raw.nested, planner_data, meta)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from ckptio.adapters.dcp.calls import engine, is_path, storage_at
+from ckptio.adapters.dcp.calls import engine, is_path, require_path
 from ckptio.adapters.dcp.document import Pieces
 from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
 from ckptio.adapters.dcp.regions import Opened, files_of
@@ -47,7 +47,7 @@ class StorageReader(dcp.StorageReader):
     serves any number of checkpoints, one after the other, and may be pickled.
 
     Args:
-        path: Where from; not needed where each call has a `checkpoint_id`.
+        path: Where from, a path or a URL; not needed where each call has a `checkpoint_id`.
         _extension_registry: Refused: files hold the bytes of tensors as they are.
         types: Classes of dataclasses, named tuples and enums to get back as such.
         allow_opaque: Whether planners may have bytes that a planner of one's own made in
@@ -81,7 +81,7 @@ class StorageReader(dcp.StorageReader):
         self._config = config or CheckpointConfig()
         self._observer = observer
         if path is not None:
-            storage_at(path, self._config, None)
+            require_path(path, self._config)
         self._place: str | None = None
         self._is_of_rank = False
         self._opened: Opened | None = None

@@ -5,8 +5,9 @@
     finish                the coordinator writes the manifest: the commit
 
 DCP does not say when a save failed on another rank. The coordinator's attempt stays open
-until `finish`, or until the next save, the end of the writer or of the process; its lock
-says that the save lives, and whoever finds the lock free removes the files of all ranks.
+until `finish`, or until the next save, the end of the writer or of the process. On a file
+system its lock says that the save lives, and whoever finds the lock free removes the files
+of all ranks; in an object store an hour without a sign of it does (`adapters.dcp.place`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckptio._version import __version__
-from ckptio.adapters.dcp.calls import engine, storage_at, wait_for
+from ckptio.adapters.dcp.calls import engine
 from ckptio.adapters.dcp.document import encode_document
 from ckptio.adapters.dcp.packing import Packing
+from ckptio.adapters.dcp.place import place_at
 from ckptio.adapters.dcp.source import PlannerSource, take_value
 from ckptio.adapters.dcp.table import make_table
 from ckptio.engine.save import SaveJob, announce, write_buckets
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from ckptio.engine.core import EngineCore
     from ckptio.events import Observer
     from ckptio.plan.save import SavePlan
-    from ckptio.storage.interface import Attempt
+    from ckptio.storage.interface import Attempt, Storage
 
     Files = list[tuple[str, int, list[int]]]
 
@@ -96,8 +98,8 @@ class RankSave:
         self.save_id = save_id
         self._rank = rank
         self._options = options
-        self._storage = storage_at(path, options.config, options.observer)
-        self._attempt: Attempt | None = None
+        self._place = place_at(path, options.config, options.observer)
+        self._leads = False
         self._world_size = 1
         self._started_s = time.perf_counter()
         self._pid = os.getpid()
@@ -113,9 +115,8 @@ class RankSave:
             StorageError: The place cannot be written.
         """
         self._world_size = num_plans
-        self._attempt = wait_for(
-            self._storage.begin(self.save_id, overwrite=self._options.overwrite)
-        )
+        self._place.begin(self.save_id, overwrite=self._options.overwrite)
+        self._leads = True
         return [{"save_id": self.save_id, "rank": rank, "used": False} for rank in range(num_plans)]
 
     def write(self, plan: DcpPlan, planner: SavePlanner) -> list[WriteResult]:
@@ -141,14 +142,14 @@ class RankSave:
                 packing.plan,
                 at_once=self._options.at_once,
             )
-            rank, save_id = self._place(plan.storage_data)
+            rank, save_id = self._names(plan.storage_data)
             files = self._write(packing.specs, source, packing.plan, rank, save_id)
         except BaseException:
             self.abandon()
             raise
         return packing.results(files)
 
-    def _place(self, ticket: Any) -> tuple[int, str]:
+    def _names(self, ticket: Any) -> tuple[int, str]:
         """Say under which rank and id this rank writes.
 
         A planner that caches plans gives the ticket of an earlier save, and one may lose
@@ -159,8 +160,8 @@ class RankSave:
             ticket = {}
         rank = ticket.get("rank", self._rank)
         if rank is None:
-            rank = 0 if self._attempt is not None else 1
-        if self._attempt is not None:
+            rank = 0 if self._leads else 1
+        if self._leads:
             return rank, self.save_id
         if ticket.get("used", True):
             return rank, new_save_id()
@@ -178,21 +179,29 @@ class RankSave:
         """Write this rank's files, as the coordinator or beside it."""
         options = self._options
         with engine(options.config, options.observer) as core:
-            if self._attempt is not None:
-                return self._write_in(self._attempt, core, specs, source, plan, rank, save_id)
-            attempt = core.call_blocking(lambda _: self._storage.join(save_id), "join a save")
+            storage = self._place.storage(core)
+            attempt = core.call_blocking(lambda _: self._attempt(storage, save_id), "begin")
             try:
-                files = self._write_in(attempt, core, specs, source, plan, rank, save_id)
-                core.call_blocking(lambda _: attempt.seal(), "seal")
+                files = self._write_in(attempt, storage, core, specs, source, plan, rank, save_id)
+                if not self._leads:
+                    core.call_blocking(lambda _: attempt.seal(), "seal")
             except BaseException:
                 core.call_blocking(lambda _: attempt.abort(), "abort")
                 raise
-            core.call_blocking(lambda _: attempt.leave(), "leave")
+            if not self._leads:
+                core.call_blocking(lambda _: attempt.leave(), "leave")
             return files
+
+    async def _attempt(self, storage: Storage, save_id: str) -> Attempt:
+        """Give this rank's part of the save, for the length of a call."""
+        if self._leads:
+            return await self._place.attempt(storage)
+        return await storage.join(save_id)
 
     def _write_in(
         self,
         attempt: Attempt,
+        storage: Storage,
         core: EngineCore,
         specs: Sequence[LeafSpec],
         source: SourceState,
@@ -200,11 +209,11 @@ class RankSave:
         rank: int,
         save_id: str,
     ) -> Files:
-        path = self._storage.path
+        path = self._place.path
         job = SaveJob(
             save_id=save_id,
             key="dcp",
-            storage=self._storage,
+            storage=storage,
             flat=FlatState(tuple(specs), (), (), None, ()),
             source=source,
             overwrite=self._options.overwrite,
@@ -228,45 +237,56 @@ class RankSave:
             StorageError: Files of a rank are not there, or the manifest cannot be written.
             CommitConflictError: Somebody else committed meanwhile.
         """
-        attempt = self._attempt
-        if attempt is None:
+        if not self._leads:
             raise PlanError("finish() without prepare_global_plan(): DCP calls it on one rank")
         try:
             table = make_table(metadata, results)
             with engine(self._options.config, self._options.observer) as core:
-                core.call_blocking(lambda _: self._check_files(table), "look for files")
-                manifest = self._encode(table, attempt, core)
-                core.call_blocking(lambda _: attempt.commit(manifest), "commit")
+                self._commit(table, core)
         except BaseException:
             self.abandon()
             raise
-        self._attempt = None
+        self._leads = False
         notify(
             self._options.observer,
             SaveCommitted(
-                path=self._storage.path,
+                path=self._place.path,
                 save_id=self.save_id,
                 nbytes=sum(nbytes for _, nbytes, _, _ in table.files),
                 elapsed_s=time.perf_counter() - self._started_s,
             ),
         )
 
-    async def _check_files(self, table: Table) -> None:
+    def _commit(self, table: Table, core: EngineCore) -> None:
+        """Look whether everything is there, and write the manifest."""
+        storage = self._place.storage(core)
+        attempt = core.call_blocking(lambda _: self._place.attempt(storage), "resume")
+        try:
+            core.call_blocking(lambda _: self._check_files(table, storage), "look for files")
+            manifest = self._encode(table, attempt, storage, core)
+            core.call_blocking(lambda _: attempt.commit(manifest), "commit")
+        except BaseException:
+            core.call_blocking(lambda _: attempt.abort(), "abort")
+            if attempt.is_published:
+                self._leads = False  # or may be: nothing of it may be removed any more
+            raise
+
+    async def _check_files(self, table: Table, storage: Storage) -> None:
         """Look whether what every rank wrote is where the manifest will say.
 
         Raises:
             StorageError: It is not: the ranks do not share the place, or somebody removed it.
         """
-        sizes = await self._storage.sizes([name for name, _, _, _ in table.files])
+        sizes = await storage.sizes([name for name, _, _, _ in table.files])
         for (name, nbytes, _, rank), size in zip(table.files, sizes, strict=True):
             if size != nbytes:
                 raise StorageError(
                     f"file {name!r} of rank {rank} is not there with its {nbytes} bytes; save to a"
                     " place that all ranks share",
-                    path=self._storage.path,
+                    path=self._place.path,
                 )
 
-    def _encode(self, table: Table, attempt: Attempt, core: EngineCore) -> bytes:
+    def _encode(self, table: Table, attempt: Attempt, storage: Storage, core: EngineCore) -> bytes:
         """Write the document for DCP, and the manifest."""
         data = encode_document(table.document)
         spec = LeafSpec(DOCUMENT_NAME, "uint8", (len(data),))
@@ -274,7 +294,14 @@ class RankSave:
         tensor = as_bytes(np.frombuffer(data, dtype=np.uint8))
         # of a rank that there is not, so that its name is nobody's
         (written,) = self._write_in(
-            attempt, core, [spec], SourceState([tensor], None), plan, self._world_size, self.save_id
+            attempt,
+            storage,
+            core,
+            [spec],
+            SourceState([tensor], None),
+            plan,
+            self._world_size,
+            self.save_id,
         )
         place = (len(table.files), plan.places[0][1])
         return encode_manifest(
@@ -293,9 +320,9 @@ class RankSave:
 
         May be called again: other ranks may not have ended at the first time.
         """
-        if self._attempt is not None and self._pid == os.getpid():
-            with contextlib.suppress(Exception):  # what stays is removed by the next save
-                wait_for(self._attempt.abort())
+        if self._leads and self._pid == os.getpid():
+            with contextlib.suppress(Exception):  # what stays is removed by a later save
+                self._place.abandon()
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import storage as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
-from ckptio.adapters.dcp.calls import is_path, storage_at, wait_for
+from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
 from ckptio.config import CheckpointConfig
@@ -44,7 +44,7 @@ class StorageWriter(dcp.StorageWriter):
     Options of `FileSystemWriter` are taken where they mean something here; others are refused.
 
     Args:
-        path: Where to; not needed where each call has a `checkpoint_id`.
+        path: Where to, a path or a URL; not needed where each call has a `checkpoint_id`.
         single_file_per_rank: Whether a rank writes tensors together, in files of about
             `config.bucket_nbytes`; otherwise each has a file of its own.
         sync_files: Whether a checkpoint survives a power cut; as in `config` if not given.
@@ -94,7 +94,7 @@ class StorageWriter(dcp.StorageWriter):
             observer=observer,
         )
         if path is not None:
-            storage_at(path, self._options.config, None)
+            require_path(path, self._options.config)
         self._next_id: str | None = None
         self._save: RankSave | None = None
         self._last_will: weakref.finalize[Any, Any] | None = None
@@ -149,7 +149,7 @@ class StorageWriter(dcp.StorageWriter):
             ConfigError: There is a checkpoint.
         """
         try:
-            wait_for(storage_at(path, self._options.config, None).version())
+            ask(path, self._options.config, None, lambda storage: storage.version())
         except CheckpointNotFoundError:
             return
         raise ConfigError(
