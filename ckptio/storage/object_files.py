@@ -121,7 +121,8 @@ class ObjectSink:
         """Make an object of parts. An answer that is lost or odd is settled by looking."""
         for tries in range(1, _MAX_COMPLETING + 1):
             try:
-                await self._requests.once(upload.complete)
+                # not given up when cancelled: it would be there after it was cleaned up
+                await self._requests.once(upload.complete, outlive=True)
             except StoreError as error:
                 if await self._is_there():
                     return
