@@ -58,6 +58,7 @@ class _Commit:
         replaced: What is there and should not be, afterwards.
         problem: What went wrong with the last request.
         is_sent: The store has said that it was written.
+        is_decided: The store has judged the condition in one step with the last write.
         in_doubt: Nobody knows what became of a request.
         in_doubt_if_absent: Nor of one that takes effect only where nothing is.
         in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
@@ -67,6 +68,7 @@ class _Commit:
     replaced: Present | None
     problem: StoreError | None = None
     is_sent: bool = False
+    is_decided: bool = False
     in_doubt: bool = False
     in_doubt_if_absent: bool = False
     in_doubt_anyhow: bool = False
@@ -75,17 +77,12 @@ class _Commit:
         """Note how a request ended."""
         self.problem = problem
         self.is_sent = problem is None
+        absent = self.replaced is None
+        self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
         if isinstance(problem, TransientError):
             self.in_doubt = True
-            absent = self.replaced is None
-            is_decided = conditional == "atomic" or (conditional == "create" and absent)
-            self.in_doubt_if_absent |= is_decided and absent
-            self.in_doubt_anyhow |= not is_decided
-
-    @property
-    def is_refused_condition(self) -> bool:
-        """Whether the last request was answered, and its condition did not hold."""
-        return not self.is_sent and not isinstance(self.problem, TransientError)
+            self.in_doubt_if_absent |= self.is_decided and absent
+            self.in_doubt_anyhow |= not self.is_decided
 
 
 class ObjectAttempt:
@@ -230,20 +227,16 @@ class ObjectAttempt:
             if not commit.is_sent:
                 await self._send(commit)
             found = await self._read_back(commit)
-            if found is not None and found.save_id == self._save_id:
+            if self._is_committed(found, commit):
                 self._committed = True
                 await self._clean_up(commit)
                 return
-            if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
-                break
-            old = commit.replaced
-            if found is None or (old is not None and found.save_id == old.save_id):
-                if commit.is_refused_condition and self._overwrite:
-                    commit.replaced = found  # the condition was out of date
-            elif commit.is_sent or commit.is_refused_condition:
-                self._lose(commit)
+            if not self._is_ours_perhaps(found, commit):
+                if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
+                    break
+                self._go_on(found, commit)
             await asyncio.sleep(min(2.0**tries / 10, 5.0))
-        if commit.is_sent or commit.in_doubt:
+        if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
             raise self._in_doubt(commit.problem)
         self._published = False
         raise StorageError(f"cannot commit: {commit.problem}", path=self._url)
@@ -275,16 +268,36 @@ class ObjectAttempt:
             self._published = False
             raise
 
-    def _lose(self, commit: _Commit) -> None:
-        """End a commit that another save came before, unless a late request may still win.
+    def _is_committed(self, found: Present | None, commit: _Commit) -> bool:
+        """Whether ours is there, or was, and another save has replaced it since."""
+        if found is None or not found.save_id:
+            return False
+        old = commit.replaced
+        is_new = old is None or found.save_id != old.save_id
+        return found.save_id == self._save_id or (commit.is_sent and commit.is_decided and is_new)
 
-        One that takes effect only where nothing is loses as long as the other's manifest
-        stays. Should that be removed, it finds its files: they are left to a later sweep.
+    def _is_ours_perhaps(self, found: Present | None, commit: _Commit) -> bool:
+        """Whether what was read is damaged, perhaps on the way, and new."""
+        old = commit.replaced
+        return found is not None and not found.save_id and (old is None or found.etag != old.etag)
+
+    def _go_on(self, found: Present | None, commit: _Commit) -> None:
+        """Judge what is there instead of ours: try again, or give up.
+
+        A request that takes effect only where nothing is loses as long as the other's
+        manifest stays. Should that be removed, it finds its files: they are left to a later
+        sweep. One that is not held back at all may still win.
 
         Raises:
             CommitConflictError: The other save's checkpoint stands.
         """
-        if not commit.in_doubt_anyhow:
+        if not commit.is_sent and isinstance(commit.problem, TransientError):
+            return
+        old = commit.replaced
+        if found is None or (old is not None and found.save_id == old.save_id):
+            if not commit.is_sent and self._overwrite:
+                commit.replaced = found  # the condition was out of date
+        elif not commit.in_doubt_anyhow:
             self._published = commit.in_doubt_if_absent
             raise CommitConflictError(self._url)
 
@@ -305,7 +318,7 @@ class ObjectAttempt:
         """
         keys: list[str] = []
         old = commit.replaced
-        if old is not None and not await self._may_come_back(old):
+        if old is not None and old.save_id != self._save_id and not await self._may_come_back(old):
             keys += [self._place.key(name) for name in old.names if old.save_id in name]
         if not commit.in_doubt_anyhow:
             keys.append(self._mark)

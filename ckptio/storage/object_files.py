@@ -52,17 +52,20 @@ class ObjectSink:
         self._mark = mark
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
+        self._num_begun = 0
         self._turn = asyncio.Condition()
         self._num_done = 0
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write a slab; see `interface.AwaitedSink`."""
-        await self._mark()
         if self._nbytes <= self._part_nbytes:
             await self._requests.must("write", self.key, lambda: self._put(data))
-            return
-        upload = await self._begun()
-        number = offset // self._part_nbytes
+        else:
+            upload = await self._begun()
+            await self._in_turn(upload, offset // self._part_nbytes, data)
+        await self._mark()  # behind what takes long, waiting for a turn or a place included
+
+    async def _in_turn(self, upload: Upload, number: int, data: memoryview) -> None:
         if not self._store.traits.in_order:
             await self._write_part(upload, number, data)
             return
@@ -83,10 +86,12 @@ class ObjectSink:
     async def _begun(self) -> Upload:
         async with self._lock:
             if self._upload is None:
-                self._upload = await self._requests.must(
-                    "begin", self.key, lambda: self._store.upload(self.key)
-                )
+                self._upload = await self._requests.must("begin", self.key, self._begin)
             return self._upload
+
+    async def _begin(self) -> Upload:
+        self._num_begun += 1
+        return await self._store.upload(self.key)
 
     async def close(self) -> None:
         """Make the object, and look whether it is what it should be.
@@ -99,6 +104,8 @@ class ObjectSink:
         if self._upload is not None:
             await self._complete(self._upload)
             self._upload = None
+            if self._num_begun > 1:
+                await self._requests.must("clear", self.key, self._drop_lost)
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -144,6 +151,19 @@ class ObjectSink:
         if self._upload is not None:
             await self._upload.abort()
             self._upload = None
+        if self._num_begun > 0:
+            await self._drop_lost()
+
+    async def _drop_lost(self) -> None:
+        """Drop uploads that were begun and whose names never came.
+
+        Raises:
+            StoreError: They may still be there.
+        """
+        prefix = self.key[: self.key.rfind("/") + 1]
+        for upload in await self._store.uploads(prefix):
+            if upload.key == self.key:
+                await self._store.drop_upload(upload)
 
 
 class ObjectSource:

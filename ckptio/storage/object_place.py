@@ -174,13 +174,19 @@ class ObjectPlace:
         if present is not None:
             if not present.save_id:
                 return  # whatever a manifest that cannot be read may need stays
-            dead.discard(present.save_id)
             needed = present.names
         for upload in found.uploads:
-            if owner_of(upload.key) in dead:
+            if owner_of(upload.key) in dead:  # of what was committed, too: it was given up
                 await self.drop(upload)
         keys = [info.key for info in found.objects if owner_of(info.key) in dead]
-        keys = [key for key in keys if name_of(key) not in needed]
+        if present is not None:  # what it names stays, and whatever else it may need
+            marks = self.key(ATTEMPT_PREFIX)
+            keys = [
+                key
+                for key in keys
+                if name_of(key) not in needed
+                and (owner_of(key) != present.save_id or key.startswith(marks))
+            ]
         if keys and await self.delete(keys):
             names = tuple(name_of(key) for key in keys)
             self._emit(LeftoversRemoved(path=self.url, files=names))

@@ -1,0 +1,413 @@
+"""Saves and loads of an engine in a store: each request hit by each fault, and cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.errors import CheckpointError, CorruptionError, FormatError, SaveAbortedError
+from ckptio.events import CleanupFailed
+from ckptio.format.checksum import block_checksums
+from ckptio.format.manifest import decode_manifest
+from ckptio.storage.store import StoreTraits
+from ckptio.testing import EventLog, MemoryBucket, MemoryStore, crash_at, hit, run_virtual
+from ckptio.testing.objects import FaultKind
+from tests.rig import (
+    SAVE_IDS,
+    assert_same,
+    config_with,
+    contents_of,
+    fill_attempt,
+    inline_engine,
+    is_same,
+    manifest_of,
+    object_storage,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping, Sequence
+
+    import torch
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.handle import SaveHandle
+    from ckptio.testing import Operation
+    from ckptio.testing.objects import StoreFault
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+seeds = st.integers(0, 2**32)
+
+PREFIX = "run/step-1/"
+CONFIG = config_with(block_nbytes=64 * KiB, request_timeout_s=60.0)
+OLD = random_state([5000, 100], 1)
+NEW = random_state([150 * KiB, 3000, 300 * KiB], 2)
+NEXT = random_state([10], 3)
+LIVING = SAVE_IDS[0]
+
+ATOMIC = StoreTraits(conditional="atomic")
+CREATES = StoreTraits(conditional="create")
+PLAIN = StoreTraits(conditional="none", in_order=True)
+TRAITS = pytest.mark.parametrize(
+    "traits",
+    [
+        pytest.param(ATOMIC, id="atomic"),
+        pytest.param(CREATES, id="create", marks=pytest.mark.stress),
+        pytest.param(PLAIN, id="none"),
+    ],
+)
+FRESH = pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
+SEED = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 6))]
+)
+KINDS: Sequence[FaultKind] = get_args(FaultKind)
+
+
+async def save(
+    bucket: MemoryBucket,
+    state: Mapping[str, torch.Tensor],
+    *,
+    traits: StoreTraits = ATOMIC,
+    fault: StoreFault | None = None,
+    seed: int = 0,
+    overwrite: bool = True,
+    log: EventLog | None = None,
+    config: CheckpointConfig = CONFIG,
+) -> MemoryStore:
+    """Save as a process of its own; gives the way to the bucket that it used."""
+    store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, traits=traits, fault=fault)
+    storage = object_storage(store, config=config, log=log, seed=seed)
+    async with inline_engine({"c": storage}, config) as engine:
+        await engine.save(state, "c", overwrite=overwrite)
+    assert store.num_running == 0
+    return store
+
+
+async def load(
+    bucket: MemoryBucket, fault: StoreFault | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, fault=fault)
+    storage = object_storage(store, config=CONFIG, seed=seed)
+    async with inline_engine({"c": storage}, CONFIG) as engine:
+        state: dict[str, torch.Tensor] = await engine.load("c")
+    assert store.num_running == 0
+    return state
+
+
+def committed(bucket: MemoryBucket, prefix: str = PREFIX) -> list[str] | None:
+    """Name the keys of the checkpoint that is there, each of which is whole."""
+    found = bucket.objects.get(f"{prefix}manifest.json")
+    if found is None:
+        return None
+    manifest = decode_manifest(found.data)
+    for entry in manifest.files:
+        data = bucket.objects[prefix + entry.name].data
+        sums = block_checksums(memoryview(data), manifest.block_nbytes)
+        assert tuple(sums) == entry.checksums()
+    return sorted([f"{prefix}manifest.json", *(prefix + entry.name for entry in manifest.files)])
+
+
+def assert_tidy(bucket: MemoryBucket) -> None:
+    """Check that there is a checkpoint, and nothing else."""
+    assert bucket.keys == committed(bucket)
+    assert bucket.open_uploads == {}
+
+
+def marks(bucket: MemoryBucket, traits: StoreTraits, *, fresh: bool) -> set[str]:
+    """Give the marks that may stay: of a commit of which something may still be under way."""
+    if traits is ATOMIC or (traits is CREATES and fresh):
+        return set()
+    return {key for key in bucket.keys if ".attempt-" in key}
+
+
+async def assert_sweepable(bucket: MemoryBucket, traits: StoreTraits) -> None:
+    """Check that a save hours later leaves itself and nothing else."""
+    await asyncio.sleep(7300)
+    await save(bucket, NEXT, traits=traits)
+    assert_same(await load(bucket), NEXT)
+    assert_tidy(bucket)
+
+
+@functools.cache
+def num_requests(traits: StoreTraits, *, fresh: bool) -> int:
+    """Count the requests of a save."""
+
+    async def scenario() -> int:
+        bucket = MemoryBucket()
+        if not fresh:
+            await save(bucket, OLD, traits=traits)
+        return len((await save(bucket, NEW, traits=traits, overwrite=not fresh)).operations)
+
+    return run_virtual(scenario(), seed=0)
+
+
+@TRAITS
+@FRESH
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "short"])
+def test_a_save_survives_a_fault_of_any_request(
+    traits: StoreTraits, kind: FaultKind, *, fresh: bool
+) -> None:
+    """It is committed, or a typed error; never half, and nothing stays that is not told."""
+
+    async def scenario(number: int) -> bool:
+        bucket, log, fault = MemoryBucket(), EventLog(), hit(number, kind)
+        if not fresh:
+            await save(bucket, OLD, traits=traits)
+        old = bucket.keys
+        error = await failure_of(
+            save(bucket, NEW, traits=traits, fault=fault, overwrite=not fresh, log=log)
+        )
+        if error is not None:
+            assert kind == "refused", error
+            assert "access denied" in str(error)
+        if error is None or "nobody knows" in str(error):  # written, and not to be read back
+            assert_same(await load(bucket), NEW)
+            kept = set(committed(bucket) or [])
+        else:
+            kept = set(old)
+            assert committed(bucket) == (old or None)
+        if kind == "corrupted" and not fresh:  # nobody knows what a damaged manifest names
+            kept |= set(old)
+        if kind == "late":  # what comes long after it was given up can only be swept
+            await asyncio.sleep(200)
+            assert_same(await load(bucket), NEW)
+        elif not log.of(CleanupFailed) and "nobody knows" not in str(error):
+            assert set(bucket.keys) - marks(bucket, traits, fresh=fresh) <= kept
+            assert bucket.open_uploads == {}
+        if kind == "late" or number % 5 == 0:
+            await assert_sweepable(bucket, traits)
+        return error is None
+
+    saved = [
+        run_virtual(scenario(number), seed=number)
+        for number in range(num_requests(traits, fresh=fresh) + 2)
+    ]
+    assert all(saved) == (kind != "refused")
+    assert saved[-1]
+
+
+async def failure_of(coroutine: Awaitable[object]) -> CheckpointError | None:
+    """Give the error that something ends with."""
+    try:
+        await coroutine
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def watching(fault: StoreFault, seen: list[Operation]) -> StoreFault:
+    """Give a fault that keeps what it is shown."""
+
+    def watched(request: Operation) -> FaultKind | None:
+        seen.append(request)
+        return fault(request)
+
+    return watched
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_survives_a_fault_of_any_request(kind: FaultKind) -> None:
+    """It gives what was saved, or a typed error; a changed bit is found."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, NEW)
+        for number in range(100):
+            seen: list[Operation] = []
+            watched = watching(hit(number, kind), seen)
+
+            try:
+                assert_same(await load(bucket, watched, seed=number), NEW)
+            except (CorruptionError, FormatError):
+                assert kind == "corrupted"
+            except CheckpointError as error:
+                assert kind == "refused", error
+                assert "access denied" in str(error)
+            else:
+                is_read = number < len(seen) and seen[number].kind in ("get", "get_into")
+                assert kind not in ("refused", "corrupted") or not is_read
+            if number >= len(seen):
+                break
+        assert number > 5
+
+    run_virtual(scenario(), seed=0)
+
+
+@TRAITS
+@FRESH
+@SEED
+def test_a_crash_at_any_request_leaves_the_old_or_the_new(
+    traits: StoreTraits, seed: int, *, fresh: bool
+) -> None:
+    """What is committed loads, and a save an hour later removes the dead one's, nobody else's."""
+
+    async def scenario(number: int) -> str:
+        bucket = MemoryBucket()
+        others = [f"{PREFIX}notes.txt", f"{PREFIX}below/data-{'0' * 32}-00000-00000.safetensors"]
+        for key in others:
+            bucket.put(key, b"somebody else's")
+        if not fresh:
+            await save(bucket, OLD, traits=traits)
+        fault = crash_at(number)
+        with contextlib.suppress(SaveAbortedError):
+            await save(bucket, NEW, traits=traits, fault=fault, seed=seed, overwrite=not fresh)
+        there = committed(bucket)
+        outcome = "nothing"
+        if there is not None:
+            state = await load(bucket)
+            outcome = "new" if is_same(state, NEW) else "old"
+            assert_same(state, NEW if outcome == "new" else OLD)
+        await asyncio.sleep(3000)
+        living = await object_storage(MemoryStore(bucket, traits=traits)).begin(
+            LIVING, overwrite=True
+        )
+        contents = contents_of(LIVING, 5000, 100 * KiB)
+        await fill_attempt(living, contents)
+        await asyncio.sleep(1000)
+        await save(bucket, NEXT, traits=traits)
+        assert_same(await load(bucket), NEXT)
+        alive = sorted(f"{PREFIX}{name}" for name in (*contents, f".attempt-{LIVING}"))
+        assert bucket.keys == sorted([*(committed(bucket) or []), *alive, *others])
+        assert bucket.open_uploads == {}
+        await living.commit(manifest_of(LIVING, contents))
+        assert bucket.keys == sorted([*(committed(bucket) or []), *others])
+        return outcome
+
+    outcomes = [
+        run_virtual(scenario(number), seed=seed)
+        for number in range(num_requests(traits, fresh=fresh) + 1)
+    ]
+    assert outcomes == sorted(outcomes, key=["nothing", "old", "new"].index)
+    assert set(outcomes) == {"nothing" if fresh else "old", "new"}
+
+
+@TRAITS
+@FRESH
+@SEED
+def test_aborting_at_any_request_leaves_nothing(
+    traits: StoreTraits, seed: int, *, fresh: bool
+) -> None:
+    """Whenever a save is aborted, it is gone without a trace, or it was committed before."""
+
+    async def scenario(number: int) -> bool:
+        bucket = MemoryBucket()
+        if not fresh:
+            await save(bucket, OLD, traits=traits)
+        handles: list[SaveHandle] = []
+
+        def fault(request: Operation) -> None:
+            if request.number == number:
+                asyncio.get_running_loop().call_later(0.01 * seed, handles[0].abort)
+
+        store = MemoryStore(bucket, seed=number, max_delay_s=0.05, traits=traits, fault=fault)
+        storage = object_storage(store, config=CONFIG)
+        async with inline_engine({"c": storage}, CONFIG) as engine:
+            handles.append(engine.save(NEW, "c", overwrite=not fresh))
+            try:
+                await handles[0]
+                is_saved = True
+            except SaveAbortedError:
+                is_saved = False
+        if is_saved or not fresh:
+            assert_tidy(bucket)
+            assert_same(await load(bucket), NEW if is_saved else OLD)
+        else:
+            assert bucket.keys == []
+            assert bucket.open_uploads == {}
+        return is_saved
+
+    saved = [
+        run_virtual(scenario(number), seed=seed)
+        for number in range(num_requests(traits, fresh=fresh))
+    ]
+    assert not saved[0]
+    assert saved[-1]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 400 * KiB), min_size=1, max_size=8),
+    seed=seeds,
+    num_slabs=st.integers(1, 3),
+    num_saves=st.integers(1, 3),
+    in_order=st.booleans(),
+)
+def test_a_pool_of_one_slab_is_enough(
+    sizes: list[int], seed: int, num_slabs: int, num_saves: int, *, in_order: bool
+) -> None:
+    """However small the pool, and whoever comes first, parts that come in order do come."""
+    config = config_with(pool_nbytes=num_slabs * 64 * KiB, max_requests=2, max_saves=3)
+    assert config.num_slabs == num_slabs
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        traits = StoreTraits(conditional="atomic", in_order=in_order)
+        store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, traits=traits)
+        storages = {
+            f"c{i}": object_storage(store, url=f"memory://run/step-{i}", config=config)
+            for i in range(num_saves)
+        }
+        states = {path: random_state(sizes, seed=i) for i, path in enumerate(storages)}
+        async with inline_engine(storages, config) as engine:
+            handles = [engine.save(state, path) for path, state in states.items()]
+            for handle in handles:
+                await handle
+            for path, state in states.items():
+                assert_same(await engine.load(path), state)
+            assert engine.statistics().peak_leased_nbytes <= num_slabs * 64 * KiB
+        assert store.peak_requests <= 2 * num_saves
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_store_that_is_away_ends_a_save_with_an_error() -> None:
+    """After the tries that the options allow, and it says what it wanted of which object."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        for operation in ("put", "upload", "write", "complete", "head", "get"):
+            fault = hit(0, "before", operation=operation, times=1_000_000)
+            error = await failure_of(save(bucket, NEW, fault=fault))
+            assert PREFIX in str(error), operation
+            assert committed(bucket) is None
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_sizes_that_cannot_be_told_are_a_typed_error() -> None:
+    """Looking at many files at once raises one error, not a group."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, NEW)
+        fault = hit(0, "refused", operation="head", times=100)
+        storage = object_storage(MemoryStore(bucket, fault=fault))
+        with pytest.raises(CheckpointError, match="access denied"):
+            await storage.sizes(["a", "b"])
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_one_tensor_costs_one_range() -> None:
+    """A tensor out of a large object is read by one request of its own blocks."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        state = random_state([16 * KiB] * 16)
+        await save(bucket, state)
+        store = MemoryStore(bucket)
+        storage = object_storage(store, config=CONFIG)
+        async with inline_engine({"c": storage}, CONFIG) as engine:
+            part = await engine.load_slice("c", "tensor3", slice(0, 16 * KiB))
+        assert part.equal(state["tensor3"])
+        ranges = [op.nbytes for op in store.operations if op.kind == "get_into"]
+        assert len(ranges) == 1
+        assert ranges[0] <= 2 * CONFIG.block_nbytes
+
+    run_virtual(scenario(), seed=0)

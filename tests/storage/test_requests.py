@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.errors import StorageError
+from ckptio.events import RequestRetried
+from ckptio.storage.requests import RequestLimit, Requests
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+    TransientError,
+)
+from ckptio.testing import EventLog, run_virtual
+from tests.rig import config_with
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+seeds = st.integers(0, 2**32)
+
+
+def requests(
+    log: EventLog | None = None, limit: RequestLimit | None = None, seed: int = 0, **options: object
+) -> Requests:
+    return Requests(
+        "memory://run",
+        config_with(**options),
+        limit or RequestLimit(16),
+        log or EventLog(),
+        random.Random(seed),
+    )
+
+
+def failing(*errors: StoreError | None) -> Callable[[], Awaitable[str]]:
+    """Give a request that ends as said, try by try, and well after that."""
+    left = list(errors)
+
+    async def request() -> str:
+        await asyncio.sleep(0.01)
+        error = left.pop(0) if left else None
+        if error is not None:
+            raise error
+        return "done"
+
+    return request
+
+
+@given(num_failures=st.integers(0, 12), max_retries=st.integers(1, 8), seed=seeds)
+def test_what_may_get_better_is_tried_again_as_often_as_allowed(
+    num_failures: int, max_retries: int, seed: int
+) -> None:
+    """Each further try is an event; when the budget is spent the error names the object."""
+
+    async def scenario() -> None:
+        log = EventLog()
+        run = requests(log, seed=seed, max_retries=max_retries)
+        request = failing(*[TransientError("no luck")] * num_failures)
+        if num_failures <= max_retries:
+            assert await run.run("write", "run/a", request) == "done"
+        else:
+            with pytest.raises(StorageError, match="cannot write 'run/a': no luck") as caught:
+                await run.run("write", "run/a", request)
+            assert isinstance(caught.value.__cause__, TransientError)
+        events = log.of(RequestRetried)
+        assert [event.num_tries for event in events] == [
+            number + 1 for number in range(min(num_failures, max_retries))
+        ]
+        for event in events:
+            assert (event.operation, event.object) == ("write", "run/a")
+            assert 0 <= event.wait_s <= min(20.0, 0.1 * 2**event.num_tries)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_waits_are_drawn() -> None:
+    """Writers that were refused together do not come back together, and a seed repeats a run."""
+
+    async def waits(seed: int) -> list[float]:
+        log = EventLog()
+        await requests(log, seed=seed).run("write", "a", failing(*[TransientError("x")] * 5))
+        return [event.wait_s for event in log.of(RequestRetried)]
+
+    found = [run_virtual(waits(seed), seed=0) for seed in (1, 2, 3, 1)]
+    assert found[0] == found[3]
+    assert len({tuple(drawn) for drawn in found}) == 3
+
+
+@pytest.mark.parametrize("error", [ObjectMissingError("x"), ConditionFailedError("x")])
+def test_an_answer_is_no_failure(error: StoreError) -> None:
+    """What is missing, or a condition that does not hold, is for the caller, at once."""
+
+    async def scenario() -> None:
+        log = EventLog()
+        with pytest.raises(type(error)):
+            await requests(log).run("read", "a", failing(error))
+        with pytest.raises(StorageError, match="cannot read 'a'"):
+            await requests(log).must("read", "a", failing(error))
+        assert log.events == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_is_refused_is_not_tried_again() -> None:
+    """No permission now is no permission later."""
+
+    async def scenario() -> None:
+        log = EventLog()
+        with pytest.raises(StorageError, match="cannot read 'a': access denied"):
+            await requests(log).run("read", "a", failing(RefusedError("access denied")))
+        assert log.events == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_nothing_is_tried_again_after_the_deadline() -> None:
+    """A store that is away for long ends a save, however many tries are left."""
+
+    async def scenario() -> None:
+        run = requests(max_retries=1000, retry_timeout_s=100.0)
+        with pytest.raises(StorageError, match="tries"):
+            await run.run("write", "a", failing(*[TransientError("away")] * 1000))
+        assert 50 < asyncio.get_running_loop().time() <= 101
+        await asyncio.sleep(60)
+        with pytest.raises(StorageError, match="cannot write 'b': away"):
+            await run.run("write", "b", failing(TransientError("away")))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_the_deadline_is_that_of_an_outage() -> None:
+    """A failure long ago, and much that worked since, does not end a save that lasts."""
+
+    async def scenario() -> None:
+        run = requests(retry_timeout_s=100.0)
+        for _ in range(10):
+            await run.run("write", "a", failing(TransientError("a hiccup")))
+            await asyncio.sleep(90)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_request_that_is_never_answered_ends_and_says_which() -> None:
+    """A stalled connection is an error that names the object, not a hang."""
+
+    async def stalled() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def scenario() -> None:
+        log = EventLog()
+        run = requests(log, request_timeout_s=60.0, max_retries=2)
+        with pytest.raises(StorageError, match=r"cannot read 'run/a': no answer within 60 s \(3"):
+            await run.run("read", "run/a", stalled)
+        assert len(log.of(RequestRetried)) == 2
+        assert 180 <= asyncio.get_running_loop().time() < 190
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(
+    num=st.integers(1, 40),
+    places=st.integers(1, 8),
+    cancelled=st.lists(st.tuples(st.integers(0, 39), st.floats(0, 3))),
+    seed=seeds,
+)
+def test_the_limit_holds_whoever_is_cancelled(
+    num: int, places: int, cancelled: Sequence[tuple[int, float]], seed: int
+) -> None:
+    """Never more at a time than allowed, every place comes back, and each error is its own."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(places)
+        running = peak = 0
+
+        async def one(number: int) -> None:
+            nonlocal running, peak
+            async with limit.slot():
+                running += 1
+                peak = max(peak, running)
+                try:
+                    await asyncio.sleep((number * 7 % 5) / 10)
+                finally:
+                    running -= 1
+
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(number)) for number in range(num)]
+            for number, when in cancelled:
+                loop.call_later(when, tasks[number % num].cancel)
+        assert peak <= places
+        assert running == limit._running == 0
+        assert not limit._waiters
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_waiter_that_leaves_as_a_place_comes_free_leaves_quietly() -> None:
+    """Who is cancelled in the very turn in which a request ends is cancelled, nothing else."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(1)
+
+        async def wait() -> None:
+            async with limit.slot():
+                raise AssertionError("it was cancelled before")
+
+        async with limit.slot():
+            waiter = asyncio.get_running_loop().create_task(wait())
+            await asyncio.sleep(1)
+            waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        async with limit.slot():
+            assert limit._running == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_places_are_given_in_turn() -> None:
+    """Who came first is served first, also before one that comes just as a place is free."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(2)
+        order = []
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(number / 100)
+            async with limit.slot():
+                order.append(number)
+                await asyncio.sleep(1)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(20):
+                group.create_task(one(number))
+        assert order == list(range(20))
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_store_that_asks_for_less_gets_half_and_more_again_later() -> None:
+    """Half as many after a refusal, once for all refused together, and back with answers."""
+
+    async def scenario() -> None:
+        limit = RequestLimit(16)
+        run = requests(limit=limit, max_retries=1)
+        slow = TransientError("slow down", slow_down=True)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(16):
+                group.create_task(run.run("write", "a", failing(slow)))
+        assert limit.allowed >= 8
+        seen = []
+        for _ in range(3):
+            with pytest.raises(TransientError):
+                await run.once(failing(slow))
+            seen.append(limit.allowed)
+        assert seen == [limit.allowed * 4, limit.allowed * 2, limit.allowed]
+        for _ in range(200):
+            await run.once(failing())
+        assert limit.allowed == 16
+        for _ in range(20):
+            with pytest.raises(TransientError):
+                await run.once(failing(slow))
+        assert limit.allowed == 1
+        assert await run.run("write", "a", failing()) == "done"
+
+    run_virtual(scenario(), seed=0)
