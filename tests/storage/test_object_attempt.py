@@ -419,7 +419,7 @@ def test_a_begin_that_fails_leaves_no_mark() -> None:
 
     for number in range(5):
         for kind in ("refused", "stalled"):
-            run_virtual(scenario(number, kind), seed=number)  # type: ignore[arg-type]  # a literal
+            run_virtual(scenario(number, kind), seed=number)
 
 
 def test_a_save_that_was_silent_for_long_gives_up() -> None:
