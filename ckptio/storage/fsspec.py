@@ -2,27 +2,34 @@
 
 Through fsspec's blocking calls, on threads that are given up when an answer does not come:
 so nothing they use is anybody else's, and a range is one copy more than it could be. Stores
-for which that matters have a module of their own.
+for which that matters have a module of their own. What a thread that was given up may still
+do to an object is waited for before that object is removed.
 
 Parts of an upload go through one file object, in order; what fsspec has begun to send it
 cannot send again, so the retries of a part are those of the file system itself. Small files
 and manifests are single requests, and tried again like everybody's.
+
+Where files are written in place, a manifest is written beside and renamed, if the file
+system is known to do that in one step (local ones, SFTP). On others (HDFS, SMB) a save that is
+killed while it replaces a checkpoint may leave a manifest that is told to be damaged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
-import errno
 import inspect
+import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import tokenize
 
-from ckptio._aio import Threads
+from ckptio._aio import Threads, run_blocking
 from ckptio.errors import ConfigError
+from ckptio.storage.fsspec_answers import info_of, secrets_of, told
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -35,7 +42,7 @@ from ckptio.storage.store import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
     from ckptio.config import CheckpointConfig
     from ckptio.storage.store import UploadInfo
@@ -43,25 +50,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GAP_NBYTES = 1 << 20
-#: File systems that decide atomically who makes an object, where they take `mode="create"`.
-_ATOMIC = ("gs", "gcs", "az", "abfs", "abfss", "adl")
+_GOOGLE = ("gs", "gcs")
+_AZURE = ("az", "abfs", "abfss", "adl")
+#: Those that put a file in another's place in one step.
+_RENAMING = ("sftp", "ssh")
 #: File systems with directories whose `rmdir` refuses one that is not empty. That of others
 #: removes what is in it, or the bucket.
 _WITH_DIRS = ("memory", "sftp", "ssh", "ftp", "smb")
-_HOPELESS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EINVAL,
-    errno.ENAMETOOLONG,
-)
-_THROTTLED = (429, 503)
-_REQUEST_TIMEOUT = 408
-_FIRST_SERVER_ERROR = 500
+#: What fsspec calls a file system's own loop, which is not ours to choose.
+_LOOP_OPTIONS = ("asynchronous", "loop")
 
 
 class FsspecBackend:
@@ -76,7 +73,12 @@ class FsspecBackend:
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Take the whole path for a prefix; see `stores.Backend`."""
-        prefix = str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
+        try:
+            prefix = str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
+        except (ValueError, TypeError, NotImplementedError):
+            raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
+        if not prefix.strip("/"):
+            raise ConfigError(f"{url!r} has to name a place in the store, not all of it")
         return f"{self._protocol}-{tokenize(self._protocol, dict(options))}", prefix
 
     def gap_nbytes(self) -> int:
@@ -86,16 +88,21 @@ class FsspecBackend:
     async def open(
         self, url: str, options: Mapping[str, Any], config: CheckpointConfig, executor: Executor
     ) -> FsspecStore:
-        """Make the file system; see `stores.Backend`."""
-        del url, executor
+        """Make the file system, on a thread; see `stores.Backend`."""
+        del url
+        own = {name: value for name, value in options.items() if name not in _LOOP_OPTIONS}
+        made = self._class()
+        problem = ""
         try:
-            fs = self._class()(**options)
-        except (TypeError, ValueError, ImportError) as error:
+            fs = await run_blocking(executor, lambda: made(**own))
+        except Exception as error:  # what it says may hold the options: only its kind is told
+            problem = type(error).__name__
+        if problem:
             raise ConfigError(
                 f"fsspec cannot make a file system for {self._protocol}://"
-                f" of the storage_options given: {type(error).__name__}"
-            ) from None  # what it says may hold the options
-        return FsspecStore(fs, self._protocol, config.max_requests)
+                f" of the storage_options given: {problem}"
+            )
+        return FsspecStore(fs, self._protocol, config.max_requests, secrets_of(own))
 
     def _class(self) -> Any:
         try:
@@ -113,131 +120,195 @@ class FsspecStore:
         fs: The file system.
         protocol: What it is.
         max_requests: Threads.
+        hidden: What must not be shown.
     """
 
-    def __init__(self, fs: Any, protocol: str, max_requests: int) -> None:
-        self._fs = fs
+    def __init__(
+        self, fs: Any, protocol: str, max_requests: int, hidden: Sequence[str] = ()
+    ) -> None:
+        self.fs = fs
         self._protocol = protocol
+        self._hidden = hidden
         self._threads = Threads(max_requests, f"ckptio-{protocol}")
-        self._can_create = (
-            "mode" in inspect.signature(getattr(fs, "_pipe_file", fs.pipe_file)).parameters
-        )
-        atomic = protocol in _ATOMIC and self._can_create
+        self._given_up: dict[str, list[asyncio.Event]] = {}
+        inner = fs
+        while isinstance(inner, DirFileSystem):
+            inner = inner.fs
+        self._is_local = isinstance(inner, LocalFileSystem)
+        self._renames = self._is_local or protocol in _RENAMING
+        self._creating = _how_to_create(fs, protocol)
         self._traits = StoreTraits(
-            in_order=True, conditional="atomic" if atomic else "none", gap_nbytes=_GAP_NBYTES
+            in_order=True,
+            conditional="create" if self._creating else "none",
+            gap_nbytes=_GAP_NBYTES,
         )
 
     @property
     def identity(self) -> str:
         """Protocol and options."""
-        return f"{self._protocol}-{tokenize(self._protocol, self._fs.storage_options)}"
+        return f"{self._protocol}-{tokenize(self._protocol, self.fs.storage_options)}"
 
     @property
     def traits(self) -> StoreTraits:
         """What every file system can do."""
         return self._traits
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Call on a thread, and give the thread up if the caller gives up."""
+    async def call(self, key: str, function: Callable[[], T]) -> T:
+        """Call on a thread, and give the thread up if the caller gives up.
+
+        Args:
+            key: What it is done to.
+            function: What to call.
+        """
+        cause: Exception | None = None
+        future = self._threads.submit(function)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._note(key, future)
+            raise
         except FileNotFoundError:
-            raise ObjectMissingError("there is no such object") from None
+            failure: StoreError = ObjectMissingError("there is no such object")
         except FileExistsError:
-            raise ConditionFailedError("it is there already") from None
+            failure = ConditionFailedError("it is there already")
         except StoreError:
             raise
         except Exception as error:
-            raise told(error) from error
+            failure, is_clean = told(error, self._hidden)
+            cause = error if is_clean else None
+        raise failure from cause
+
+    def _note(self, key: str, future: Future[Any]) -> None:
+        """Remember that a thread may still be at work on an object."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(ended.set)
+
+        self._given_up.setdefault(key, []).append(ended)
+        future.add_done_callback(tell)
+
+    async def settled(self, key: str) -> None:
+        """Wait until no thread that was given up is at work on an object."""
+        events = self._given_up.get(key, [])
+        while events:
+            await events[0].wait()
+            events.pop(0)
+        self._given_up.pop(key, None)
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
-        return await self.call(lambda: self._head(key))
+        return await self.call(key, lambda: self._head(key))
 
     def _head(self, key: str) -> ObjectInfo:
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
-            self._fs.invalidate_cache(key)
-        info = self._fs.info(key)
+            self.fs.invalidate_cache(key)
+        info = self.fs.info(key)
         if info["type"] != "file":
             raise FileNotFoundError(key)
-        return _info(key, info)
+        return info_of(key, info)
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""
 
         def get() -> tuple[ObjectInfo, bytes]:
             before = self._head(key)
-            data = bytes(self._fs.cat_file(key, 0, min(limit, before.nbytes)))
-            if self._head(key) != before:
+            nbytes = min(limit, before.nbytes)
+            data = bytes(self.fs.cat_file(key, 0, nbytes)) if nbytes else b""
+            if self._head(key) != before or len(data) != nbytes:
                 raise TransientError("it changed while it was read")
             return before, data
 
-        return await self.call(get)
+        return await self.call(key, get)
 
     async def get_into(self, key: str, start: int, room: memoryview) -> None:
         """Read a range; see `store.ObjectStore`."""
         stop = start + len(room)
-        data = await self.call(lambda: self._fs.cat_file(key, start, stop))
-        if len(data) != len(room):
-            raise TransientError(f"{len(data)} bytes came instead of {len(room)}")
-        room[:] = data
+
+        def get() -> bytes:
+            data: bytes = self.fs.cat_file(key, start, stop)
+            if len(data) == stop - start:
+                return data
+            nbytes = self._head(key).nbytes
+            if nbytes < stop:
+                raise RefusedError(f"it ends at byte {nbytes}")
+            raise TransientError(f"{len(data)} bytes came instead of {stop - start}")
+
+        room[:] = await self.call(key, get)
 
     async def put(
         self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
     ) -> str:
-        """Write an object; see `store.ObjectStore`. Where `mode` is not taken, looks first."""
+        """Write an object; see `store.ObjectStore`. What the store cannot decide is looked at."""
         own = bytes(data)  # a thread that is given up may still be sending it
 
         def put() -> str:
             if match and self._head(key).etag != match:
                 raise ConditionFailedError("it was changed meanwhile")
-            if absent and not self._can_create and self._fs.exists(key):
+            if absent and not self._creating and self.fs.exists(key):
                 raise FileExistsError(key)
-            if absent and self._can_create:
-                self._fs.pipe_file(key, own, mode="create")
-            else:
-                self._make_parent(key)
-                self._fs.pipe_file(key, own)
+            try:
+                self._write(key, own, self._creating if absent else {})
+            except FileNotFoundError:  # its directory went with what another save removed
+                self._write(key, own, self._creating if absent else {})
             return self._head(key).etag
 
-        return await self.call(put)
+        return await self.call(key, put)
 
-    def _make_parent(self, key: str) -> None:
+    def _write(self, key: str, data: bytes, options: Mapping[str, Any]) -> None:
+        parent = self.make_parent(key)
+        if not self._renames:
+            self.fs.pipe_file(key, data, **options)
+            return
+        beside = f"{parent}/.manifest-{secrets.token_hex(16)}"
+        try:
+            self.fs.pipe_file(beside, data)
+            self.fs.mv(beside, key)
+        except BaseException:
+            with contextlib.suppress(Exception):  # a sweep finds it
+                self.fs.rm_file(beside)
+            raise
+
+    def make_parent(self, key: str) -> str:
         """Make the directory that holds a key, where there are directories."""
+        parent = str(self.fs._parent(key))  # noqa: SLF001  # fsspec's public practice
         with contextlib.suppress(NotImplementedError, FileExistsError):
-            self._fs.makedirs(self._fs._parent(key), exist_ok=True)  # noqa: SLF001  # fsspec's public practice
+            self.fs.makedirs(parent, exist_ok=True)
+        return parent
 
     async def upload(self, key: str) -> FsspecUpload:
         """Open a file for writing; see `store.ObjectStore`."""
-
-        def begin() -> Any:
-            self._make_parent(key)
-            return self._fs.open(key, "wb")
-
-        return FsspecUpload(self, key, await self.call(begin), self._fs)
+        upload = FsspecUpload(self, key)
+        try:
+            await self.call(key, upload.begin)
+        except asyncio.CancelledError:
+            upload.is_dropped = True
+            raise
+        return upload
 
     async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
 
         def find() -> list[ObjectInfo]:
-            self._fs.invalidate_cache()
+            self.fs.invalidate_cache()
             top = prefix.rstrip("/")
             try:
                 if below:
-                    infos = list(self._fs.find(top, detail=True).values())
+                    infos = list(self.fs.find(top, detail=True).values())
                 else:
-                    infos = self._fs.ls(top, detail=True)
+                    infos = self.fs.ls(top, detail=True)
             except FileNotFoundError:
                 return []
             found = []
             for info in infos:
                 is_file = info["type"] == "file"
                 key = str(info["name"]).rstrip("/") + ("" if is_file else "/")
-                if key.startswith(prefix):
-                    found.append(_info(key, info))
+                if key.startswith(prefix) and key != prefix:
+                    found.append(info_of(key, info))
             return sorted(found, key=lambda info: info.key)
 
-        return await self.call(find)
+        return await self.call(prefix, find)
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
         """Nothing: fsspec has no word for it."""
@@ -254,12 +325,15 @@ class FsspecStore:
         def delete() -> None:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(key)
-                if self._protocol in _WITH_DIRS:
-                    with contextlib.suppress(OSError):  # not empty, or not there
-                        self._fs.rmdir(self._fs._parent(key))  # noqa: SLF001  # fsspec's public practice
+                    self.fs.rm_file(key)
+            if self._is_local or self._protocol in _WITH_DIRS:
+                for parent in {self.fs._parent(key) for key in keys}:  # noqa: SLF001  # as above
+                    with contextlib.suppress(OSError):  # it holds something
+                        self.fs.rmdir(parent)
 
-        await self.call(delete)
+        for key in keys:
+            await self.settled(key)
+        await self.call(keys[0] if keys else "", delete)
 
     async def close(self) -> None:
         """Let the threads end, when they do."""
@@ -267,81 +341,63 @@ class FsspecStore:
 
 
 class FsspecUpload:
-    """A file object being written; see `store.Upload`."""
+    """A file object being written; see `store.Upload`.
 
-    def __init__(self, store: FsspecStore, key: str, file: Any, fs: Any) -> None:
+    Attributes:
+        is_dropped: Nobody waits for it any more.
+    """
+
+    def __init__(self, store: FsspecStore, key: str) -> None:
+        self.is_dropped = False
         self._store = store
         self._key = key
-        self._file = file
-        self._fs = fs
+        self._file: Any = None
+        self._is_cut = False
+
+    def begin(self) -> None:
+        """Open the file. Blocks."""
+        fs = self._store.fs
+        self._store.make_parent(self._key)
+        self._file = fs.open(self._key, "wb")
+        if self.is_dropped:
+            self._discard()
 
     async def write(self, number: int, data: memoryview) -> None:
         """Write a part, the next one; see `store.Upload`."""
         own = bytes(data)  # a thread that is given up may still be sending it
+        if self._is_cut:
+            raise RefusedError(f"a part was cut short, and cannot be sent again: {number}")
+        self._is_cut = True
         try:
-            await self._store.call(lambda: self._file.write(own))
+            await self._store.call(self._key, lambda: self._file.write(own))
         except TransientError as error:
             raise RefusedError(f"{error.problem} (part {number} cannot be sent again)") from error
+        self._is_cut = False
 
     async def complete(self) -> None:
         """Close the file."""
-        await self._store.call(self._file.close)
+        await self._store.call(self._key, self._file.close)
 
     async def abort(self) -> None:
         """Drop what was written."""
+        await self._store.settled(self._key)
+        await self._store.call(self._key, self._discard)
 
-        def abort() -> None:
-            with contextlib.suppress(AttributeError, NotImplementedError):
-                self._file.discard()
-            with contextlib.suppress(AttributeError):
-                self._file.closed = True  # else its end would send what is left in its buffer
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._key)
-
-        await self._store.call(abort)
-
-
-def _info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of what fsspec says."""
-    modified_s = 0.0
-    for name in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
-        value = info.get(name)
-        if isinstance(value, dt.datetime):
-            modified_s = value.timestamp()
-        elif isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                modified_s = dt.datetime.fromisoformat(value).timestamp()
-        elif isinstance(value, (int, float)):
-            modified_s = float(value)
-        if modified_s:
-            break
-    nbytes = int(info.get("size") or 0)
-    etag = next((info[name] for name in ("ETag", "etag", "generation") if info.get(name)), None)
-    return ObjectInfo(
-        key=key,
-        nbytes=nbytes,
-        etag=str(etag or f"{modified_s!r}-{nbytes}"),
-        modified_s=modified_s,
-    )
+    def _discard(self) -> None:
+        with contextlib.suppress(Exception):  # whatever is there is removed, below
+            self._file.discard()
+        try:
+            self._file.closed = True  # else its end would send what is left in its buffer
+        except AttributeError:
+            self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._store.fs.rm_file(self._key)
 
 
-def told(error: Exception) -> StoreError:
-    """Say whether a failure may get better."""
-    problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    status = next(
-        (
-            value
-            for name in ("status", "status_code", "code")
-            if isinstance(value := getattr(error, name, None), int)
-        ),
-        None,
-    )
-    if status in _THROTTLED:
-        return TransientError(problem, slow_down=True)
-    if status is not None and 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT:
-        return RefusedError(problem)
-    if isinstance(error, OSError) and error.errno in _HOPELESS:
-        return RefusedError(problem)
-    if isinstance(error, (PermissionError, ValueError, TypeError, NotImplementedError)):
-        return RefusedError(problem)
-    return TransientError(problem)
+def _how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:
+    """Say how `pipe_file` is asked for an object that is not there, atomically; if it can."""
+    if protocol in _AZURE:
+        return {"overwrite": False}
+    if protocol in _GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
+        return {"mode": "create"}
+    return {}

@@ -60,6 +60,7 @@ class _Commit:
         replaced: What is there and should not be, afterwards.
         problem: What went wrong with the last request.
         is_sent: The store has said that it was written.
+        is_decided: The store has judged the condition in one step with the last write.
         in_doubt: Nobody knows what became of a request.
         in_doubt_if_absent: Nor of one that takes effect only where nothing is.
         in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
@@ -69,6 +70,7 @@ class _Commit:
     replaced: Present | None
     problem: StoreError | None = None
     is_sent: bool = False
+    is_decided: bool = False
     in_doubt: bool = False
     in_doubt_if_absent: bool = False
     in_doubt_anyhow: bool = False
@@ -77,12 +79,12 @@ class _Commit:
         """Note how a request ended."""
         self.problem = problem
         self.is_sent = problem is None
+        absent = self.replaced is None
+        self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
         if isinstance(problem, TransientError):
             self.in_doubt = True
-            absent = self.replaced is None
-            is_decided = conditional == "atomic" or (conditional == "create" and absent)
-            self.in_doubt_if_absent |= is_decided and absent
-            self.in_doubt_anyhow |= not is_decided
+            self.in_doubt_if_absent |= self.is_decided and absent
+            self.in_doubt_anyhow |= not self.is_decided
 
 
 class ObjectAttempt:
@@ -231,7 +233,7 @@ class ObjectAttempt:
             if not commit.is_sent:
                 await self._send(commit)
             found = await self._read_back(commit)
-            if found is not None and found.save_id == self._save_id:
+            if self._is_committed(found, commit):
                 self._committed = True
                 await self._clean_up(commit)
                 return
@@ -283,6 +285,14 @@ class ObjectAttempt:
             self._published = False
             raise
 
+    def _is_committed(self, found: Present | None, commit: _Commit) -> bool:
+        """Whether ours is there, or was, and another save has replaced it since."""
+        if found is None or not found.save_id:
+            return False
+        old = commit.replaced
+        is_new = old is None or found.save_id != old.save_id
+        return found.save_id == self._save_id or (commit.is_sent and commit.is_decided and is_new)
+
     def _is_ours_perhaps(self, found: Present | None, commit: _Commit) -> bool:
         """Whether what was read is damaged, perhaps on the way, and new."""
         old = commit.replaced
@@ -325,7 +335,7 @@ class ObjectAttempt:
         """
         keys: list[str] = []
         old = commit.replaced
-        if old is not None and not await self._may_come_back(old):
+        if old is not None and old.save_id != self._save_id and not await self._may_come_back(old):
             keys += [self._place.key(name) for name in old.names if old.save_id in name]
         if not commit.in_doubt_anyhow:
             keys.append(self._mark)

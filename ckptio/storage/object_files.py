@@ -58,12 +58,14 @@ class ObjectSink:
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write a slab; see `interface.AwaitedSink`."""
-        await self._mark()
         if self._nbytes <= self._part_nbytes:
             await self._requests.must("write", self.key, lambda: self._put(data), outlive=True)
-            return
-        upload = await self._begun()
-        number = offset // self._part_nbytes
+        else:
+            upload = await self._begun()
+            await self._in_turn(upload, offset // self._part_nbytes, data)
+        await self._mark()  # behind what takes long, waiting for a turn or a place included
+
+    async def _in_turn(self, upload: Upload, number: int, data: memoryview) -> None:
         if not self._store.traits.in_order:
             await self._write_part(upload, number, data)
             return

@@ -64,6 +64,9 @@ TRAITS = pytest.mark.parametrize(
     ],
 )
 FRESH = pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
+SEED = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 6))]
+)
 KINDS: Sequence[FaultKind] = get_args(FaultKind)
 
 
@@ -147,7 +150,7 @@ def num_requests(traits: StoreTraits, *, fresh: bool) -> int:
 
 @TRAITS
 @FRESH
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "short"])
 def test_a_save_survives_a_fault_of_any_request(
     traits: StoreTraits, kind: FaultKind, *, fresh: bool
 ) -> None:
@@ -239,7 +242,7 @@ def test_a_load_survives_a_fault_of_any_request(kind: FaultKind) -> None:
 
 @TRAITS
 @FRESH
-@pytest.mark.parametrize("seed", range(3))
+@SEED
 def test_a_crash_at_any_request_leaves_the_old_or_the_new(
     traits: StoreTraits, seed: int, *, fresh: bool
 ) -> None:
@@ -287,7 +290,7 @@ def test_a_crash_at_any_request_leaves_the_old_or_the_new(
 
 @TRAITS
 @FRESH
-@pytest.mark.parametrize("seed", range(3))
+@SEED
 def test_aborting_at_any_request_leaves_nothing(
     traits: StoreTraits, seed: int, *, fresh: bool
 ) -> None:

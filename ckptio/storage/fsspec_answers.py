@@ -1,0 +1,121 @@
+"""What a file system of fsspec says, in the words of a store; without what nobody may see."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import errno
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectInfo,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+    TransientError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+_HOPELESS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+)
+_NOT_FOUND = 404
+_REQUEST_TIMEOUT = 408
+_PRECONDITION_FAILED = 412
+_THROTTLED = (429, 503)
+_FIRST_SERVER_ERROR = 500
+_MAX_LENGTH = 300
+_SECRET = re.compile(
+    r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
+)
+#: A signature in a URL is as good as a password.
+_QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
+
+
+def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    """Make one of what fsspec says."""
+    modified_s = next((found for name in _TIMES if (found := _seconds(info.get(name)))), 0.0)
+    nbytes = int(info.get("size") or 0)
+    etag = next((info[name] for name in ("ETag", "etag", "generation") if info.get(name)), None)
+    return ObjectInfo(
+        key=key,
+        nbytes=nbytes,
+        # a file that was replaced within one tick of the clock has another inode
+        etag=str(etag or f"{modified_s!r}-{nbytes}-{info.get('ino', '')}"),
+        modified_s=modified_s,
+    )
+
+
+def _seconds(value: object) -> float:
+    """Give a time as seconds since 1970; 0 for what is none."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = dt.datetime.fromisoformat(value)
+    if isinstance(value, dt.datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:
+    """Say what a failure means, and whether what it says itself may be shown.
+
+    Args:
+        error: What a file system raised.
+        hidden: What must not be shown.
+    """
+    text = str(error)
+    shown = _QUERY.sub("?...", text)
+    for secret in hidden:
+        shown = shown.replace(secret, "...")
+    lines = f"{type(error).__name__}: {shown}".splitlines()
+    return _judged(error, lines[0][:_MAX_LENGTH]), shown == text
+
+
+def _judged(error: Exception, problem: str) -> StoreError:
+    status = next(
+        (
+            value
+            for name in ("status", "status_code", "code")
+            if isinstance(value := getattr(error, name, None), int)
+        ),
+        0,
+    )
+    if status in _THROTTLED:
+        return TransientError(problem, slow_down=True)
+    if status == _NOT_FOUND:
+        return ObjectMissingError(problem)
+    if status == _PRECONDITION_FAILED:
+        return ConditionFailedError(problem)
+    if 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT:
+        return RefusedError(problem)
+    if isinstance(error, OSError) and error.errno in _HOPELESS:
+        return RefusedError(problem)
+    if isinstance(error, (PermissionError, ValueError, TypeError, NotImplementedError)):
+        return RefusedError(problem)
+    return TransientError(problem)
+
+
+def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[str, ...]:
+    """Give the values in `storage_options` that are, by their names, not to be shown."""
+    found: list[str] = []
+    for name, value in options.items():
+        is_secret = all_of_it or _SECRET.search(str(name)) is not None
+        if isinstance(value, Mapping):
+            found += secrets_of(value, all_of_it=is_secret)
+        elif is_secret and isinstance(value, str) and value:
+            found.append(value)
+    return tuple(found)

@@ -1,0 +1,562 @@
+"""The commit protocol: races, requests that land late, silence, and what is swept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.errors import (
+    CheckpointExistsError,
+    CommitConflictError,
+    StorageError,
+)
+from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.format.checksum import block_checksums
+from ckptio.format.manifest import decode_manifest
+from ckptio.storage.object_place import Listing
+from ckptio.storage.store import ObjectInfo, StoreTraits, UploadInfo
+from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
+from tests.rig import (
+    SAVE_IDS,
+    assert_same,
+    config_with,
+    contents_of,
+    fill_attempt,
+    inline_engine,
+    manifest_of,
+    object_storage,
+    random_state,
+    read_files,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from ckptio.testing import Operation
+    from ckptio.testing.objects import FaultKind, StoreFault
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+seeds = st.integers(0, 2**32)
+
+A, B, C = SAVE_IDS[:3]
+PREFIX = "run/step-1/"
+MANIFEST = f"{PREFIX}manifest.json"
+ATOMIC, CREATES, PLAIN = (
+    StoreTraits(conditional=conditional) for conditional in ("atomic", "create", "none")
+)
+FAULTS: tuple[FaultKind, ...] = (
+    "before",
+    "after",
+    "late",
+    "stalled",
+    "stalled_after",
+    "slow_down",
+)
+
+
+def winner(bucket: MemoryBucket) -> str | None:
+    """Give the save whose checkpoint is there, whole."""
+    found = bucket.objects.get(MANIFEST)
+    if found is None:
+        return None
+    manifest = decode_manifest(found.data)
+    for entry in manifest.files:
+        data = bucket.objects[PREFIX + entry.name].data
+        sums = block_checksums(memoryview(data), manifest.block_nbytes)
+        assert tuple(sums) == entry.checksums()
+    return manifest.save_id
+
+
+def keys_of(save_id: str, *sizes: int) -> list[str]:
+    """Name what a committed save leaves."""
+    return sorted([MANIFEST, *(PREFIX + name for name in contents_of(save_id, *sizes))])
+
+
+async def save(
+    bucket: MemoryBucket,
+    save_id: str,
+    *sizes: int,
+    traits: StoreTraits = ATOMIC,
+    fault: StoreFault | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    log: EventLog | None = None,
+) -> str:
+    """Write data files and commit, as a process of its own; says how it ended."""
+    store = MemoryStore(bucket, seed=seed, max_delay_s=0.05, traits=traits, fault=fault)
+    storage = object_storage(store, log=log, seed=seed)
+    try:
+        await write_files(storage, save_id, contents_of(save_id, *sizes), overwrite=overwrite)
+    except (CommitConflictError, CheckpointExistsError):
+        return "lost"
+    except StorageError as error:
+        return "in doubt" if "nobody knows" in str(error) else "failed"
+    return "won"
+
+
+def now_and_then(seed: int, probability: float) -> StoreFault:
+    """Give faults that hit requests at random."""
+    rng = random.Random(seed)
+
+    def fault(request: Operation) -> FaultKind | None:
+        del request
+        return rng.choice(FAULTS) if rng.random() < probability else None
+
+    return fault
+
+
+async def race(
+    bucket: MemoryBucket,
+    num: int,
+    traits: StoreTraits,
+    seed: int,
+    *,
+    overwrite: bool,
+    faults: float,
+) -> dict[str, str]:
+    """Let writers commit to one place; says how each ended."""
+    ids = [f"{number:032x}" for number in range(1, num + 1)]
+    async with asyncio.TaskGroup() as group:
+        tasks = {
+            save_id: group.create_task(
+                save(
+                    bucket,
+                    save_id,
+                    5000,
+                    traits=traits,
+                    fault=now_and_then(seed + number, faults),
+                    seed=seed + number,
+                    overwrite=overwrite,
+                )
+            )
+            for number, save_id in enumerate(ids)
+        }
+    return {save_id: task.result() for save_id, task in tasks.items()}
+
+
+@pytest.mark.parametrize("num", [2, 8, 32])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_any_number_of_writers_one_wins(num: int, seed: int) -> None:
+    """The others are told so, and leave nothing."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        ends = await race(bucket, num, ATOMIC, seed, overwrite=False, faults=0)
+        assert sorted(ends.values()) == ["lost"] * (num - 1) + ["won"]
+        won = winner(bucket)
+        assert won is not None
+        assert ends[won] == "won"
+        assert bucket.keys == keys_of(won, 5000)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("num", [2, 8, 32])
+@pytest.mark.parametrize("seed", range(5))
+def test_writers_that_replace_a_checkpoint_replace_it_whole(num: int, seed: int) -> None:
+    """One of those that won is there, and nothing of the others or of what they replaced."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        assert await save(bucket, "f" * 32, 100, 200) == "won"
+        ends = await race(bucket, num, ATOMIC, seed, overwrite=True, faults=0)
+        assert set(ends.values()) <= {"won", "lost"}
+        won = winner(bucket)
+        assert won is not None
+        assert ends[won] == "won"
+        assert bucket.keys == keys_of(won, 5000)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("traits", [ATOMIC, CREATES, PLAIN], ids=["atomic", "create", "none"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@given(seed=seeds, num=st.integers(2, 12), faults=st.sampled_from([0.0, 0.1, 0.3]))
+def test_what_is_there_is_whole_whatever_becomes_of_requests(
+    traits: StoreTraits, seed: int, num: int, faults: float, *, overwrite: bool
+) -> None:
+    """Also when late requests land; and no one is told to have won who has lost."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        if overwrite:
+            assert await save(bucket, "f" * 32, 100, 200) == "won"
+        ends = await race(bucket, num, traits, seed, overwrite=overwrite, faults=faults)
+        for _ in range(2):
+            won = winner(bucket)
+            if overwrite:
+                assert won is not None
+            if won in ends and faults == 0:
+                assert ends[won] == "won"
+            elif won in ends:
+                assert ends[won] in ("won", "in doubt")
+            winners = [save_id for save_id, end in ends.items() if end == "won"]
+            if traits is ATOMIC or (traits is CREATES and not overwrite):
+                assert overwrite or len(winners) <= 1
+                assert overwrite or not winners or winners == [won]
+                assert faults > 0 or winners
+            await asyncio.sleep(300)
+        await asyncio.sleep(7300)
+        assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
+        assert bucket.keys == keys_of(C, 10)
+        assert bucket.open_uploads == {}
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_lands_after_its_writer_gave_up_finds_its_files(
+    traits: StoreTraits, *, overwrite: bool
+) -> None:
+    """Nobody knows, says the error; and whatever comes of it is whole."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        if overwrite:
+            await save(bucket, B, 100)
+
+        def late(request: Operation) -> FaultKind | None:
+            is_commit = request.kind == "put" and request.path == MANIFEST
+            return "late" if is_commit else None
+
+        end = await save(bucket, A, 5000, traits=traits, fault=late, overwrite=overwrite)
+        assert end == "in doubt"
+        assert winner(bucket) == (B if overwrite else None)
+        await asyncio.sleep(100)
+        assert winner(bucket) == A
+        assert await read_files(object_storage(MemoryStore(bucket))) == contents_of(A, 5000)
+
+    run_virtual(scenario(), seed=0)
+
+
+def late_once(name: str = MANIFEST) -> StoreFault:
+    """Make the first write of an object a late one."""
+    left = [1]
+
+    def fault(request: Operation) -> FaultKind | None:
+        if request.kind == "put" and request.path == name and left:
+            left.clear()
+            return "late"
+        return None
+
+    return fault
+
+
+@pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
+def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTraits) -> None:
+    """A commit that was sent twice, replaced by another: the first one does no harm."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, B, 100)
+        assert (
+            await save(bucket, A, 5000, traits=traits, fault=late_once(), overwrite=True) == "won"
+        )
+        assert await save(bucket, C, 10, traits=traits, overwrite=True) == "won"
+        await asyncio.sleep(100)
+        assert winner(bucket) == (C if traits is ATOMIC else A)
+        if traits is ATOMIC:
+            assert bucket.keys == keys_of(C, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
+    """The winner may be removed before the loser's late request comes: then it is whole."""
+
+    async def scenario(*, removes: bool) -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, fault=late_once())
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 5000))
+        other = asyncio.get_running_loop().create_task(
+            attempt.commit(manifest_of(A, contents_of(A, 5000)))
+        )
+        await asyncio.sleep(0.05)
+        await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
+        with pytest.raises(CommitConflictError):
+            await other
+        assert attempt.is_published
+        await attempt.abort()
+        assert winner(bucket) == B
+        if removes:
+            del bucket.objects[MANIFEST]
+        await asyncio.sleep(100)
+        assert winner(bucket) == (A if removes else B)
+
+    for removes in (True, False):
+        run_virtual(scenario(removes=removes), seed=0)
+
+
+def test_a_damaged_read_back_settles_nothing() -> None:
+    """What is read wrong once is read again before anything is removed."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        for save_id, times in ((A, 1), (C, 3)):
+            fault = hit(1, "corrupted", operation="get", times=times)
+            assert await save(bucket, save_id, 10, fault=fault, overwrite=True) == "won"
+            assert winner(bucket) == save_id
+        fault = hit(1, "corrupted", operation="get", times=100)
+        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "in doubt"
+        assert winner(bucket) == B
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_refused_commit_that_was_carried_out_is_a_commit() -> None:
+    """Whatever the store said: what is there decides, and keeps its files."""
+
+    class Liar(MemoryStore):
+        async def put(self, key: str, data: bytes | memoryview, **conditions: object) -> str:
+            etag = await super().put(key, data, **conditions)  # type: ignore[arg-type]  # passed on
+            if key == MANIFEST:
+                await self.request("put", "never", lambda: None)
+            return etag
+
+    async def scenario() -> None:
+        def fault(request: Operation) -> FaultKind | None:
+            return "refused" if request.path == "never" else None
+
+        bucket = MemoryBucket()
+        await write_files(object_storage(Liar(bucket, fault=fault)), A, contents_of(A, 10))
+        assert bucket.keys == keys_of(A, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_replaced_all_the_same() -> None:
+    """With `overwrite`, that what was there is gone is no conflict."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, A, 10)
+
+        def fault(request: Operation) -> None:
+            if request.kind == "put" and request.path == MANIFEST:
+                bucket.objects.pop(MANIFEST, None)
+
+        assert await save(bucket, B, 10, fault=fault, overwrite=True) == "won"
+        assert winner(bucket) == B
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_cancelling_a_commit_in_doubt_does_not_hide_the_doubt() -> None:
+    """Neither a success nor an end that changed nothing: the error says that nobody knows."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, max_delay_s=0.05)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 10))
+        store.fault = lambda op: "stalled" if op.kind == "put" else None
+        task = asyncio.get_running_loop().create_task(
+            attempt.commit(manifest_of(A, contents_of(A, 10)))
+        )
+        await asyncio.sleep(30)
+        task.cancel()
+        with pytest.raises(StorageError, match="nobody knows"):
+            await task
+        assert attempt.is_published
+        before = bucket.keys
+        await attempt.abort()
+        assert bucket.keys == before
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_cancelling_a_commit_that_came_first_changes_nothing() -> None:
+    """A commit that cannot be taken back is a commit."""
+
+    async def scenario(when_s: float) -> bool:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, max_delay_s=0.05)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 10))
+        task = asyncio.get_running_loop().create_task(
+            attempt.commit(manifest_of(A, contents_of(A, 10)))
+        )
+        await asyncio.sleep(when_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if task.cancelled():
+            await attempt.abort()
+            assert bucket.keys == []
+        else:
+            assert bucket.keys == keys_of(A, 10)
+        return task.cancelled()
+
+    ends = {run_virtual(scenario(step / 100), seed=step) for step in range(30)}
+    assert False in ends
+
+
+def test_a_begin_that_fails_leaves_no_mark() -> None:
+    """Whatever request of it fails, and however it is cancelled."""
+
+    async def scenario(number: int, kind: FaultKind) -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, fault=hit(number, kind, times=1 if number else 0))
+        task = asyncio.get_running_loop().create_task(
+            object_storage(store).begin(A, overwrite=False)
+        )
+        if kind == "stalled":
+            await asyncio.sleep(5)
+            task.cancel()
+        with contextlib.suppress(StorageError, asyncio.CancelledError):
+            await (await task).abort()
+        assert bucket.keys == []
+
+    for number in range(5):
+        for kind in ("refused", "stalled"):
+            run_virtual(scenario(number, kind), seed=number)
+
+
+def test_a_save_that_was_silent_for_long_gives_up() -> None:
+    """Others may have swept its files: a manifest would name what is not there."""
+
+    async def scenario(sleep_s: float, *, at_commit: bool) -> None:
+        bucket = MemoryBucket()
+        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        if at_commit:
+            await fill_attempt(attempt, contents_of(A, 10))
+        await asyncio.sleep(sleep_s)
+        if not at_commit:
+            await fill_attempt(attempt, contents_of(A, 10))
+        await attempt.commit(manifest_of(A, contents_of(A, 10)))
+        assert winner(bucket) == A
+
+    for at_commit in (True, False):
+        run_virtual(scenario(1700, at_commit=at_commit), seed=0)
+        with pytest.raises(StorageError, match="silent for 1900 s"):
+            run_virtual(scenario(1900, at_commit=at_commit), seed=0)
+
+
+def test_another_rank_speaks_for_all() -> None:
+    """The rank that commits may have been silent, as long as one that writes was not."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        leader = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        member = await object_storage(MemoryStore(bucket)).join(A)
+        for number in range(8):
+            name = next(iter(contents_of(A, 10))).replace("-00000-", f"-{number + 1:05d}-")
+            await fill_attempt(member, {name: b"x" * 10})
+            await asyncio.sleep(900)
+            await save(bucket, B, 10, overwrite=True)
+        await leader.commit(manifest_of(A, {}))
+        assert sum(f"data-{A}" in key for key in bucket.keys) == 8
+
+    with pytest.raises(CommitConflictError):  # B is there
+        run_virtual(scenario(), seed=0)
+
+
+def test_a_save_that_waits_for_its_turn_stays_alive() -> None:
+    """The files of a save that is behind one of hours are nobody's leftovers."""
+    config = config_with(pool_nbytes=64 * 64 * KiB, request_timeout_s=1000.0, max_saves=2)
+    slow, quick = random_state([64 * KiB * 60]), random_state([5000], 1)
+
+    class SlowParts(MemoryStore):
+        @contextlib.asynccontextmanager
+        async def running(
+            self, kind: str, key: str, nbytes: int = 0
+        ) -> AsyncIterator[FaultKind | None]:
+            async with super().running(kind, key, nbytes) as fault:
+                if kind == "write":
+                    await asyncio.sleep(200)
+                yield fault
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        storage = object_storage(
+            SlowParts(bucket, traits=StoreTraits(conditional="atomic", in_order=True)),
+            config=config,
+        )
+        log = EventLog()
+        async with inline_engine({"c": storage}, config) as engine:
+            first = engine.save(slow, "c", overwrite=True)
+            second = engine.save(quick, "c", overwrite=True)
+            while not first.done():
+                await asyncio.sleep(700)
+                if not first.done():
+                    attempt = await object_storage(MemoryStore(bucket), log=log).begin(
+                        B, overwrite=True
+                    )
+                    await attempt.abort()
+            await first
+            await second
+            assert_same(await engine.load("c"), quick)
+        assert asyncio.get_running_loop().time() > 7200
+        assert log.of(LeftoversRemoved) == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}", b"\0" * 100])
+def test_next_to_a_manifest_that_cannot_be_read_everything_stays(damaged: bytes) -> None:
+    """It may be of a newer version: whatever it needs is not removed."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        bucket.put(MANIFEST, damaged)
+        leftover = f"{PREFIX}data-{A}-00000-00000.safetensors"
+        bucket.put(leftover, b"x")
+        await asyncio.sleep(7300)
+        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+        await attempt.abort()
+        assert bucket.keys == sorted([MANIFEST, leftover])
+        bucket.objects.pop(MANIFEST)
+        attempt = await object_storage(MemoryStore(bucket)).begin(B, overwrite=True)
+        assert leftover not in bucket.keys
+        await attempt.abort()
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_save_that_cannot_sweep_goes_on() -> None:
+    """A listing, a look or a removal that is refused is an event."""
+
+    async def scenario(operation: str) -> None:
+        bucket, log = MemoryBucket(), EventLog()
+        bucket.put(f"{PREFIX}data-{A}-00000-00000.safetensors", b"x")
+        await asyncio.sleep(7300)
+        fault = hit(0, "refused", operation=operation)
+        assert await save(bucket, B, 10, fault=fault, overwrite=True, log=log) == "won"
+        assert log.of(CleanupFailed) != []
+        assert winner(bucket) == B
+
+    for operation in ("list", "uploads", "get", "delete"):
+        run_virtual(scenario(operation), seed=0)
+
+
+def info(name: str, modified_s: float) -> ObjectInfo:
+    return ObjectInfo(key=PREFIX + name, nbytes=1, modified_s=modified_s)
+
+
+def dead(listing: Listing) -> set[str]:
+    return listing.dead_saves(listing.time_of(B))
+
+
+def test_the_store_says_what_time_it_is() -> None:
+    """By its own mark a save knows; without one, or without times, nothing is dead."""
+    data, mark = f"data-{A}-00000-00000.safetensors", f".attempt-{B}"
+    old, dateless = info(data, 1000.0), info(data, 0.0)
+    assert dead(Listing((old, info(mark, 4601.0)))) == {A}
+    assert dead(Listing((old, info(mark, 4599.0)))) == set()
+    assert dead(Listing((old, info(mark, 0.0)))) == set()
+    assert dead(Listing((old,))) == set()
+    assert dead(Listing((dateless, info(mark, 9999.0)))) == set()
+    assert dead(Listing((old, info(f".attempt-{A}", 4000.0), info(mark, 4700.0)))) == set()
+    upload = UploadInfo(key=PREFIX + data, upload_id="1", active_s=2000.0)
+    assert dead(Listing((old, info(mark, 5000.0)), (upload,))) == set()
+    assert dead(Listing((old, info(mark, 5601.0)), (upload,))) == {A}
