@@ -151,13 +151,14 @@ class LocalRoot:
         except OSError as error:
             raise storage_error(error, manifest, "cannot read the manifest") from error
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `Root`."""
-        await run_blocking(self._executor, self._remove, self.join(name))
+        return await run_blocking(self._executor, self._remove, self.join(name))
 
-    def _remove(self, directory: str) -> None:
+    def _remove(self, directory: str) -> int:
         data = self._read_manifest(directory)
-        tomb = f".manifest-{decode_summary(data).save_id}-old"
+        summary = decode_summary(data)
+        tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, f"{directory}/{tomb}", data)
         except _GONE:
@@ -166,6 +167,7 @@ class LocalRoot:
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
         self._bury(directory, tomb)
         self._remove_dir(directory)
+        return summary.nbytes
 
     def _take_back(self, directory: str, tomb: str, data: bytes) -> None:
         """Make a checkpoint none, in one step; undo that if it is another one by now."""
