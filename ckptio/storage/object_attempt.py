@@ -18,6 +18,8 @@ save to the path removes them once all of it has been quiet for an hour.
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,12 +31,11 @@ from ckptio.errors import (
     FormatError,
     StorageError,
 )
-from ckptio.events import LeftoversRemoved
+from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
 from ckptio.storage.object_files import ObjectSink
-from ckptio.storage.object_leftovers import Cleaner, Listing, dead_owners
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -44,13 +45,16 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
     from ckptio.storage.requests import Requests
-    from ckptio.storage.store import ObjectStore
+    from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
 
+_OURS = re.compile(r"(?:data-|\.attempt-|manifest-)([0-9a-f]{32})(?:[-.].*)?")
+#: A save under way sends something every few seconds; an hour without is its end.
+QUIET_S = 3600.0
 #: The mark of a save is written again this often, so that it counts as alive.
 _REFRESH_S = 300.0
 #: How often a commit is sent again while nobody knows whether it was carried out.
@@ -63,6 +67,19 @@ class _Present:
 
     etag: str
     keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What is under a prefix."""
+
+    objects: tuple[ObjectInfo, ...]
+    uploads: tuple[UploadInfo, ...]
+
+    def signs(self) -> Iterator[tuple[str, float]]:
+        """Give each key, and when something was last seen of it."""
+        yield from ((info.key, info.modified_s) for info in self.objects)
+        yield from ((upload.key, upload.active_s) for upload in self.uploads)
 
 
 class ObjectAttempt:
@@ -90,7 +107,6 @@ class ObjectAttempt:
         self._emit = emit
         self._overwrite = overwrite
         self._leads = leads
-        self._cleaner = Cleaner(url, store, requests, emit)
         self._sinks: list[ObjectSink] = []
         self._published = False
         self._left = False
@@ -231,7 +247,7 @@ class ObjectAttempt:
     async def _clean_up(self, replaced: _Present | None) -> None:
         """Remove what the commit made needless; an event, not an error, if it stays."""
         keys = () if replaced is None else replaced.keys
-        await self._cleaner.delete([*keys, self._key(ATTEMPT_PREFIX + self._save_id)])
+        await self._delete([*keys, self._key(ATTEMPT_PREFIX + self._save_id)])
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""
@@ -241,15 +257,17 @@ class ObjectAttempt:
 
     async def _abort(self) -> None:
         for sink in self._sinks:
-            await self._cleaner.quietly(sink.key, sink.discard)
+            await self._quietly(sink.key, sink.discard)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
-            ours = (await self._left_over()).of({self._save_id})
-            for upload in ours.uploads:
-                await self._cleaner.drop(upload)
-            keys += [info.key for info in ours.objects]
+            ours = f"data-{self._save_id}-"
+            found = await self._ours()
+            keys += [info.key for info in found.objects if _name(info.key).startswith(ours)]
+            for upload in found.uploads:
+                if _name(upload.key).startswith(ours):
+                    await self._drop(upload)
             keys.append(self._key(ATTEMPT_PREFIX + self._save_id))
-        await self._cleaner.delete(sorted(set(keys)))
+        await self._delete(sorted(set(keys)))
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""
@@ -262,26 +280,68 @@ class ObjectAttempt:
         Listed first, so that a save that ends meanwhile has its manifest in place before
         that is read.
         """
-        found = await self._left_over()
-        dead = dead_owners(found, now_s=time.time()) - {self._save_id}
+        found = await self._ours()
+        active: dict[str, float] = {}
+        for key, when in found.signs():
+            owner = _owner(key)
+            if owner and owner != self._save_id:
+                active[owner] = max(active.get(owner, 0.0), when)
+        dead = {owner for owner, when in active.items() if when + QUIET_S < time.time()}
         if not dead:
             return
-        present = await self._found(self._key(MANIFEST_NAME))
-        if present == "":
-            return  # damaged, or of a newer version: whatever it needs stays
-        dead.discard(present or "")
-        names = await self._cleaner.remove(found.of(dead))
-        if names:
+        dead.discard(await self._found(self._key(MANIFEST_NAME)) or "")
+        for upload in found.uploads:
+            if _owner(upload.key) in dead:
+                await self._drop(upload)
+        keys = [info.key for info in found.objects if _owner(info.key) in dead]
+        if keys and await self._delete(keys):
+            names = tuple(_name(key) for key in keys)
             self._emit(LeftoversRemoved(path=self._url, files=names))
 
-    async def _left_over(self) -> Listing:
+    async def _ours(self) -> _Listing:
         """List what saves left under the prefix; nothing if it cannot be listed."""
         prefix = self._key("")
         try:
-            return await self._cleaner.list(prefix)
+            objects = await self._requests.run("list", prefix, lambda: self._store.list(prefix))
+            uploads = await self._requests.run("list", prefix, lambda: self._store.uploads(prefix))
         except (StorageError, StoreError) as error:
-            self._cleaner.cannot(prefix, error)
-            return Listing()
+            self._cannot(prefix, error)
+            return _Listing((), ())
+        return _Listing(tuple(objects), tuple(uploads))
+
+    async def _drop(self, upload: UploadInfo) -> None:
+        await self._quietly(upload.key, lambda: self._store.drop_upload(upload))
+
+    async def _delete(self, keys: Sequence[str]) -> bool:
+        if not keys:
+            return True
+        return await self._quietly(keys[0], lambda: self._store.delete(keys))
+
+    async def _quietly(self, key: str, request: Callable[[], Awaitable[None]]) -> bool:
+        """Remove something; an event, not an error, if it stays."""
+        try:
+            await self._requests.run("remove", key, request)
+        except ObjectMissingError:
+            return True
+        except (StorageError, StoreError) as error:
+            self._cannot(key, error)
+            return False
+        return True
+
+    def _cannot(self, key: str, error: StorageError | StoreError) -> None:
+        """Say that something stays that is no longer needed."""
+        reason = error if isinstance(error, OSError) else OSError(errno.EIO, error.problem)
+        self._emit(CleanupFailed(path=self._url, file=_name(key), error=reason))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _owner(key: str) -> str:
+    """Give the id of the save that a key belongs to; empty for what is none of ours."""
+    match = _OURS.fullmatch(_name(key))
+    return match[1] if match else ""
