@@ -120,6 +120,15 @@ class CheckpointerCore:
         assert self._keeper is not None  # noqa: S101  # they come together
         return self._keeper
 
+    def require_new(self) -> None:
+        """Check that this was not entered before: what it knows is of one block.
+
+        Raises:
+            EngineClosedError: It was.
+        """
+        if self._stops is not None:
+            raise EngineClosedError("a checkpointer is entered once; make another one")
+
     def open(self, engine: EngineCore) -> Callable[[EngineContext], Awaitable[None]]:
         """Begin. Takes signals over, so on the main thread if there are any.
 
@@ -179,12 +188,11 @@ class CheckpointerCore:
             running.abort()
 
     def stop_watching(self) -> list[Running[None]]:
-        """Give signals back and hear no more calls; gives what ends with that."""
+        """Hear no more calls and give signals back; gives what ends with that."""
+        if self._watching is not None:
+            self._watching.abort()
         self._signals.stop()
-        if self._watching is None:
-            return []
-        self._watching.abort()
-        return [self._watching]
+        return [] if self._watching is None else [self._watching]
 
     def end(self) -> Exception | BaseException | None:
         """Close. Gives the error of a save that nobody has seen, if there is one."""
@@ -194,7 +202,9 @@ class CheckpointerCore:
             handle.retrieved = True
         if self._missed is not None:
             late, missed = self._missed
-            if late.committed.error() is not None:  # else its commit was faster than the abort
+            if (
+                late.done() and late.committed.error() is not None
+            ):  # else its commit was faster than the abort
                 return missed
         return failed[0].committed.error() if failed else None
 

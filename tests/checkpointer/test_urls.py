@@ -298,10 +298,10 @@ def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: flo
                             await ckpt.save(state_of(step), step)
                         last = step
                     raise ZeroDivisionError
-            for step, names in files_in(url).items():
+            for place, names in files_in(url).items():
                 kinds = sorted(name.partition("-")[0] for name in names)
                 is_removed = kinds[0] == ".manifest" and set(kinds[1:]) <= {"data"}
-                assert is_removed or kinds[-2:] == ["data", "manifest.json"], (step, names)
+                assert is_removed or kinds[-2:] == ["data", "manifest.json"], (place, names)
             async with checkpointer_on(engine, url, sweep_after_s=1.0) as ckpt:
                 latest = await ckpt.latest()
                 assert (latest or 0) >= last
