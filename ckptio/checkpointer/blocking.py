@@ -84,6 +84,7 @@ class Checkpointer:
 
     def __enter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
+        self._core.require_new()
         if self._owns:
             self._engine.start()
         try:
@@ -112,11 +113,13 @@ class Checkpointer:
                 self._wait_in_flight()
                 raise
         finally:
-            for running in core.stop_watching():
-                running.wait_ended()
-            unseen = core.end()
-            if self._owns:
-                self._engine.close(abort=error is not None)
+            try:
+                for running in core.stop_watching():
+                    running.wait_ended()
+            finally:
+                unseen = core.end()
+                if self._owns:
+                    self._engine.close(abort=error is not None)
         if unseen is not None and error is None:
             raise unseen
 

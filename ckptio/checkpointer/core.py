@@ -7,12 +7,12 @@ commit, from what is committed then, on the engine's loop: the trainer never wai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptio.checkpointer.advice import advice
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, pack_metrics, step_name, unpack_metrics
@@ -21,8 +21,6 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
-    FormatError,
-    RankError,
     SaveAbortedError,
 )
 from ckptio.events import Preempted, RetentionFailed
@@ -43,11 +41,10 @@ if TYPE_CHECKING:
     from ckptio.engine.restore import LoadRequest
     from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
-    from ckptio.storage.interface import Root
+    from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
-_DAMAGED = ("CorruptionError", "FormatError")
 
 
 class CheckpointerCore:
@@ -123,6 +120,15 @@ class CheckpointerCore:
         assert self._keeper is not None  # noqa: S101  # they come together
         return self._keeper
 
+    def require_new(self) -> None:
+        """Check that this was not entered before: what it knows is of one block.
+
+        Raises:
+            EngineClosedError: It was.
+        """
+        if self._stops is not None:
+            raise EngineClosedError("a checkpointer is entered once; make another one")
+
     def open(self, engine: EngineCore) -> Callable[[EngineContext], Awaitable[None]]:
         """Begin. Takes signals over, so on the main thread if there are any.
 
@@ -182,12 +188,11 @@ class CheckpointerCore:
             running.abort()
 
     def stop_watching(self) -> list[Running[None]]:
-        """Give signals back and hear no more calls; gives what ends with that."""
+        """Hear no more calls and give signals back; gives what ends with that."""
+        if self._watching is not None:
+            self._watching.abort()
         self._signals.stop()
-        if self._watching is None:
-            return []
-        self._watching.abort()
-        return [self._watching]
+        return [] if self._watching is None else [self._watching]
 
     def end(self) -> Exception | BaseException | None:
         """Close. Gives the error of a save that nobody has seen, if there is one."""
@@ -197,7 +202,9 @@ class CheckpointerCore:
             handle.retrieved = True
         if self._missed is not None:
             late, missed = self._missed
-            if late.committed.error() is not None:  # else its commit was faster than the abort
+            if (
+                late.done() and late.committed.error() is not None
+            ):  # else its commit was faster than the abort
                 return missed
         return failed[0].committed.error() if failed else None
 
@@ -304,16 +311,17 @@ class CheckpointerCore:
         keeper = self.keeper
         async with self._one_pass:
             try:
+                found = await keeper.find()
                 if self._keep is not None and handle is not None:
-                    await self._remove(keeper, self._keep)
+                    await self._remove(keeper, self._keep, found)
                 if self._sweep_after_s is not None and not self._is_in_a_hurry():
-                    await keeper.sweep(self._sweep_after_s, self._exempt)
+                    await keeper.sweep(self._sweep_after_s, self._exempt, found)
             except Exception as error:  # the observer is told; the run goes on
                 self.engine.emit(RetentionFailed(path=keeper.root.path, error=error))
 
-    async def _remove(self, keeper: Keeper, policy: Retention) -> None:
+    async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
-        for step in await keeper.plan(policy, self._exempt()):
+        for step in await keeper.plan(policy, self._exempt(), found):
             if step not in self._exempt() and not self._is_in_a_hurry():
                 await keeper.remove(step)
 
@@ -381,25 +389,9 @@ class CheckpointerCore:
         path = self.path(step)
         self._busy[step] += 1
         try:
-            with _advice(steps):
+            with advice(steps):
                 result = yield from flow.load_flow(self.engine, path, make_request)
         finally:
             self._busy[step] -= 1
         self._last_step = step
         return result
-
-
-class _advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as a function
-    """Say what to do about a damaged step: nothing is loaded in its stead unasked."""
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        self._steps = steps
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        causes = error.causes.values() if isinstance(error, RankError) else ()
-        is_damage = isinstance(error, FormatError) or any(c.startswith(_DAMAGED) for c in causes)
-        if error is None or not is_damage:
-            return
-        error.add_note("`ckptio verify` says what of it is damaged")
-        if len(self._steps) > 1:
-            error.add_note(f"load(step={self._steps[-2]}) loads the committed step before it")

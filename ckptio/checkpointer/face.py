@@ -62,7 +62,8 @@ class Checkpointer:
             after each commit. Everything if not given. The highest step and the one
             committed last always stay, and so does one that is being written or read.
             Steps with damaged manifests are neither counted nor removed; and while the
-            storage does not give a manifest, nothing is removed.
+            storage does not give a manifest, nothing is removed. Where `durability` is not
+            `"full"`, keep several: a power cut may take the newest.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
@@ -112,6 +113,7 @@ class Checkpointer:
 
     async def __aenter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
+        self._core.require_new()
         if self._owns:
             await self._engine.__aenter__()
         try:
@@ -136,8 +138,8 @@ class Checkpointer:
         try:
             await outlive(asyncio.ensure_future(self._in_flight_ended()), on_cancel=core.abort)
         finally:
-            watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
             try:
+                watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
                 await outlive(asyncio.ensure_future(_all_done(watching)))
             finally:
                 unseen = core.end()

@@ -17,7 +17,7 @@ from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.events import Event
@@ -55,13 +55,21 @@ class Keeper:
         self._emit = emit
         self._known: dict[str, tuple[Hashable, StepRecord]] = {}
 
+    async def find(self) -> list[Found]:
+        """List what has the name of a step, committed or not.
+
+        Raises:
+            StorageError: It cannot be listed.
+        """
+        return await self.root.find(_is_step)
+
     async def steps(self) -> list[int]:
         """List the committed steps, lowest first.
 
         Raises:
             StorageError: They cannot be listed.
         """
-        found = await self.root.find(_is_step)
+        found = await self.find()
         steps = [parse_name(item.name) for item in found if item.version is not None]
         return sorted(step for step in steps if step is not None)
 
@@ -74,12 +82,12 @@ class Keeper:
         Raises:
             StorageError: They cannot be listed.
         """
-        return (await self._read())[0]
+        return (await self._read(await self.find()))[0]
 
-    async def _read(self) -> tuple[list[StepRecord], StorageError | None]:
+    async def _read(self, listed: Sequence[Found]) -> tuple[list[StepRecord], StorageError | None]:
         """Read records; gives them, and why one could not be read if the storage said so."""
         before = self._known
-        found = [item for item in await self.root.find(_is_step) if item.version is not None]
+        found = [item for item in listed if item.version is not None]
         news = [item for item in found if before.get(item.name, (None,))[0] != item.version]
         read = await run_all([self._record(item) for item in news], "read a manifest")
         answers = dict(zip(news, read, strict=True))
@@ -107,15 +115,25 @@ class Keeper:
         except StorageError as error:
             return error
 
-    async def plan(self, policy: Retention, exempt: Collection[int] = ()) -> tuple[int, ...]:
+    async def plan(
+        self,
+        policy: Retention,
+        exempt: Collection[int] = (),
+        found: Sequence[Found] | None = None,
+    ) -> tuple[int, ...]:
         """Say which steps a policy does not keep, lowest first.
+
+        Args:
+            policy: What to keep.
+            exempt: Steps that stay whatever it says.
+            found: What `find` gave just now, if it was asked.
 
         Raises:
             StorageError: Steps cannot be listed, or the storage does not give a manifest now:
                 a policy that saw fewer steps than there are would let the wrong ones go.
             Exception: What the policy raises.
         """
-        records, failure = await self._read()
+        records, failure = await self._read(await self.find() if found is None else found)
         if failure is not None:
             raise failure
         return await run_blocking(
@@ -133,26 +151,28 @@ class Keeper:
     async def remove(self, step: int) -> Removal:
         """Remove a step. A failure is an event, not an error."""
         name = step_name(step)
-        nbytes = await self.size(step)
         try:
-            await self.root.remove(name)
+            nbytes = await self.root.remove(name)
         except CheckpointNotFoundError:
             return Removal(step=step, nbytes=0)  # somebody else was faster
         except (FormatError, StorageError) as error:
             cause = error if isinstance(error, OSError) else OSError(str(error))
             self._emit(CleanupFailed(path=self.root.join(name), file="", error=cause))
-            return Removal(step=step, nbytes=nbytes, error=error)
+            return Removal(step=step, nbytes=await self.size(step), error=error)
         self._emit(CheckpointRemoved(path=self.root.join(name), step=step, nbytes=nbytes))
         return Removal(step=step, nbytes=nbytes)
 
-    async def sweep(self, quiet_s: float, exempt: Callable[[], Collection[int]]) -> None:
+    async def sweep(
+        self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]
+    ) -> None:
         """Remove what dead saves left under names of steps.
 
         Args:
             quiet_s: How long nothing must have been written there, in seconds.
             exempt: Gives the steps to leave alone; asked before each.
+            found: What `find` gave just now.
         """
-        for item in await self.root.find(_is_step):
+        for item in found:
             if item.version is not None or parse_name(item.name) in exempt():
                 continue
             try:

@@ -284,10 +284,13 @@ class Root(Protocol):
         """
         ...
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         """Remove a checkpoint: its manifest first, then what it is made of.
 
         What is left behind a failure is no checkpoint, and goes with a later `sweep`.
+
+        Returns:
+            Bytes of its data files.
 
         Raises:
             CheckpointNotFoundError: There is none.

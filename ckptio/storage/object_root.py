@@ -115,9 +115,9 @@ class ObjectRoot:
         """Read a manifest; see `interface.Root`."""
         return (await _Removal(self, name, *await self._ready(self.join(name))).read())[1]
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `interface.Root`."""
-        await _Removal(self, name, *await self._ready(self.join(name))).remove()
+        return await _Removal(self, name, *await self._ready(self.join(name))).remove()
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `interface.Root`."""
@@ -152,8 +152,8 @@ class _Removal:
         except ObjectMissingError:
             raise CheckpointNotFoundError(self._url) from None
 
-    async def remove(self) -> None:
-        """Remove a checkpoint, manifest first."""
+    async def remove(self) -> int:
+        """Remove a checkpoint, manifest first; gives the bytes of its data files."""
         info, data, pointed = await self.read()
         summary = await run_blocking(self._executor, decode_summary, data)
         tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
@@ -168,6 +168,7 @@ class _Removal:
         await self._bury(tomb, summary, pointed)
         if not is_mine:
             raise CheckpointNotFoundError(self._url)
+        return summary.nbytes
 
     async def _put(self, key: str, data: bytes) -> None:
         await self._store.put(key, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 #: What fsspec calls this machine's own file systems.
 _LOCAL = ("file", "local")
+#: What `pathlib.Path` makes of a URL. It would be a directory called `s3:`, here.
+_SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 def resolve_storage(
@@ -71,6 +74,8 @@ def local_path(path: PathLike) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{path!r} is no path of a checkpoint")
+    if not isinstance(path, str) and _SHORTENED.match(text):
+        raise ConfigError(f"{path!r} was a URL: a path object drops one of its slashes; pass a str")
     if "://" not in text:
         return os.path.expanduser(text)
     from fsspec.core import split_protocol  # noqa: PLC0415  # 50 ms that plain paths do not need

@@ -160,13 +160,14 @@ class LocalRoot:
         except OSError as error:
             raise storage_error(error, manifest, "cannot read the manifest") from error
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `Root`."""
-        await run_blocking(self._executor, self._remove, self.join(name))
+        return await run_blocking(self._executor, self._remove, self.join(name))
 
-    def _remove(self, directory: str) -> None:
+    def _remove(self, directory: str) -> int:
         commit = self._read_commit(directory)
-        tomb = f".manifest-{decode_summary(self._followed(directory, commit)).save_id}-old"
+        summary = decode_summary(self._followed(directory, commit))
+        tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, f"{directory}/{tomb}", commit)
         except _GONE:
@@ -175,6 +176,7 @@ class LocalRoot:
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
         self._bury(directory, tomb)
         self._remove_dir(directory)
+        return summary.nbytes
 
     def _take_back(self, directory: str, tomb: str, data: bytes) -> None:
         """Make a checkpoint none, in one step; undo that if it is another one by now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptio import (
     Checkpointer,
@@ -22,19 +26,19 @@ from ckptio import (
     KeepBest,
     KeepIf,
     KeepLast,
+    PerRank,
     SaveAbortedError,
     SaveEvery,
     sync,
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved, LeftoversRemoved, RetentionFailed
-from ckptio.testing import EventLog
+from ckptio.testing import EventLog, run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL, assert_same, filled_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
@@ -242,6 +246,74 @@ def test_the_blocking_twin_does_the_same(url: str) -> None:
     assert steps_in(url) == [6, 8]
     with pytest.raises(CheckpointExistsError), sync.Checkpointer(url, config=SMALL) as ckpt:
         ckpt.start_save(state_of(8), 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_save_keep_and_load_together(url: str, seed: int) -> None:
+    """Rank 0 lists and removes; each rank writes its own objects."""
+
+    async def body(rank: int, engine: Engine, log: EventLog) -> None:
+        async with checkpointer_on(
+            engine, url, keep=KeepLast(2), every=SaveEvery(steps=3), sweep_after_s=1.0
+        ) as ckpt:
+            assert await ckpt.latest() is None
+            for step in range(1, 13):
+                if await ckpt.should_save(step):
+                    own = torch.full((SMALL.slab_nbytes * 2,), rank, dtype=torch.uint8)
+                    state = {**state_of(step), f"own{rank}": own, "rank": PerRank(rank)}
+                    await ckpt.save(state, step)
+        async with checkpointer_on(engine, url) as ckpt:
+            assert await ckpt.steps() == (9, 12)
+            state = await ckpt.load(select=["tensor*", "rank"])
+            assert state.pop("rank") == rank
+            assert_same(state, state_of(12))
+        assert [event.step for event in log.of(CheckpointRemoved)] == [3, 6]
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with engines(2, log=log, seed=seed) as group:
+            assert await on_each(group, lambda r, e: body(r, e, log)) == [None, None]
+
+    run_virtual(scenario(), seed=seed)
+    found = files_in(url)
+    assert sorted(found) == [step_name(9), step_name(12)]
+    for names in found.values():
+        assert {name.split("-")[2] for name in names if name.startswith("data-")} == {
+            "00000",
+            "00001",
+        }
+
+
+@given(seed=st.integers(0, 2**32), at_s=st.floats(0, 1))
+def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: float) -> None:
+    """A save leaves nothing, and a removal what the next run knows and removes at once."""
+
+    async def scenario(url: str) -> None:
+        async with engines(seed=seed) as (engine,):
+            last = 0
+            with contextlib.suppress(TimeoutError, ZeroDivisionError):
+                async with checkpointer_on(engine, url, keep=KeepLast(1)) as ckpt:
+                    for step in range(1, 4):
+                        async with asyncio.timeout(at_s):
+                            await ckpt.save(state_of(step), step)
+                        last = step
+                    raise ZeroDivisionError
+            for place, names in files_in(url).items():
+                kinds = sorted(name.partition("-")[0] for name in names)
+                is_removed = kinds[0] == ".manifest" and set(kinds[1:]) <= {"data"}
+                assert is_removed or kinds[-2:] == ["data", "manifest.json"], (place, names)
+            async with checkpointer_on(engine, url, sweep_after_s=1.0) as ckpt:
+                latest = await ckpt.latest()
+                assert (latest or 0) >= last
+                if latest is not None:
+                    assert_same(await ckpt.load(), state_of(latest))
+            assert all("manifest.json" in names for names in files_in(url).values())
+
+    name = f"run-{secrets.token_hex(8)}"
+    run_virtual(scenario(f"memory://{name}/deep"), seed=seed)
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
 
 
 @pytest.mark.parametrize("root", ["nope://run", "s3://key:secret@bucket/run"])

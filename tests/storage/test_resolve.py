@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ("file:///a/b", "/a/b"),
         ("local:///a/b", "/a/b"),
         ("with space ü", "with space ü"),
+        ("s3:/bucket", "s3:/bucket"),
     ],
 )
 def test_paths_and_file_urls_name_local_paths(path: Any, expected: str) -> None:
@@ -38,7 +39,8 @@ def test_a_tilde_is_the_home_directory() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x"]
+    "path",
+    ["", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x", Path("s3://bucket/key")],
 )
 def test_what_is_no_local_path_is_refused(path: Any) -> None:
     """Other values and other URLs raise `ConfigError` before anything is touched."""
