@@ -10,13 +10,14 @@ import sys
 import types
 from pathlib import Path
 
-import pytest  # noqa: TC002  # its fixtures are looked up at run time
+import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 #: Commands of the tour, as modules: their scripts need not be on the path.
 MODULES = {"ckptio": "ckptio", "torchrun": "torch.distributed.run"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process is meant
 def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block under "Tour", in order: Python in one namespace, scripts by their commands."""
     monkeypatch.chdir(tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import storage as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.futures import Future
 
 from ckptio.adapters.dcp.calls import ask, is_path, require_path
@@ -25,7 +27,14 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 
-class StorageWriter(dcp.StorageWriter):
+if TYPE_CHECKING or "async_stager" in inspect.signature(async_save).parameters:
+    _Stager = object
+else:
+    # there a writer stages for async_save, which by itself does not copy what is on the CPU
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager as _Stager
+
+
+class StorageWriter(dcp.StorageWriter, _Stager):
     """Writes what DCP's planners plan, with the engine of `ckptio`.
 
     Use it where a `FileSystemWriter` is used, in `dcp.save` and `dcp.async_save`. What was at
@@ -51,7 +60,8 @@ class StorageWriter(dcp.StorageWriter):
         thread_count: Slabs written at a time, and from 2 on the planner is asked for several
             tensors at once; `config.max_writes` slabs and one tensor if not given.
         per_thread_copy_ahead: Refused: the pool of `config` is the limit.
-        cache_staged_state_dict: Refused: staging is `async_save`'s, through `async_stager`.
+        cache_staged_state_dict: Refused where staging is `async_save`'s, through `async_stager`.
+            In versions of torch without that it is the writer's, as in the stock class.
         overwrite: Whether a checkpoint that is there may be replaced.
         _extensions: Refused: nothing may stand between tensors and files.
         serialization_format: Refused, but for `SAFETENSORS`, which is what is written anyway.
@@ -77,8 +87,11 @@ class StorageWriter(dcp.StorageWriter):
         config: CheckpointConfig | None = None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__()
         _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
+        if _Stager is object:
+            super().__init__()
+        else:
+            _Stager.__init__(self, cache_staged_state_dict)
         self.path = path
         options: dict[str, Any] = {}
         if thread_count is not None:
@@ -245,7 +258,7 @@ def _refuse(
         raise ConfigError(
             "per_thread_copy_ahead has no effect: set config=CheckpointConfig(pool_nbytes=...)"
         )
-    if cache_staged_state_dict:
+    if cache_staged_state_dict and _Stager is object:
         raise ConfigError(
             "cache_staged_state_dict has no effect: pass async_save an"
             " async_stager=BlockingAsyncStager(cache_staged_state_dict=True)"
