@@ -9,6 +9,7 @@ from bench.cases.manifest import manifest_open
 from bench.cases.memory import memory
 from bench.cases.ranks import load_ranks, save_ranks
 from bench.cases.reshard import replicated_load, reshard
+from bench.cases.s3 import load_s3, partial_s3, save_s3
 from bench.cases.scale import scale
 from bench.cases.small import many_small
 from bench.cases.stall import stall
@@ -31,6 +32,9 @@ CASES = (
     reshard,
     replicated_load,
     scale,
+    save_s3,
+    load_s3,
+    partial_s3,
 )
 
 __all__ = ["CASES"]

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from bench.baselines import DcpAsync, DcpPeer, TorchPeer, crc32, reusable_stager
-from bench.harness import Bench, Clock, Metric, Subject, case
+from bench.harness import Bench, Subject, case
 from bench.states import blank, gpt_like
 from bench.subjects import Saves, pool_for
+from bench.ticks import P50, P99, TOTAL, WORST, with_ticks
 from ckptio import CheckpointConfig, Engine
 
 if TYPE_CHECKING:
     from bench.harness import Figures, Kind, Step
     from bench.states import State
 
-P50 = Metric(key="p50_s", label="p50, ms", factor=1e3, digits=2, has_ratio=False)
-P99 = Metric(key="p99_s", label="p99, ms", factor=1e3, digits=2)
-WORST = Metric(key="worst_s", label="max, ms", factor=1e3, digits=2)
-TOTAL = Metric(key="elapsed_s", label="save + load, s", has_rate=True, has_ratio=False)
-_TICK_S = 0.001
 _QUIET_S = 1.0
 _SCALE = 0.314
 
@@ -65,7 +60,7 @@ def _subject(saves: Saves, target: State, name: str, work: Step, *, kind: Kind =
         blank(target)
 
     async def run() -> Figures:
-        return await _with_ticks(work)
+        return await with_ticks(work)
 
     async def check() -> None:
         saves.check_size()
@@ -105,40 +100,6 @@ async def _quiet() -> Figures:
     async def work() -> None:
         await asyncio.sleep(_QUIET_S)
 
-    figures = dict(await _with_ticks(work))
+    figures = dict(await with_ticks(work))
     del figures[TOTAL.key]
     return figures
-
-
-async def _with_ticks(work: Step) -> Figures:
-    """Do the work on this loop, and say how late the loop was meanwhile."""
-    lags: list[float] = []
-    ticker = asyncio.create_task(_tick(lags), name="ticker")
-    await asyncio.sleep(10 * _TICK_S)
-    lags.clear()
-    clock = Clock()
-    await work()
-    elapsed_s = clock.elapsed_s()
-    await asyncio.sleep(2 * _TICK_S)  # a tick that is due sees how late it is
-    ticker.cancel()
-    await asyncio.wait((ticker,))
-    lags.sort()
-    return {
-        P50.key: lags[len(lags) // 2],
-        P99.key: lags[min(len(lags) - 1, len(lags) * 99 // 100)],
-        WORST.key: lags[-1],
-        TOTAL.key: elapsed_s,
-    }
-
-
-async def _tick(lags: list[float]) -> None:
-    """Wake every millisecond; put down how late, for each tick that was due by then."""
-    due = time.perf_counter()
-    while True:
-        due += _TICK_S
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        now = time.perf_counter()
-        while due <= now:
-            lags.append(now - due)
-            due += _TICK_S
-        due -= _TICK_S
