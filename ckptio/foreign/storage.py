@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Attempt, AwaitedSource, Source, Storage
+    from ckptio.storage.interface import Attempt, AwaitedSource, Note, Source, Storage
 
 _ZIP = b"PK\x03\x04"
 #: How `torch.save` began before it wrote zip files: a pickled magic number.
@@ -98,13 +98,21 @@ class AnyStorage:
             raise
         return opened[0]
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> Attempt:
         """Begin a save, of ours."""
-        return await self._inner.begin(save_id, overwrite=overwrite)
+        return await self._inner.begin(save_id, overwrite=overwrite, resumes=resumes)
 
     async def join(self, save_id: str) -> Attempt:
         """Take part in a save, of ours."""
         return await self._inner.join(save_id)
+
+    async def take_note(self, save_id: str) -> Note | None:
+        """Take a note, of ours."""
+        return await self._inner.take_note(save_id)
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note, of ours."""
+        return await self._inner.has_note(save_id)
 
     async def _recognised(self) -> ForeignReader | None:
         """Give the reader of what is there; `None` for ours, or nothing."""

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 ATTEMPT_PREFIX = ".attempt-"
+#: Of the note that a checkpoint is still to be copied; see `storage.notes`.
+NOTE_PREFIX = ".copy-"
 #: A save on another host writes something every few seconds; an hour without is its end.
 _QUIET_S = 3600.0
 _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
-    r"(?:data-|\.attempt-|\.manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old)?"
+    r"(?:data-|\.attempt-|\.manifest-|\.copy-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old)?"
 )
 
 
@@ -85,7 +87,7 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
     except (OSError, FormatError):
         return []  # damaged, or of a newer version: whatever it needs stays
     else:
-        needed = {entry.name for entry in manifest.files}
+        needed = {entry.name for entry in manifest.files} | {NOTE_PREFIX + manifest.save_id}
     return [name for names in dead.values() for name in names if name not in needed]
 
 

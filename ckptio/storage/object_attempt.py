@@ -34,7 +34,7 @@ from ckptio.errors import (
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
-from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.object_files import ObjectSink
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ckptio.storage.requests import Requests
     from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
 
-_OURS = re.compile(r"(?:data-|\.attempt-|manifest-)([0-9a-f]{32})(?:[-.].*)?")
+_OURS = re.compile(r"(?:data-|\.attempt-|\.copy-|manifest-)([0-9a-f]{32})(?:[-.].*)?")
 #: A save under way sends something every few seconds; an hour without is its end.
 QUIET_S = 3600.0
 #: The mark of a save is written again this often, so that it counts as alive.
@@ -112,10 +112,18 @@ class ObjectAttempt:
         self._left = False
         self._marked_s = 0.0
 
-    async def prepare(self) -> None:
-        """Leave a mark, and clear what killed saves left."""
+    async def prepare(self, *, resumes: bool = False) -> None:
+        """Leave a mark, and clear what killed saves left.
+
+        Args:
+            resumes: Uploads of an earlier attempt of this save are dropped, too.
+        """
         await self.mark()
         await self._sweep()
+        if resumes:
+            for upload in (await self._ours()).uploads:
+                if _owner(upload.key) == self._save_id:
+                    await self._drop(upload)
 
     async def mark(self) -> None:
         """Say that this save is alive, if that was not said just now."""
@@ -149,6 +157,15 @@ class ObjectAttempt:
         )
         self._sinks.append(sink)
         return sink
+
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file: an object is there, whole, or not at all."""
+        del name, nbytes
+
+    async def note(self, data: bytes) -> None:
+        """Leave a note; see `interface.Attempt`."""
+        key = self._key(NOTE_PREFIX + self._save_id)
+        await self._requests.run("write", key, lambda: self._store.put(key, data))
 
     async def seal(self) -> None:
         """Nothing is left to do: a data file is there, whole, when its `close` returns."""
@@ -229,7 +246,10 @@ class ObjectAttempt:
             summary = decode_summary(data)
         except FormatError:  # damaged, or of a newer version: what it needs stays
             return _Present(info.etag, ())
+        if summary.save_id == self._save_id:  # committed by an attempt that this one resumes
+            return _Present(info.etag, ())
         names = [file.name for file in summary.files if summary.save_id in file.name]
+        names.append(NOTE_PREFIX + summary.save_id)
         return _Present(info.etag, tuple(self._key(name) for name in names))
 
     async def _found(self, key: str) -> str | None:
@@ -266,13 +286,15 @@ class ObjectAttempt:
             for upload in found.uploads:
                 if _name(upload.key).startswith(ours):
                     await self._drop(upload)
-            keys.append(self._key(ATTEMPT_PREFIX + self._save_id))
+            keys += [self._key(prefix + self._save_id) for prefix in (ATTEMPT_PREFIX, NOTE_PREFIX)]
         await self._delete(sorted(set(keys)))
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""
         self._left = True
-        self._sinks.clear()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:  # of files that were ended nothing is left to discard
+            await self._quietly(sink.key, sink.discard)
 
     async def _sweep(self) -> None:
         """Remove what saves that were killed left: nothing of a living one, or a checkpoint.

@@ -18,8 +18,10 @@ from ckptio.errors import (
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt
-from ckptio.storage.object_files import ObjectSource
+from ckptio.storage.object_files import ObjectNote, ObjectSource
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
 
@@ -122,7 +124,7 @@ class ObjectStorage:
         store, requests = await self._ready()
         return ObjectSource(self._url, store, requests, self._join(name), name, nbytes)
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> ObjectAttempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> ObjectAttempt:
         """Begin a save; see `interface.Storage`."""
         if not overwrite:
             try:
@@ -132,12 +134,32 @@ class ObjectStorage:
             else:
                 raise CheckpointExistsError(self._url)
         attempt = await self._attempt(save_id, overwrite=overwrite, leads=True)
-        await attempt.prepare()
+        await attempt.prepare(resumes=resumes)
         return attempt
 
     async def join(self, save_id: str) -> ObjectAttempt:
         """Take part in a save of many ranks; see `interface.Storage`."""
         return await self._attempt(save_id, overwrite=True, leads=False)
+
+    async def take_note(self, save_id: str) -> ObjectNote | None:
+        """Take a note; see `interface.Storage`. Nothing keeps others from taking it, too."""
+        store, requests = await self._ready()
+        key = self._join(NOTE_PREFIX + save_id)
+        try:
+            _, data = await requests.run("read", key, lambda: store.get(key, MAX_NOTE_NBYTES))
+        except ObjectMissingError:
+            return None
+        return ObjectNote(store, requests, key, data)
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note; see `interface.Storage`."""
+        store, requests = await self._ready()
+        key = self._join(NOTE_PREFIX + save_id)
+        try:
+            await requests.run("look at", key, lambda: store.head(key))
+        except ObjectMissingError:
+            return False
+        return True
 
     async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
         store, requests = await self._ready()
