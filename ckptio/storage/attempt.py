@@ -4,7 +4,6 @@
     <path>/data-<save id>-<rank>-<index>.safetensors   never renamed, never written over
     <path>/.attempt-<save id>                          locked while its save is alive
     <path>/.manifest-<save id>                         the manifest on its way
-    <path>/.copy-<save id>                             still to be copied; see `storage.notes`
 
 Order, with `durability="full"`: data files are written and synced; the manifest is
 written under its own name and synced; the directory is synced, and every directory above
@@ -38,6 +37,7 @@ from ckptio.storage.leftovers import (
     boot_id,
     files_of,
     find_leftovers,
+    notes_of,
 )
 
 if TYPE_CHECKING:
@@ -167,9 +167,8 @@ class LocalAttempt:
 
     async def keep(self, name: str, nbytes: int) -> None:
         """Take over a data file; see `interface.Attempt`."""
-        path = self._path(name)
+        self._made_files.append(path := self._path(name))
         await run_blocking(self._executor, keep_file, self._files, path, nbytes, self._config)
-        self._made_files.append(path)
 
     async def note(self, data: bytes) -> None:
         """Leave a note; see `interface.Attempt`."""
@@ -328,8 +327,7 @@ class LocalAttempt:
             old = decode_manifest(read_regular(self._files, manifest, MAX_MANIFEST_NBYTES))
             if old.save_id != self._save_id:
                 doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
-                note = NOTE_PREFIX + old.save_id
-                doomed += [note] if os.path.lexists(self._path(note)) else []
+                doomed += notes_of(self._directory, old.save_id)
         except (FileNotFoundError, FormatError):
             pass
         except OSError as error:

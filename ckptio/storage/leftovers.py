@@ -53,6 +53,12 @@ def files_of(directory: str, save_id: str) -> list[str]:
     return []
 
 
+def notes_of(directory: str, save_id: str) -> list[str]:
+    """Name the note of a save, if there is one."""
+    name = NOTE_PREFIX + save_id
+    return [name] if os.path.lexists(f"{directory}/{name}") else []
+
+
 def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]:
     """Name the files in `directory` that belong to no living save and to no checkpoint.
 

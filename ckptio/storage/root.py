@@ -32,7 +32,7 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, read_regular
-from ckptio.storage.leftovers import NOTE_PREFIX, find_leftovers
+from ckptio.storage.leftovers import find_leftovers, notes_of
 from ckptio.storage.resolve import local_path
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ class LocalRoot:
             self._cannot_remove(directory, tomb, failure)
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
-        if os.path.lexists(f"{directory}/{NOTE_PREFIX}{summary.save_id}"):
-            names.append(NOTE_PREFIX + summary.save_id)
+        names += notes_of(directory, summary.save_id)
         if not [name for name in names if not self._unlink(directory, name)]:
             self._unlink(directory, tomb)  # last: what it lists is not forgotten
 

@@ -219,7 +219,7 @@ class LosesItsVoice(MemoryStorage):
     """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
 
     async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite)
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
         self.counts.num_open_attempts -= 1
         return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
 

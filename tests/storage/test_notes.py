@@ -228,7 +228,7 @@ async def test_what_a_death_after_the_exchange_left_goes(
     await write_files(storage, B, contents_of(B, 700))
     first = await storage.begin(A, overwrite=True)
     await write_some(first, A, 5000)
-    first._clean_up = lambda new, replaced: None  # type: ignore[method-assign]  # it dies there
+    first._clean_up = lambda *_: None  # type: ignore[method-assign]  # it dies there
     await first.commit(manifest_of(A, contents_of(A, 5000)))
     first._drop_lock()
     assert set(contents_of(B, 700)) < set(names_in(tmp_path / "c"))
