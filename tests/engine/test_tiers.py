@@ -61,6 +61,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.lists(st.integers(0, 200 * KiB), max_size=6)
 SIZES = [100 * KiB, 3000, 200 * KiB, 70 * KiB]
+#: Few operations, each of which is stopped at.
+COARSE = config_with(block_nbytes=64 * KiB, bucket_nbytes=64 * KiB)
 
 
 def two(seed: int = 0, delay_s: float = 0.05) -> dict[str, Storage]:
@@ -247,7 +249,7 @@ def test_another_checkpoint_at_the_second_tier_is_not_replaced() -> None:
     run_virtual(scenario(), seed=0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_newest_state_is_what_stays_at_the_second_tier(seed: int) -> None:
     """Copies to one place come one after the other; one that was overtaken says so."""
 
@@ -393,7 +395,7 @@ def crashed(
         storage.fault = fault
 
     async def scenario() -> bool:
-        async with inline_engine(storages) as engine:
+        async with inline_engine(storages, COARSE) as engine:
             handle = engine.save(state, "near/a", overwrite=True, then="far/a")
             with contextlib.suppress(SaveAbortedError):
                 await handle
@@ -412,14 +414,14 @@ def crashed(
     return died
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
 @pytest.mark.parametrize("how", ["finish", "save"])
 def test_a_copy_that_was_killed_anywhere_is_finished_by_the_next_run(
     seed: int, how: str, *, fresh: bool
 ) -> None:
     """It never looks whole before; then both tiers have the same bytes, and nothing else."""
-    old, new = random_state([5000, 80 * KiB], 7), random_state(SIZES, 8)
+    old, new = random_state([5000], 7), random_state([70 * KiB, 3000], 8)
     outcomes = set()
     for number in itertools.count():
         storages = two(seed)
@@ -443,16 +445,16 @@ def test_a_copy_that_was_killed_anywhere_is_finished_by_the_next_run(
         if not died:
             break
     assert {(False, False, False), (True, False, True), (True, True, False)} <= outcomes
-    assert number > 30
+    assert number > 20
 
 
 async def saved(storages: Mapping[str, Storage], state: Mapping[str, torch.Tensor]) -> None:
-    async with inline_engine(storages) as engine:
+    async with inline_engine(storages, COARSE) as engine:
         await engine.save(state, "near/a", then="far/a").durable
 
 
 async def loads(storages: Mapping[str, Storage], state: Mapping[str, torch.Tensor]) -> None:
-    async with inline_engine(storages) as engine:
+    async with inline_engine(storages, COARSE) as engine:
         for path in ("near/a", "far/a"):
             assert_same(await engine.load(path), state)
 
@@ -460,7 +462,7 @@ async def loads(storages: Mapping[str, Storage], state: Mapping[str, torch.Tenso
 async def go_on(storages: dict[str, Storage], how: str) -> None:
     """Do what finishes copies: ask for it, or save another step beside the first."""
     more = {**storages, "near/b": MemoryStorage("near/b"), "far/b": MemoryStorage("far/b")}
-    async with inline_engine(more) as engine:
+    async with inline_engine(more, COARSE) as engine:
         if how == "finish":
             await engine.finish_copies("near")
         else:
