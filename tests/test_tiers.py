@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import torch
+
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [100 * KiB, 3000, 200 * KiB]
