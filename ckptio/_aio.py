@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from concurrent.futures import Executor
 
 T = TypeVar("T")
@@ -219,6 +219,21 @@ async def in_own_thread(
         return await outlive(asyncio.wrap_future(future), on_cancel)
     finally:
         thread.join()
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], name: str) -> list[T]:
+    """Run coroutines at once, as tasks of one name, and give what they return, in order.
+
+    Raises:
+        BaseException: The failure that came first, itself; all have ended by then.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine, name=name) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
+    return [task.result() for task in tasks]
 
 
 def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:

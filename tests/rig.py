@@ -23,11 +23,10 @@ from ckptio.format.checksum import block_checksums
 from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
-from ckptio.storage.interface import AwaitedSink, AwaitedSource
+from ckptio.storage.interface import AwaitedSink, AwaitedSource, Found
 from ckptio.storage.leftovers import data_file_name
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path
-from ckptio.storage.root import Found
 from ckptio.testing import MemoryStorage
 
 if TYPE_CHECKING:
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 
     from ckptio.events import Observer
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.interface import Attempt, Root, Storage
     from ckptio.storage.resolve import PathLike
-    from ckptio.storage.root import Root
 
 T = TypeVar("T")
 
@@ -165,11 +163,11 @@ class StorageRoot:
     def join(self, name: str) -> str:
         return f"{self.path}/{name}"
 
-    async def find(self) -> list[Found]:
+    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
         found = []
         for path, storage in sorted(self._storages.items()):
             parent, _, name = path.rpartition("/")
-            if parent == self.path:
+            if parent == self.path and (accepts is None or accepts(name)):
                 try:
                     found.append(Found(name=name, version=await storage.version()))
                 except CheckpointNotFoundError:
@@ -181,7 +179,7 @@ class StorageRoot:
         assert isinstance(data, bytes)
         return data
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         raise NotImplementedError(name)
 
     async def sweep(self, name: str, quiet_s: float) -> None:

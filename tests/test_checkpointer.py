@@ -323,6 +323,59 @@ async def test_should_save_says_yes_at_multiples(tmp_path: Path) -> None:
             await ckpt.should_save(-1)
 
 
+async def test_a_run_that_goes_back_saves_at_multiples_again(tmp_path: Path) -> None:
+    """Even where the earlier state was not loaded by the checkpointer."""
+    async with Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:
+        await ckpt.save(state_of(200), 200)
+        assert [s for s in range(105, 125) if await ckpt.should_save(s)] == [110, 120]
+        await ckpt.save(state_of(120), 120)
+        assert [s for s in range(121, 135) if await ckpt.should_save(s)] == [
+            130,
+            131,
+            132,
+            133,
+            134,
+        ]
+
+
+async def test_a_checkpointer_is_entered_once(tmp_path: Path) -> None:
+    """A second time is refused, and does not disturb the first."""
+    async with Engine(SMALL) as engine:
+        ckpt = Checkpointer(tmp_path, engine=engine)
+        async with ckpt:
+            with pytest.raises(EngineClosedError, match="entered once"):
+                await ckpt.__aenter__()
+            await ckpt.save(state_of(1), 1)
+        with pytest.raises(EngineClosedError, match="entered once"):
+            await ckpt.__aenter__()
+    with sync.Checkpointer(tmp_path, config=SMALL) as blocking:
+        with pytest.raises(EngineClosedError, match="entered once"):
+            blocking.__enter__()
+        assert blocking.latest() == 1
+
+
+def test_leaving_on_another_thread_closes_all_the_same(tmp_path: Path) -> None:
+    """Signals cannot be given back there, which is raised; the engine has ended."""
+    before = signal.getsignal(signal.SIGUSR1)
+    errors = []
+    ckpt = sync.Checkpointer(tmp_path, preempt_signals=(signal.SIGUSR1,), config=SMALL)
+    ckpt.__enter__()
+
+    def leave() -> None:
+        try:
+            ckpt.__exit__(None, None, None)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGUSR1, before)
+    assert len(errors) == 1
+    with pytest.raises(EngineClosedError):
+        ckpt.steps()
+
+
 async def test_a_signal_asks_for_one_last_save(tmp_path: Path) -> None:
     """At the next step; until then nothing has changed, and afterwards it is as before."""
     before = signal.getsignal(signal.SIGUSR1)
@@ -379,7 +432,6 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
         {"preempt_signals": signal.SIGTERM},
         {"preempt_deadline_s": 0},
         {"sweep_after_s": -1},
-        {"root": "s3://bucket/run"},
         {"root": ""},
     ],
 )

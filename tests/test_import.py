@@ -24,6 +24,9 @@ def modules_after(code: str) -> set[str]:
         "import ckptio; ckptio.errors.CheckpointError; ckptio.CheckpointError",
         "import ckptio; ckptio.verify; ckptio.inspect; ckptio.Engine; ckptio.save",
         "import ckptio; ckptio.CheckpointConfig(); ckptio.sync.Engine(); dir(ckptio)",
+        "import ckptio; ckptio.Checkpointer('run'); ckptio.sync.Checkpointer('run')",
+        "import ckptio; ckptio.KeepLast(3) | ckptio.KeepBest(1, 'loss'); ckptio.SaveEvery(steps=9)",
+        "import ckptio; ckptio.Checkpointer('s3://bucket/run'); ckptio.Checkpointer('memory://run')",
         "from ckptio import CheckpointConfig, SaveHandle, VerifyReport",
         "import ckptio.testing",
     ],
@@ -47,7 +50,28 @@ def test_verifying_needs_no_torch(tmp_path: object) -> None:
     assert "torch" not in found
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"]])
+def test_looking_after_steps_needs_no_torch(tmp_path: object) -> None:
+    """Finding steps, removing some, and leaving: until a state is saved or loaded."""
+    import torch  # noqa: PLC0415  # here it is needed, there it is not
+
+    import ckptio.sync  # noqa: PLC0415  # as above
+
+    with ckptio.sync.Checkpointer(f"{tmp_path}/run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"a": torch.ones(10)}, step)
+    found = modules_after(
+        "import ckptio\n"
+        f"with ckptio.sync.Checkpointer({f'{tmp_path}/run'!r}) as ckpt:\n"
+        "    assert ckpt.steps() == (1, 2, 3)\n"
+        "    assert ckpt.latest() == ckpt.records()[-1].step == 3\n"
+        "    assert not ckpt.should_save(1)"
+    )
+    assert not {"torch", "numpy", "fsspec"} & found
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["prune", "--help"]]
+)
 def test_the_command_line_needs_no_torch(arguments: list[str]) -> None:
     """Asking for help does not wait for torch."""
     pytest.importorskip("typer", reason="the command line is an extra")

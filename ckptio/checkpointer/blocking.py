@@ -38,8 +38,10 @@ class Checkpointer:
     trains on: `handle.staged.wait()`, then change the state.
 
     Args:
-        root: A local directory; need not exist.
+        root: A local directory or a URL; need not exist.
         keep: What is kept of the committed steps; everything if not given.
+        then: A second tier, to which each step is copied in the background.
+        keep_local: How many steps stay on the first tier once they are copied.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run.
         preempt_deadline_s: Seconds after the signal in which the last save has to be
@@ -57,7 +59,9 @@ class Checkpointer:
         self,
         root: PathLike,
         *,
+        then: PathLike | None = None,
         keep: Retention | None = None,
+        keep_local: int | None = None,
         every: SaveEvery | None = None,
         preempt_signals: Sequence[int] = (),
         preempt_deadline_s: float | None = None,
@@ -70,7 +74,9 @@ class Checkpointer:
         refuse_both(engine, config, observer, ranks)
         self._core = CheckpointerCore(
             root,
+            then=then,
             keep=keep,
+            keep_local=keep_local,
             every=every,
             preempt_signals=preempt_signals,
             preempt_deadline_s=preempt_deadline_s,
@@ -84,6 +90,7 @@ class Checkpointer:
 
     def __enter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
+        self._core.require_new()
         if self._owns:
             self._engine.start()
         try:
@@ -112,18 +119,20 @@ class Checkpointer:
                 self._wait_in_flight()
                 raise
         finally:
-            for running in core.stop_watching():
-                running.wait_ended()
-            unseen = core.end()
-            if self._owns:
-                self._engine.close(abort=error is not None)
+            try:
+                for running in core.stop_watching():
+                    running.wait_ended()
+            finally:
+                unseen = core.end()
+                if self._owns:
+                    self._engine.close(abort=error is not None)
         if unseen is not None and error is None:
             raise unseen
 
     def _wait_in_flight(self) -> None:
         handles, passes = self._core.waits()
         for handle in handles:
-            handle.committed.wait_done()
+            handle.durable.wait_done()
         for running in passes:
             running.wait_ended()
 

@@ -1,4 +1,4 @@
-"""`Checkpointer`: a run's steps in one directory, for async code."""
+"""`Checkpointer`: a run's steps side by side, for async code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Saves the steps of a run under one directory, finds them again, and keeps some.
+    """Saves the steps of a run side by side, finds them again, and keeps some.
 
         async with Checkpointer("run", keep=KeepLast(3), every=SaveEvery(steps=100)) as ckpt:
             if await ckpt.latest() is not None:
@@ -56,21 +56,33 @@ class Checkpointer:
     Rank 0 lists, decides and removes.
 
     Args:
-        root: A local directory; need not exist. One run's: another one that saves here
-            counts as the same.
+        root: A local directory or a URL, such as `s3://bucket/run`; need not exist. One
+            run's: another one that saves here counts as the same.
         keep: What is kept of the committed steps; the rest is removed in the background
             after each commit. Everything if not given. The highest step and the one
             committed last always stay, and so does one that is being written or read.
-            Steps with unreadable manifests are neither counted nor removed.
+            Steps with damaged manifests are neither counted nor removed; and while the
+            storage does not give a manifest, nothing is removed. Where `durability` is not
+            `"full"`, keep several: a power cut may take the newest.
+        then: A second tier: another directory or URL, to which each step is copied in the
+            background once it is committed (see `Engine.save`). Copies that earlier runs
+            owed are made, too. `load`, `steps` and `records` look at both tiers, and read
+            the first that has a step whole. Both are looked after by `keep`, each by what
+            is committed there; a step that is still to be copied stays.
+        keep_local: With `then`: how many steps stay on the first tier once they are
+            copied, the newest. What `keep` keeps if not given.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
             One rank that gets one is enough. Needs the main thread.
         preempt_deadline_s: Seconds after the signal in which the last save has to be
-            committed; aborted then, and leaving the block raises `SaveAbortedError`.
+            committed; aborted then, with removals, and leaving the block raises
+            `SaveAbortedError`. A save that begins later than that is not held back: whoever
+            is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
-            nothing was written there for this many seconds; `None` for never. A save that
-            is alive, here or elsewhere, is never touched.
+            nothing was written there for this many seconds, and in an object store for an
+            hour at least; `None` for never. A save that is alive, here or elsewhere, is
+            never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.
@@ -84,7 +96,9 @@ class Checkpointer:
         self,
         root: PathLike,
         *,
+        then: PathLike | None = None,
         keep: Retention | None = None,
+        keep_local: int | None = None,
         every: SaveEvery | None = None,
         preempt_signals: Sequence[int] = (),
         preempt_deadline_s: float | None = None,
@@ -97,7 +111,9 @@ class Checkpointer:
         refuse_both(engine, config, observer, ranks)
         self._core = CheckpointerCore(
             root,
+            then=then,
             keep=keep,
+            keep_local=keep_local,
             every=every,
             preempt_signals=preempt_signals,
             preempt_deadline_s=preempt_deadline_s,
@@ -108,6 +124,7 @@ class Checkpointer:
 
     async def __aenter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
+        self._core.require_new()
         if self._owns:
             await self._engine.__aenter__()
         try:
@@ -132,8 +149,8 @@ class Checkpointer:
         try:
             await outlive(asyncio.ensure_future(self._in_flight_ended()), on_cancel=core.abort)
         finally:
-            watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
             try:
+                watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
                 await outlive(asyncio.ensure_future(_all_done(watching)))
             finally:
                 unseen = core.end()
@@ -145,7 +162,7 @@ class Checkpointer:
     async def _in_flight_ended(self) -> None:
         handles, passes = self._core.waits()
         await _all_done(
-            [handle.committed.wrapped() for handle in handles]
+            [asyncio.ensure_future(handle.durable.ended()) for handle in handles]
             + [asyncio.wrap_future(running.future) for running in passes]
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking
+from ckptio._aio import run_all, run_blocking
 from ckptio.checkpointer.steps import parse_name, record_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
@@ -17,12 +17,12 @@ from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.events import Event
     from ckptio.plan.retention import Retention, StepRecord
-    from ckptio.storage.root import Root
+    from ckptio.storage.interface import Found, Root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,21 @@ class Keeper:
         self._emit = emit
         self._known: dict[str, tuple[Hashable, StepRecord]] = {}
 
+    async def find(self) -> list[Found]:
+        """List what has the name of a step, committed or not.
+
+        Raises:
+            StorageError: It cannot be listed.
+        """
+        return await self.root.find(_is_step)
+
     async def steps(self) -> list[int]:
         """List the committed steps, lowest first.
 
         Raises:
             StorageError: They cannot be listed.
         """
-        found = await self.root.find()
+        found = await self.find()
         steps = [parse_name(item.name) for item in found if item.version is not None]
         return sorted(step for step in steps if step is not None)
 
@@ -74,32 +82,60 @@ class Keeper:
         Raises:
             StorageError: They cannot be listed.
         """
-        known: dict[str, tuple[Hashable, StepRecord]] = {}
-        for item in await self.root.find():
-            step = parse_name(item.name)
-            if step is None or item.version is None:
-                continue
-            before = self._known.get(item.name)
-            if before is not None and before[0] == item.version:
-                known[item.name] = before
-                continue
-            try:
-                data = await self.root.read_manifest(item.name)
-                record = await run_blocking(self._executor, record_of, step, data)
-            except (FormatError, StorageError):  # gone meanwhile, or nothing to count on
-                continue
-            known[item.name] = (item.version, record)
-        self._known = known
-        return sorted((record for _, record in known.values()), key=lambda record: record.step)
+        return (await self._read(await self.find()))[0]
 
-    async def plan(self, policy: Retention, exempt: Collection[int] = ()) -> tuple[int, ...]:
+    async def _read(self, listed: Sequence[Found]) -> tuple[list[StepRecord], StorageError | None]:
+        """Read records; gives them, and why one could not be read if the storage said so."""
+        before = self._known
+        found = [item for item in listed if item.version is not None]
+        news = [item for item in found if before.get(item.name, (None,))[0] != item.version]
+        read = await run_all([self._record(item) for item in news], "read a manifest")
+        answers = dict(zip(news, read, strict=True))
+        known: dict[str, tuple[Hashable, StepRecord]] = {}
+        failure: StorageError | None = None
+        for item in found:
+            answer = answers[item] if item in answers else before[item.name][1]
+            if isinstance(answer, StorageError):
+                failure = failure or answer
+            elif answer is not None:
+                known[item.name] = (item.version, answer)
+        self._known = known
+        records = sorted((r for _, r in known.values()), key=lambda record: record.step)
+        return records, failure
+
+    async def _record(self, item: Found) -> StepRecord | StorageError | None:
+        """Read a record; `None` if it is gone meanwhile, or nothing to count on."""
+        step = parse_name(item.name)
+        assert step is not None  # noqa: S101  # only steps are looked for
+        try:
+            data = await self.root.read_manifest(item.name)
+            return await run_blocking(self._executor, record_of, step, data)
+        except (FormatError, CheckpointNotFoundError):
+            return None
+        except StorageError as error:
+            return error
+
+    async def plan(
+        self,
+        policy: Retention,
+        exempt: Collection[int] = (),
+        found: Sequence[Found] | None = None,
+    ) -> tuple[int, ...]:
         """Say which steps a policy does not keep, lowest first.
 
+        Args:
+            policy: What to keep.
+            exempt: Steps that stay whatever it says.
+            found: What `find` gave just now, if it was asked.
+
         Raises:
-            StorageError: Steps cannot be listed.
+            StorageError: Steps cannot be listed, or the storage does not give a manifest now:
+                a policy that saw fewer steps than there are would let the wrong ones go.
             Exception: What the policy raises.
         """
-        records = await self.records()
+        records, failure = await self._read(await self.find() if found is None else found)
+        if failure is not None:
+            raise failure
         return await run_blocking(
             self._executor, lambda: plan_removals(records, policy, exempt=exempt)
         )
@@ -115,30 +151,36 @@ class Keeper:
     async def remove(self, step: int) -> Removal:
         """Remove a step. A failure is an event, not an error."""
         name = step_name(step)
-        nbytes = await self.size(step)
         try:
-            await self.root.remove(name)
+            nbytes = await self.root.remove(name)
         except CheckpointNotFoundError:
             return Removal(step=step, nbytes=0)  # somebody else was faster
         except (FormatError, StorageError) as error:
             cause = error if isinstance(error, OSError) else OSError(str(error))
             self._emit(CleanupFailed(path=self.root.join(name), file="", error=cause))
-            return Removal(step=step, nbytes=nbytes, error=error)
+            return Removal(step=step, nbytes=await self.size(step), error=error)
         self._emit(CheckpointRemoved(path=self.root.join(name), step=step, nbytes=nbytes))
         return Removal(step=step, nbytes=nbytes)
 
-    async def sweep(self, quiet_s: float, exempt: Callable[[], Collection[int]]) -> None:
+    async def sweep(
+        self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]
+    ) -> None:
         """Remove what dead saves left under names of steps.
 
         Args:
             quiet_s: How long nothing must have been written there, in seconds.
             exempt: Gives the steps to leave alone; asked before each.
+            found: What `find` gave just now.
         """
-        for item in await self.root.find():
-            step = parse_name(item.name)
-            if step is None or item.version is not None or step in exempt():
+        for item in found:
+            if item.version is not None or parse_name(item.name) in exempt():
                 continue
             try:
                 await self.root.sweep(item.name, quiet_s)
             except StorageError as error:
                 self._emit(CleanupFailed(path=self.root.join(item.name), file="", error=error))
+
+
+def _is_step(name: str) -> bool:
+    """Whether something is called as a step is."""
+    return parse_name(name) is not None

@@ -47,7 +47,11 @@ class SignalWatch:
             self._before[number] = signal.signal(number, self._handle)
 
     def stop(self) -> None:
-        """Give the signals back."""
+        """Give the signals back.
+
+        Raises:
+            ValueError: This is not the main thread, and so cannot.
+        """
         for number in list(self._before):
             before = self._before.pop(number)
             # one that C code had set cannot be put back; the default ends the process, too

@@ -61,6 +61,17 @@ SelectOption = Annotated[
         help="Only these names: a glob or a dotted prefix; may be given several times.",
     ),
 ]
+StorageOption = Annotated[
+    list[str],
+    typer.Option(
+        "--storage-option",
+        default_factory=list,
+        show_default=False,
+        metavar="KEY=VALUE",
+        help="An option of the store at a URL, as fsspec takes it; several times. Better keep"
+        " secrets in the environment: others see this.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -85,7 +96,7 @@ def options(
 
 @app.command()
 def ls(
-    root: Annotated[str, typer.Argument(help="A directory, or a checkpoint.")] = ".",
+    root: Annotated[str, typer.Argument(help="A directory or URL, or a checkpoint.")] = ".",
     *,
     show_all: Annotated[
         bool,
@@ -93,13 +104,15 @@ def ls(
     ] = False,
     sort: Annotated[Order, typer.Option(help="The order.")] = Order.newest,
     depth: Annotated[int, typer.Option(min=0, help="Levels below ROOT to look into.")] = 4,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """List the checkpoints at and below ROOT.
 
     A link to a directory that is listed anyway is not listed again. A directory that a
     killed save left without a commit, or in which a save is still running, is shown with
-    --all. A ROOT without any checkpoint is fine (0).
+    --all. A ROOT without any checkpoint is fine (0). At a URL nothing is looked for below a
+    checkpoint.
 
     JSON: root; checkpoints, a list of path (relative to root), state ("committed",
     "damaged", "unreadable", "no_commit"), committed (ISO 8601, UTC), nbytes and num_files
@@ -107,8 +120,16 @@ def ls(
     """
     from ckptio.cli.ls import run  # noqa: PLC0415  # only what the command needs
 
-    by_name = sort is Order.name
-    _finish(lambda: run(root, show_all=show_all, by_name=by_name, depth=depth, as_json=as_json))
+    _finish(
+        lambda: run(
+            root,
+            show_all=show_all,
+            by_name=sort is Order.name,
+            depth=depth,
+            storage_options=storage_options,
+            as_json=as_json,
+        )
+    )
 
 
 @app.command()
@@ -124,23 +145,27 @@ def show(
             help="Only these names: a glob or a dotted prefix; may be given several times.",
         ),
     ],
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Show the names in a checkpoint, with dtype, shape, bytes and file.
 
     "= NAME" stands where a tensor is tied to another and stored once; "in NAME" where it
-    is a view. Values that are no tensors are shown as short JSON.
+    is a view. Behind the file that has a tensor, "+" and those that have copies of it. Values
+    that are no tensors are shown as short JSON. NAME~rank3 is what rank 3 had, where each
+    rank has its own; a rank that had none has no such line.
 
     JSON: path; state ("committed", "damaged", "missing", "unreadable"); committed, format,
-    writer, save_id; num_tensors and nbytes of what is selected, each stored tensor once;
-    files, a list of name and nbytes; entries, a list of name, kind ("tensor", "array",
-    "bytes", "value"), dtype, shape, nbytes, stored_as (its name in the files), tied_to,
-    is_view, chunks (file, start, stop, global_offset, local_shape), value (as the manifest
+    writer, save_id (format and save_id are null of other programs' checkpoints); num_tensors
+    and nbytes of what is selected, each stored tensor once; files, a list of name and nbytes;
+    entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype, shape, nbytes,
+    stored_as (its name in the files), tied_to, is_view, chunks (file, start, stop,
+    global_offset, local_shape, and copies, a list of file and start), value (as the manifest
     has it); error.
     """
     from ckptio.cli.show import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(path, select=select, as_json=as_json))
+    _finish(lambda: run(path, select=select, storage_options=storage_options, as_json=as_json))
 
 
 @app.command()
@@ -151,6 +176,7 @@ def verify(
         bool,
         typer.Option("--copies", help="Also compare copies that ranks wrote of one tensor."),
     ] = False,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Read every byte of checkpoints and compare it with its checksums.
@@ -166,7 +192,9 @@ def verify(
     """
     from ckptio.cli.verify import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(paths, compare_copies=copies, as_json=as_json))
+    _finish(
+        lambda: run(paths, compare_copies=copies, storage_options=storage_options, as_json=as_json)
+    )
 
 
 @app.command()
@@ -175,6 +203,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     *,
     select: SelectOption,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Say in what two checkpoints differ: names, kinds, types, shapes, bits and values.
@@ -188,7 +217,7 @@ def diff(
     """
     from ckptio.cli.diff import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(a, b, select=select, as_json=as_json))
+    _finish(lambda: run(a, b, select=select, storage_options=storage_options, as_json=as_json))
 
 
 @app.command()
@@ -210,6 +239,7 @@ def convert(
         typer.Option(min=1, show_default=False, help="Bytes of a file of hf; 5 GB if not given."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint of any known format to another, in bounded memory.
@@ -235,6 +265,7 @@ def convert(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes,
+            storage_options=storage_options,
             as_json=as_json,
         )
     )
@@ -242,7 +273,7 @@ def convert(
 
 @app.command()
 def prune(
-    root: Annotated[str, typer.Argument(help="The directory of a run.")],
+    root: Annotated[str, typer.Argument(help="The directory or URL of a run.")],
     *,
     last: Annotated[
         int | None,
@@ -272,6 +303,7 @@ def prune(
         ),
     ],
     dry_run: Annotated[bool, typer.Option(help="Only say what would be removed.")] = False,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Remove steps of a run that are not kept, as a Checkpointer saves them.
@@ -279,7 +311,8 @@ def prune(
     What one of the options keeps is kept. The highest step and the one committed last
     always stay. Steps whose manifests cannot be read count for nothing and stay, as does
     everything that is not called step-<number>. Whoever reads a step while it is removed
-    ends with an error. Exits with 2 if something could not be removed.
+    ends with an error. Exits with 2 if something could not be removed, and removes nothing
+    where a manifest cannot be read now or no step has a METRIC.
 
     JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
     (why it is still there); kept and unreadable, lists of step and path; error.
@@ -288,29 +321,38 @@ def prune(
 
     _finish(
         lambda: run(
-            root, last=last, every=every, best=best, pins=pins, dry_run=dry_run, as_json=as_json
+            root,
+            last=last,
+            every=every,
+            best=best,
+            pins=pins,
+            dry_run=dry_run,
+            storage_options=storage_options,
+            as_json=as_json,
         )
     )
 
 
 @app.command()
 def doctor(
-    path: Annotated[str, typer.Argument(help="A directory that is there.")] = ".",
+    path: Annotated[str, typer.Argument(help="A directory that is there, or a URL.")] = ".",
     *,
+    storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what the file system at PATH can do for saves, and what dead saves left there.
+    """Say what the file system or store at PATH can do for saves, and what dead ones left.
 
-    It is tried in a directory that is made at PATH and removed again; nothing else is
-    written. Exit codes: 0 fine; 2 saves cannot rely on it, or PATH is no directory that can
+    It is tried in a directory (or under a prefix) that is made at PATH and removed again;
+    nothing else is written. Exit codes: 0 fine; 2 saves cannot rely on it, or PATH cannot
     be written.
 
-    JSON: path; file_system; free_nbytes; findings, a list of name, state ("yes", "slow" if a
-    save does without it, "no") and detail; leftovers, a list of path, names and nbytes; error.
+    JSON: path; file_system (of a URL its protocol); free_nbytes (null of a URL); findings, a
+    list of name, state ("yes", "slow" if a save does without it, "no") and detail; leftovers,
+    a list of path, names and nbytes; error.
     """
     from ckptio.cli.doctor import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(path, as_json=as_json))
+    _finish(lambda: run(path, storage_options=storage_options, as_json=as_json))
 
 
 def _finish(command: Callable[[], int]) -> None:

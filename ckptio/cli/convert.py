@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from ckptio.cli.config import config_for
 from ckptio.cli.outcome import DAMAGED, FAILED, FINE, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int | None,
+    storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
     """Convert a checkpoint, and give the exit code."""
@@ -48,7 +49,7 @@ def run(
                 overwrite=overwrite,
                 drop_values=drop_values,
                 max_shard_nbytes=max_shard_nbytes,
-                config=CheckpointConfig.from_env(),
+                config=config_for([source, target], storage_options),
                 progress=advance,
             )
     except CheckpointError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, FINE, explain
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 
 
-def run(a: str, b: str, *, select: Sequence[str], as_json: bool) -> int:
+def run(
+    a: str, b: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool
+) -> int:
     """Compare two checkpoints, and give the exit code: what cannot be read is no difference."""
     from ckptio.conversion.compare import run_diff  # noqa: PLC0415  # imports torch
 
@@ -34,7 +36,7 @@ def run(a: str, b: str, *, select: Sequence[str], as_json: bool) -> int:
                 a,
                 b,
                 select=list(select) or None,
-                config=CheckpointConfig.from_env(),
+                config=config_for([a, b], storage_options),
                 progress=advance,
             )
     except CheckpointError as error:

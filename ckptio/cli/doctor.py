@@ -1,6 +1,7 @@
 """`ckptio doctor`: what the file system at a path can do, and what dead saves left there.
 
 Nothing is written but inside a directory that is made for it and removed. Without torch.
+Of a URL the same is told by `doctor_store`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import mmap
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
+from ckptio.cli.config import config_for
 from ckptio.cli.find import find_checkpoints
+from ckptio.cli.findings import Finding, Leftover
 from ckptio.cli.outcome import FAILED, FINE
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, pad, visible
@@ -23,61 +26,37 @@ from ckptio.errors import ConfigError
 from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import find_leftovers
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ckptio.cli.findings import State
 
     Json = dict[str, Any]
 
-State = Literal["yes", "no", "slow"]
 _STYLES = {"yes": "green", "slow": "yellow", "no": "bold red"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something that a file system can or cannot do.
-
-    Attributes:
-        name: What.
-        state: `"yes"`; `"slow"`, if a save works without it, only not as well; or `"no"`, if
-            saves need it.
-        detail: What was seen, and what it means.
-    """
-
-    name: str
-    state: State
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
-    """Files of dead saves in a directory.
-
-    Attributes:
-        path: The directory.
-        names: The files.
-        nbytes: Their bytes.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    nbytes: int
-
-
-def run(path: str, *, as_json: bool) -> int:
-    """Look at a path, and give the exit code: 2 if saves cannot work there."""
+def run(path: str, *, storage_options: Sequence[str], as_json: bool) -> int:
+    """Look at a path or URL, and give the exit code: 2 if saves cannot work there."""
     terminal = Terminal()
     result: Json = {"path": path, "file_system": None, "free_nbytes": None, "error": None}
     result |= {"findings": [], "leftovers": []}
-    findings: list[Finding] = []
     try:
-        top = os.path.abspath(local_path(path))
-        free = os.statvfs(top)
-        result["file_system"] = file_system_of(top)
-        result["free_nbytes"] = free.f_bavail * free.f_frsize
-        leftovers = list(find_dead(top))
-        findings = probe(top)
+        config = config_for([path], storage_options)
+        top = remote_url(path) or os.path.abspath(local_path(path))
+        if remote_url(path) is not None:
+            from ckptio.cli.doctor_store import run_doctor  # noqa: PLC0415  # where there is one
+
+            result["file_system"] = top.partition("://")[0]
+            findings, leftovers = run_doctor(top, config)
+        else:
+            free = os.statvfs(top)
+            result["file_system"] = file_system_of(top)
+            result["free_nbytes"] = free.f_bavail * free.f_frsize
+            leftovers = list(find_dead(top))
+            findings = probe(top)
     except (ConfigError, OSError) as error:
         problem = str(error.strerror) if isinstance(error, OSError) else str(error)
         result["error"] = problem
@@ -267,8 +246,9 @@ def _print(
     top: str, result: Json, findings: list[Finding], leftovers: list[Leftover], terminal: Terminal
 ) -> None:
     """Say what was seen."""
-    free = format_nbytes(result["free_nbytes"])
-    about = [visible(top), str(result["file_system"] or "unknown file system"), f"{free} free"]
+    about = [visible(top), str(result["file_system"] or "unknown file system")]
+    if result["free_nbytes"] is not None:
+        about.append(f"{format_nbytes(result['free_nbytes'])} free")
     terminal.lines(fold(about, terminal.width))
     first = max(len(finding.name) for finding in findings)
     for finding in findings:

@@ -26,6 +26,7 @@ Kind = Literal["container", "tensor", "array", "bytes", "value"]
 _KINDS: dict[str, Kind] = {"np": "array", "bytes": "bytes", "bytearray": "bytes"}
 _ROOT = "state"  # a state that is no container has no name of its own
 _SEQUENCES = ("tuple", "set", "frozenset")
+_ABSENT = {TAG: "absent"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,8 @@ def _items(fqn: str, node: Json, depth: int) -> Iterator[tuple[str, str, Json]]:
             yield join_fqn(fqn, i), str(i), item
     elif type(node) is dict and tensor_index(node) is None:
         for name, item in children(fqn, node):
-            yield name, name[start:], item
+            if item != _ABSENT:  # a rank that had no value here, which is not `None`
+                yield name, name[start:], item
 
 
 def _is_value(node: Json) -> bool:

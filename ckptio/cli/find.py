@@ -115,8 +115,13 @@ def is_foreign(found: Found) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return True
-        return os.read(fd, len(_OPENING)) != _OPENING
+        return not is_opening(os.read(fd, len(_OPENING)))
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def is_opening(head: bytes) -> bool:
+    """Whether a file that begins like this may be a manifest of ours."""
+    return head.startswith(_OPENING)

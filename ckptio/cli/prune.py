@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING, Any
 from ckptio._aio import Threads
 from ckptio.checkpointer.keeper import Keeper, Removal
 from ckptio.checkpointer.steps import step_name
+from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, FINE, explain
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, format_nbytes, visible
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError, ConfigError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
 from ckptio.storage.root import resolve_root
+from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.plan.retention import Retention
+    from ckptio.plan.retention import Retention, StepRecord
 
     Json = dict[str, Any]
+
+_NUM_THREADS = 4
 
 
 def run(
@@ -34,6 +38,7 @@ def run(
     best: Sequence[str],
     pins: Sequence[int],
     dry_run: bool,
+    storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
     """Remove what is not kept, and give the exit code."""
@@ -42,7 +47,7 @@ def run(
     error = None
     try:
         policy = make_policy(last, every, best, pins)
-        asyncio.run(pruning.run(policy))
+        asyncio.run(pruning.run(policy, config_for([root], storage_options)))
     except CheckpointError as problem:
         error = explain(problem)
     if as_json:
@@ -56,7 +61,7 @@ def run(
 
 def make_policy(
     last: int | None, every: int | None, best: Sequence[str], pins: Sequence[int]
-) -> Retention:
+) -> KeepAny:
     """Make a policy of what was asked for.
 
     Raises:
@@ -71,6 +76,19 @@ def make_policy(
     if not policies:
         raise ConfigError("say what to keep: --keep-last, --keep-every or --keep-best")
     return KeepAny((*policies, KeepSteps(*pins)))
+
+
+def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
+    """Refuse to keep the best by a metric that nobody measured: mostly a mistyped name.
+
+    Raises:
+        ConfigError: No step has it.
+    """
+    for part in policy.policies:
+        if not isinstance(part, KeepBest) or not records:
+            continue
+        if not any(part.metric in record.metrics for record in records):
+            raise ConfigError(f"no step has a metric {part.metric!r}; nothing was removed")
 
 
 def _best(text: str) -> KeepBest:
@@ -100,19 +118,22 @@ class _Pruning:
         """Whether something is there that should not be."""
         return bool(self._leftovers) or any(removal.error for removal in self._removals)
 
-    async def run(self, policy: Retention) -> None:
+    async def run(self, policy: KeepAny, config: CheckpointConfig) -> None:
         """Decide, and remove unless that is not wanted.
 
         Raises:
-            ConfigError: The root is none.
-            StorageError: It cannot be listed.
+            ConfigError: The root is none, or no step has a metric by which to decide.
+            StorageError: It cannot be listed, or a manifest cannot be read now.
         """
-        threads = Threads(1, "ckptio-prune")
+        threads = Threads(_NUM_THREADS, "ckptio-prune")
+        stores = Stores(config, threads)
         try:
-            root = resolve_root(self._root, CheckpointConfig.from_env(), threads, self._hear)
+            root = resolve_root(self._root, config, threads, self._hear, stores)
             keeper = Keeper(root, threads, self._hear)
             doomed = await keeper.plan(policy)
-            good = {record.step for record in await keeper.records()}
+            records = await keeper.records()
+            require_metrics(policy, records)
+            good = {record.step for record in records}
             self._kept = sorted(good - {*doomed})
             self._unreadable = [step for step in await keeper.steps() if step not in good]
             for step in doomed:
@@ -121,6 +142,7 @@ class _Pruning:
                 else:
                     self._removals.append(await keeper.remove(step))
         finally:
+            await stores.close()
             threads.shutdown()
 
     def _hear(self, event: Event) -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
+from ckptio.cli.config import config_for
 from ckptio.cli.entries import read_entries
 from ckptio.cli.outcome import exit_code, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError
 from ckptio.layout import DTYPES, numel
 from ckptio.state.tree import make_predicate
@@ -31,12 +31,12 @@ _INDENT = "  "
 _NAMELESS = '""'  # a key that is empty
 
 
-def run(path: str, *, select: Sequence[str], as_json: bool) -> int:
+def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool) -> int:
     """Show a checkpoint, and give the exit code."""
     terminal = Terminal()
     try:
         keep = make_predicate(select) if select else None
-        with Engine(CheckpointConfig.from_env()) as engine:
+        with Engine(config_for([path], storage_options), ranks="solo") as engine:
             manifest = engine.inspect(path)
         entries = list(read_entries(manifest, keep))
     except CheckpointError as error:
@@ -77,9 +77,9 @@ def _document(path: str, manifest: Manifest, entries: Sequence[Entry]) -> Json:
     return {
         **_blank(path),
         "committed": manifest.created,
-        "format": manifest.ckptio,
+        "format": None if manifest.is_foreign else manifest.ckptio,
         "writer": manifest.writer,
-        "save_id": manifest.save_id,
+        "save_id": None if manifest.is_foreign else manifest.save_id,
         "num_tensors": len(stored),
         "nbytes": sum(manifest.tensors[i].nbytes for i in stored),
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
@@ -118,6 +118,10 @@ def _chunks(manifest: Manifest, index: int) -> list[Json]:
                 "stop": chunk.start + numel(shape) * itemsize,
                 "global_offset": (0,) * len(shape) if offset is None else offset,
                 "local_shape": shape,
+                "copies": [
+                    {"file": manifest.files[file].name, "start": start}
+                    for file, start in chunk.copies
+                ],
             }
         )
     return chunks
@@ -133,18 +137,18 @@ def layout(
 ) -> Iterator[str]:
     """Lay a checkpoint out: what it is, its tree, the files that have it, and totals."""
     yield visible(path)
-    about = [
-        format_time(manifest.created),
-        f"format {manifest.ckptio}",
-        f"ckptio {visible(manifest.writer)}",
-        f"save {manifest.save_id}",
-    ]
+    about = [format_time(manifest.created)]
+    if manifest.is_foreign:
+        about.append(visible(manifest.writer))
+    else:
+        about.append(f"format {manifest.ckptio}")
+        about += [f"ckptio {visible(manifest.writer)}", f"save {manifest.save_id}"]
     yield from fold(about, width)
     if entries:
         yield ""
         yield from _tree(manifest, entries, width)
     stored = _stored(entries)
-    used = sorted({chunk.file for i in stored for chunk in manifest.tensors[i].chunks})
+    used = sorted({file for i in stored for files in _files(manifest, i) for file in files})
     if used:
         yield ""
     for i in used:
@@ -206,6 +210,16 @@ def _details(entry: Entry, manifest: Manifest) -> list[str]:
     if entry.tied_to is not None:
         tie = "in" if entry.is_view else "="
         return [visible(what), "-", f"{tie} {visible(entry.tied_to)}"]
-    files = sorted({chunk.file for chunk in manifest.tensors[entry.index].chunks})
-    places = ",".join(f"#{i}" for i in files)
+    first, others = _files(manifest, entry.index)
+    places = ",".join(f"#{i}" for i in first)
+    if others:
+        places += f" +{','.join(f'#{i}' for i in others)}"
     return [visible(what), format_nbytes(entry.nbytes or 0), places]
+
+
+def _files(manifest: Manifest, index: int) -> tuple[list[int], list[int]]:
+    """Number the files that have a stored tensor, and those that have copies of it."""
+    chunks = manifest.tensors[index].chunks
+    first = {chunk.file for chunk in chunks}
+    others = {file for chunk in chunks for file, _ in chunk.copies}
+    return sorted(first), sorted(others - first)

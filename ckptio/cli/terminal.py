@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 #: Takes how much is done, and of how much.
 Advance = Callable[[int, int], None]
 _BATCH = 512
+#: What a URL must not hold, and what nobody else should see who reads a log.
+_CREDENTIALS = re.compile(r"""://[^/@\s"']+@""")
 
 
 class Terminal:
@@ -66,12 +69,12 @@ class Terminal:
 
     def json(self, document: dict[str, Any]) -> None:
         """Print the one document of a command, in ASCII."""
-        self._write(json.dumps(document) + "\n")
+        self._write(_without_credentials(json.dumps(document)) + "\n")
 
     def message(self, text: str) -> None:
         """Say something on stderr; `text` may be anybody's."""
         with contextlib.suppress(OSError):  # nobody is left to be told
-            sys.stderr.write(f"ckptio: {visible(text)}\n")
+            sys.stderr.write(f"ckptio: {visible(_without_credentials(text))}\n")
 
     def _write(self, text: str) -> None:
         with self._piped():
@@ -109,3 +112,7 @@ class Terminal:
                 progress.update(task, completed=done, total=total)
 
             yield advance
+
+
+def _without_credentials(text: str) -> str:
+    return _CREDENTIALS.sub("://***@", text)

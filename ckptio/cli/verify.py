@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, exit_code, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
-from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointError, ConfigError
 from ckptio.events import ReadProgressed
 from ckptio.format.manifest import MANIFEST_NAME
@@ -38,19 +38,21 @@ class _Meter:
             self.advance(event.read_nbytes, event.nbytes)
 
 
-def run(paths: Sequence[str], *, compare_copies: bool, as_json: bool) -> int:
+def run(
+    paths: Sequence[str], *, compare_copies: bool, storage_options: Sequence[str], as_json: bool
+) -> int:
     """Verify checkpoints, and give the exit code."""
     terminal = Terminal()
     meter = _Meter()
     try:
-        config = CheckpointConfig.from_env()
+        config = config_for(paths, storage_options)
     except ConfigError as error:
         if as_json:
             terminal.json({"checkpoints": [], "error": str(error)})
         terminal.message(str(error))
         return FAILED
     results = []
-    with Engine(config, observer=meter) as engine:
+    with Engine(config, observer=meter, ranks="solo") as engine:
         for path in paths:
             with terminal.progress(path, in_bytes=True) as meter.advance:
                 result = _verify(engine, path, compare_copies=compare_copies)

@@ -47,9 +47,8 @@ if TYPE_CHECKING:
     from ckptio.handle import SaveHandle
     from ckptio.ranks.interface import Ranks
     from ckptio.staging.cuda import SideStreams
-    from ckptio.storage.interface import Storage
+    from ckptio.storage.interface import Root, Storage
     from ckptio.storage.resolve import PathLike
-    from ckptio.storage.root import Root
 
 T = TypeVar("T")
 
@@ -216,7 +215,7 @@ class EngineCore:
     def root(self, path: PathLike) -> Root:
         """Find the root of the checkpoints under a path. Touches nothing."""
         context = self.context
-        return resolve_root(path, self.config, context.executor, context.emit)
+        return resolve_root(path, self.config, context.executor, context.emit, context.stores)
 
     def submit(
         self,

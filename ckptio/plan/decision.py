@@ -19,6 +19,7 @@ class SaveEvery:
 
     Attributes:
         steps: Save at multiples of this; where they are skipped, at the next step asked for.
+            A run that goes back to an earlier step saves at multiples again.
         seconds: Save when the last save was asked for this long ago.
     """
 
@@ -45,7 +46,11 @@ class SaveEvery:
             step: The step.
             last_step: The one saved or loaded last; 0 if there was none.
         """
-        return self.steps is not None and step // self.steps > last_step // self.steps
+        if self.steps is None:
+            return False
+        if step < last_step:  # the run went back, by other means than `Checkpointer.load`
+            return step % self.steps == 0
+        return step // self.steps > last_step // self.steps
 
     def wait_s(self, elapsed_s: float) -> float | None:
         """Say in how many seconds a save is due; `None` if time plays no part.

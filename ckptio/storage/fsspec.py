@@ -2,7 +2,8 @@
 
 Through fsspec's blocking calls, on threads that are given up when an answer does not come:
 so nothing they use is anybody else's, and a range is one copy more than it could be. Stores
-for which that matters have a module of their own.
+for which that matters have a module of their own. What was given up may still happen: an
+object is removed when nothing is under way any more that would write it.
 
 Parts of an upload go through one file object, in order; what fsspec has begun to send it
 cannot send again, so the retries of a part are those of the file system itself. Small files
@@ -45,6 +46,9 @@ T = TypeVar("T")
 _GAP_NBYTES = 1 << 20
 #: File systems that decide atomically who makes an object, where they take `mode="create"`.
 _ATOMIC = ("gs", "gcs", "az", "abfs", "abfss", "adl")
+#: File systems with directories whose `rmdir` refuses one that is not empty. That of others
+#: removes what is in it, or the bucket.
+_WITH_DIRS = ("memory", "sftp", "ssh", "ftp", "smb")
 _HOPELESS = (
     errno.EACCES,
     errno.EPERM,
@@ -116,6 +120,7 @@ class FsspecStore:
         self._fs = fs
         self._protocol = protocol
         self._threads = Threads(max_requests, f"ckptio-{protocol}")
+        self._late: dict[str, set[asyncio.Future[Any]]] = {}
         self._can_create = (
             "mode" in inspect.signature(getattr(fs, "_pipe_file", fs.pipe_file)).parameters
         )
@@ -134,10 +139,19 @@ class FsspecStore:
         """What every file system can do."""
         return self._traits
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Call on a thread, and give the thread up if the caller gives up."""
+    async def call(self, function: Callable[[], T], writes: str = "") -> T:
+        """Call on a thread, and give the thread up if the caller gives up.
+
+        Args:
+            function: What to call.
+            writes: The object that it writes, if it does.
+        """
+        call = asyncio.get_running_loop().run_in_executor(self._threads, function)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._give_up(call, writes)
+            raise
         except FileNotFoundError:
             raise ObjectMissingError("there is no such object") from None
         except FileExistsError:
@@ -146,6 +160,25 @@ class FsspecStore:
             raise
         except Exception as error:
             raise told(error) from error
+
+    def _give_up(self, call: asyncio.Future[Any], key: str) -> None:
+        """Remember a call that nobody waits for until it has ended."""
+        late = self._late.setdefault(key, set())
+        late.add(call)
+
+        def ended(call: asyncio.Future[Any]) -> None:
+            if not call.cancelled():
+                call.exception()  # seen: who wanted to know has left
+            late.discard(call)
+            if not late and self._late.get(key) is late:
+                del self._late[key]
+
+        call.add_done_callback(ended)
+
+    async def settled(self, key: str) -> None:
+        """Wait until nothing is under way that writes an object and was given up."""
+        while late := self._late.get(key):
+            await asyncio.wait(late)
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
@@ -197,7 +230,7 @@ class FsspecStore:
                 self._fs.pipe_file(key, own)
             return self._head(key).etag
 
-        return await self.call(put)
+        return await self.call(put, writes=key)
 
     def _make_parent(self, key: str) -> None:
         """Make the directory that holds a key, where there are directories."""
@@ -211,7 +244,7 @@ class FsspecStore:
             self._make_parent(key)
             return self._fs.open(key, "wb")
 
-        return FsspecUpload(self, key, await self.call(begin), self._fs)
+        return FsspecUpload(self, key, await self.call(begin, writes=key), self._fs)
 
     async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
@@ -246,13 +279,18 @@ class FsspecStore:
         raise RefusedError(f"fsspec cannot drop {upload.upload_id!r}")
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, and directories that are empty then; see `store.ObjectStore`."""
+        """Remove objects, and where there are directories those that are empty then."""
 
         def delete() -> None:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(key)
+                if self._protocol in _WITH_DIRS:
+                    with contextlib.suppress(OSError):  # not empty, or not there
+                        self._fs.rmdir(self._fs._parent(key))  # noqa: SLF001  # fsspec's public practice
 
+        for key in keys:
+            await self.settled(key)
         await self.call(delete)
 
     async def close(self) -> None:
@@ -273,13 +311,13 @@ class FsspecUpload:
         """Write a part, the next one; see `store.Upload`."""
         own = bytes(data)  # a thread that is given up may still be sending it
         try:
-            await self._store.call(lambda: self._file.write(own))
+            await self._store.call(lambda: self._file.write(own), writes=self._key)
         except TransientError as error:
             raise RefusedError(f"{error.problem} (part {number} cannot be sent again)") from error
 
     async def complete(self) -> None:
         """Close the file."""
-        await self._store.call(self._file.close)
+        await self._store.call(self._file.close, writes=self._key)
 
     async def abort(self) -> None:
         """Drop what was written."""
@@ -292,6 +330,7 @@ class FsspecUpload:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._key)
 
+        await self._store.settled(self._key)
         await self._store.call(abort)
 
 

@@ -10,10 +10,11 @@ each. One that awaits (an object store) has `write` or `read_into`, for a whole 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from ckptio.format.manifest import Manifest
 
@@ -283,5 +284,80 @@ class Storage(Protocol):
 
         Raises:
             StorageError: That cannot be told.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A directory, or a prefix, under a root.
+
+    Attributes:
+        name: Its name.
+        version: Tells its manifests apart; `None` if it has none: nothing is committed.
+    """
+
+    name: str
+    version: Hashable | None
+
+
+class Root(Protocol):
+    """A place with checkpoints side by side, each under a name."""
+
+    @property
+    def path(self) -> str:
+        """What the user called it, made absolute; for messages."""
+        ...
+
+    def join(self, name: str) -> str:
+        """Give the path of a checkpoint, as `Engine.save` takes it."""
+        ...
+
+    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+        """Find what is there; nothing if there is no such place yet.
+
+        Args:
+            accepts: Says which names to look at; all if not given.
+
+        Raises:
+            StorageError: It cannot be listed.
+        """
+        ...
+
+    async def read_manifest(self, name: str) -> bytes:
+        """Read a manifest.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            StorageError: It cannot be read.
+        """
+        ...
+
+    async def remove(self, name: str) -> int:
+        """Remove a checkpoint: its manifest first, then what it is made of.
+
+        What is left behind a failure is no checkpoint, and goes with a later `sweep`.
+
+        Returns:
+            Bytes of its data files.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            FormatError: Its manifest cannot be read; nothing was removed.
+            StorageError: It could not be taken back, or another save was committed there
+                meanwhile; nothing was removed.
+        """
+        ...
+
+    async def sweep(self, name: str, quiet_s: float) -> None:
+        """Remove what a dead save, or a removal that was cut short, left under a name.
+
+        Args:
+            name: What to look at.
+            quiet_s: How long nothing must have been written there, in seconds. What is
+                known to be part of a removal goes at once.
+
+        Raises:
+            StorageError: It cannot be listed.
         """
         ...

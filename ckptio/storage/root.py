@@ -22,8 +22,7 @@ import errno
 import os
 import re
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, FormatError
@@ -32,88 +31,22 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, read_regular
+from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import find_leftovers, notes_of
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.stores import Stores
 
 _TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
 _GONE = (FileNotFoundError, NotADirectoryError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A directory under a root.
-
-    Attributes:
-        name: Its name.
-        version: Tells its manifests apart; `None` if it has none: nothing is committed.
-    """
-
-    name: str
-    version: Hashable | None
-
-
-class Root(Protocol):
-    """A place with checkpoints side by side, each under a name."""
-
-    @property
-    def path(self) -> str:
-        """What the user called it, made absolute; for messages."""
-        ...
-
-    def join(self, name: str) -> str:
-        """Give the path of a checkpoint, as `Engine.save` takes it."""
-        ...
-
-    async def find(self) -> list[Found]:
-        """Find what is there; nothing if there is no such place yet.
-
-        Raises:
-            StorageError: It cannot be listed.
-        """
-        ...
-
-    async def read_manifest(self, name: str) -> bytes:
-        """Read a manifest.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            StorageError: It cannot be read.
-        """
-        ...
-
-    async def remove(self, name: str) -> None:
-        """Remove a checkpoint: its manifest first, then what it is made of.
-
-        What is left behind a failure is no checkpoint, and goes with a later `sweep`.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            FormatError: Its manifest cannot be read; nothing was removed.
-            StorageError: It could not be taken back, or another save was committed there
-                meanwhile; nothing was removed.
-        """
-        ...
-
-    async def sweep(self, name: str, quiet_s: float) -> None:
-        """Remove what a dead save, or a removal that was cut short, left under a name.
-
-        Args:
-            name: What to look at.
-            quiet_s: How long nothing must have been written there, in seconds. What is
-                known to be part of a removal goes at once.
-
-        Raises:
-            StorageError: It cannot be listed.
-        """
-        ...
 
 
 def resolve_root(
@@ -121,13 +54,27 @@ def resolve_root(
     config: CheckpointConfig,
     executor: Executor,
     emit: Callable[[Event], None],
+    stores: Stores,
 ) -> Root:
     """Find the root for a path or URL. Touches nothing.
 
+    Args:
+        path: A path, an `os.PathLike`, a `file://` URL, or one that fsspec knows.
+        config: Durability, and limits of requests.
+        executor: Threads for calls that block.
+        emit: Takes events.
+        stores: Object stores, on the loop on which the root is used.
+
     Raises:
-        ConfigError: `path` is none.
+        ConfigError: `path` is none, or a URL that nobody knows.
     """
-    return LocalRoot(local_path(path), config, executor, emit)
+    url = remote_url(path)
+    if url is None:
+        return LocalRoot(local_path(path), config, executor, emit)
+    from ckptio.storage.object_root import ObjectRoot  # noqa: PLC0415  # where there is one
+
+    store, base = stores.below(url)
+    return ObjectRoot(url, store, base, config, executor, emit)
 
 
 class LocalRoot:
@@ -164,11 +111,11 @@ class LocalRoot:
         """Give the directory of a checkpoint."""
         return f"{self._path}/{name}"
 
-    async def find(self) -> list[Found]:
+    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
         """Find what is there; see `Root`."""
-        return await run_blocking(self._executor, self._find)
+        return await run_blocking(self._executor, self._find, accepts)
 
-    def _find(self) -> list[Found]:
+    def _find(self, accepts: Callable[[str], bool] | None) -> list[Found]:
         try:
             names = sorted(os.listdir(self._path))
         except FileNotFoundError:
@@ -178,7 +125,7 @@ class LocalRoot:
         return [
             Found(name=name, version=self._version(name))
             for name in names
-            if os.path.isdir(self.join(name))
+            if (accepts is None or accepts(name)) and os.path.isdir(self.join(name))
         ]
 
     def _version(self, name: str) -> tuple[int, ...] | None:
@@ -204,13 +151,14 @@ class LocalRoot:
         except OSError as error:
             raise storage_error(error, manifest, "cannot read the manifest") from error
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `Root`."""
-        await run_blocking(self._executor, self._remove, self.join(name))
+        return await run_blocking(self._executor, self._remove, self.join(name))
 
-    def _remove(self, directory: str) -> None:
+    def _remove(self, directory: str) -> int:
         data = self._read_manifest(directory)
-        tomb = f".manifest-{decode_summary(data).save_id}-old"
+        summary = decode_summary(data)
+        tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, f"{directory}/{tomb}", data)
         except _GONE:
@@ -219,6 +167,7 @@ class LocalRoot:
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
         self._bury(directory, tomb)
         self._remove_dir(directory)
+        return summary.nbytes
 
     def _take_back(self, directory: str, tomb: str, data: bytes) -> None:
         """Make a checkpoint none, in one step; undo that if it is another one by now."""
@@ -232,14 +181,22 @@ class LocalRoot:
             if self._config.durability == "full":
                 self._files.fsync_dir(directory)
         except OSError:
-            with contextlib.suppress(FileExistsError):  # there is a yet newer one
-                self._files.publish(tomb, manifest)
-            with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
-                self._files.unlink(tomb)
+            self._put_back(tomb, manifest)
             raise
 
+    def _put_back(self, tomb: str, manifest: str) -> None:
+        """Make a checkpoint again of what was taken back by mistake."""
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # a newer one; put back
+            self._files.publish(tomb, manifest)
+        with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
+            self._files.unlink(tomb)
+
     def _bury(self, directory: str, tomb: str) -> None:
-        """Remove the files of a checkpoint that was taken back, and what lists them."""
+        """Remove the files of a checkpoint that was taken back, and what lists them.
+
+        A manifest under the name of another save's was taken by mistake, by somebody who was
+        killed before it was put back: it is a checkpoint still.
+        """
         try:
             summary = decode_summary(
                 read_regular(self._files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
@@ -249,6 +206,9 @@ class LocalRoot:
         except (OSError, FormatError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EBADMSG, str(error))
             self._cannot_remove(directory, tomb, failure)
+            return
+        if summary.save_id not in tomb:
+            self._put_back(f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}")
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
         names += notes_of(directory, summary.save_id)
@@ -273,6 +233,8 @@ class LocalRoot:
         tombs = [name for name in names if _TOMB.fullmatch(name)]
         for tomb in tombs:
             self._bury(directory, tomb)
+        if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
+            return
         if is_quiet:
             dead = find_leftovers(self._files, directory, "")
             removed = tuple(name for name in dead if self._unlink(directory, name))

@@ -14,8 +14,9 @@ import asyncio
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, StorageError
 from ckptio.storage.requests import RequestLimit
+from ckptio.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,17 @@ class Stores:
         )
         return store, prefix
 
+    def below(self, url: str) -> tuple[OpenStore, str]:
+        """Find the store for what lies below a URL, and what those keys begin with.
+
+        A bucket itself is no place of a checkpoint, but one of many.
+
+        Raises:
+            ConfigError: There is no way to it.
+        """
+        store, key = self.at(f"{url}/x")
+        return store, key[:-1]
+
     async def close(self) -> None:
         """Close what is open. On the engine's loop."""
         for store in list(self._open.values()):
@@ -130,15 +142,21 @@ class OpenStore:
         """Give the store, and the limit of requests to it.
 
         Raises:
-            ConfigError: It cannot be opened.
+            ConfigError: It cannot be opened: a package is missing, or an option is wrong.
+            StorageError: It cannot be reached.
         """
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
             if self._store is None:
-                self._store = await self._backend.open(
-                    self._url, self._options, self._config, self._executor
-                )
+                try:
+                    self._store = await self._backend.open(
+                        self._url, self._options, self._config, self._executor
+                    )
+                except StoreError as error:
+                    raise StorageError(
+                        f"cannot open it: {error.problem}", path=self._url
+                    ) from error
         return self._store, self._limit
 
     async def close(self) -> None:

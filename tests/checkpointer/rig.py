@@ -13,7 +13,7 @@ from ckptio.engine.context import EngineContext
 from ckptio.ranks.interface import Deadlines
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.resolve import local_path
+from ckptio.storage.resolve import local_path, remote_url, resolve_storage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, MemoryRanks
 from tests.rig import SMALL, InlineCore, engine_on
@@ -39,6 +39,10 @@ class RootCore(InlineCore):
 
     def storage(self, path: PathLike) -> Storage:
         context = self.context
+        if remote_url(path) is not None:
+            return resolve_storage(
+                path, self.config, context.executor, context.emit, context.stores
+            )
         return LocalStorage(
             local_path(path), self.config, context.executor, context.emit, self.files
         )
@@ -49,9 +53,10 @@ def checkpointer_on(engine: Engine, root: PathLike, **options: Any) -> Checkpoin
     made = Checkpointer(root, engine=engine, **{"sweep_after_s": None, **options})
     core = engine._core
     assert isinstance(core, RootCore)
-    made._core.make_root = lambda path, config, executor, emit: LocalRoot(
-        local_path(path), config, executor, emit, core.files
-    )
+    if remote_url(root) is None:
+        made._core.make_root = lambda path, config, executor, emit, _: LocalRoot(
+            local_path(path), config, executor, emit, core.files
+        )
     made._core.clock = asyncio.get_running_loop().time
     return made
 
@@ -97,6 +102,7 @@ async def engines(
                 await asyncio.wait(core.tasks)
             assert core.context.pool.statistics().leased_nbytes == 0
             core.context.pool.close()
+            await core.context.stores.close()
     assert asyncio.all_tasks() == before
 
 

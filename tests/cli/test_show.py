@@ -4,11 +4,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from ckptio.__main__ import main
 from ckptio.format.compose import encode_tensors
-from ckptio.format.manifest import TensorEntry
+from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
     data_file,
     flip,
@@ -98,6 +99,58 @@ def test_show_of_odd_states(
     """A state need not be a dict, nor a key a word."""
     assert main(["show", str(save_at(tmp_path / "c", state))]) == 0
     assert line in capsys.readouterr().out.split("\n")
+
+
+def test_show_leaves_out_a_rank_that_had_no_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is not the same as `None`."""
+    path = save_at(tmp_path / "c", {"x": 0})
+    values = [3, {"~": "absent"}, None]
+    rewrite(path, tree=json.dumps({"x": {"~": "ranks", "v": values}}).encode())
+    code, document = run_json(capsys, "show", str(path))
+    assert code == 0
+    shown = {entry["name"]: entry["value"] for entry in document["entries"]}
+    assert shown == {"x~rank0": 3, "x~rank2": None}
+
+
+def test_show_names_the_files_with_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the one that has the tensor."""
+    path = save_at(tmp_path / "c", {"a": torch.ones(100)})
+    (file,) = decode_manifest((path / "manifest.json").read_bytes()).files
+    files = [(f"{i}-{file.name}", file.nbytes, file.checksums()) for i in range(2)]
+    start = file.nbytes - 400
+    tensor = TensorEntry("a", "float32", (100,), (Chunk(0, start, copies=((1, start),)),))
+    rewrite(path, files=files, tensors=encode_tensors([tensor]))
+    code, document = run_json(capsys, "show", str(path))
+    assert code == 0
+    (entry,) = document["entries"]
+    (chunk,) = entry["chunks"]
+    assert chunk["file"] == files[0][0]
+    assert chunk["copies"] == [{"file": files[1][0], "start": start}]
+    assert main(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "#0 +#1" in text
+    assert all(name in text for name, _, _ in files)
+    assert "in 2 files" in text
+
+
+def test_show_of_another_programs_checkpoint_has_no_format_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What wrote it stands in the first line instead."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors.torch.save({"a": torch.ones(3)}))
+    code, document = run_json(capsys, "show", str(path))
+    assert code == 0
+    assert (document["format"], document["save_id"]) == (None, None)
+    assert document["writer"] == "safetensors"
+    assert main(["show", str(path)]) == 0
+    about = capsys.readouterr().out.splitlines()[1]
+    assert about.endswith("  safetensors")
+    assert "format" not in about
 
 
 def test_64000_tensors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

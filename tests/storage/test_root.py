@@ -16,9 +16,10 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.root import Found, LocalRoot
+from ckptio.storage.root import LocalRoot
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
 from tests.rig import (
     SAVE_IDS,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptio.testing import Operation
+    from ckptio.testing import Fault, Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
@@ -197,6 +198,41 @@ async def test_a_checkpoint_that_was_replaced_meanwhile_stays(
         await root.remove("a")
     assert committed(tmp_path / "a") == newer
     assert names_in(tmp_path / "a") == sorted(["manifest.json", *newer])
+
+
+async def test_what_was_taken_by_mistake_is_put_back_by_a_sweep(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """A removal that another save overtook, and that was killed before it saw that."""
+    for number in itertools.count():
+        directory = tmp_path / str(number) / "a"
+        await write(directory, threads)
+        newer: dict[str, bytes] = {}
+        crash = crash_at(number)
+
+        def overtake(
+            operation: Operation,
+            directory: Path = directory,
+            newer: dict[str, bytes] = newer,
+            crash: Fault = crash,
+        ) -> None:
+            crash(operation)
+            if operation.kind == "replace" and not newer:
+                other = Threads(1, "ckptio")
+                newer.update(asyncio.run(write(directory, other, SAVE_IDS[2])))
+                other.shutdown()
+
+        files = RecordingFiles(overtake)
+        try:
+            await root_at(directory.parent, threads, files).remove("a")
+        except Crash:
+            files.bury()
+        except StorageError:
+            break
+        await root_at(directory.parent, threads).sweep("a", 100)
+        assert committed(directory) == (newer or CONTENTS), number
+    assert number > 4
+    assert committed(directory) == newer
 
 
 async def test_what_cannot_be_read_is_not_removed(tmp_path: Path, threads: Threads) -> None:

@@ -1,0 +1,33 @@
+"""What to do about a damaged step: nothing is loaded in its stead unasked."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from ckptio.errors import FormatError, RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DAMAGED = ("CorruptionError", "FormatError")
+
+
+class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as a function
+    """A block whose error, if it says that a step is damaged, gets notes of what to do.
+
+    Args:
+        steps: What there was to load from, lowest first; nothing if a step was asked for.
+    """
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = steps
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        causes = error.causes.values() if isinstance(error, RankError) else ()
+        is_damage = isinstance(error, FormatError) or any(c.startswith(_DAMAGED) for c in causes)
+        if error is None or not is_damage:
+            return
+        error.add_note("`ckptio verify` says what of it is damaged")
+        if len(self._steps) > 1:
+            error.add_note(f"load(step={self._steps[-2]}) loads the committed step before it")

@@ -1,0 +1,197 @@
+"""What `ls` says of each place: read from directories one by one, from a store many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_all
+from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
+from ckptio.cli.find_objects import find_objects, open_place
+from ckptio.cli.outcome import explain, state_of
+from ckptio.engine.core import EngineCore
+from ckptio.errors import CheckpointError
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.resolve import local_path, remote_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptio.cli.find import Found
+    from ckptio.cli.find_objects import FoundObjects, Place
+    from ckptio.cli.outcome import State
+    from ckptio.cli.terminal import Advance, Terminal
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Manifest
+
+_LONG = 10  # manifests; fewer are read before a line of progress could be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the list, and an object of the JSON document. `None` is not known.
+
+    Attributes:
+        path: Directory, relative to the root.
+        state: What is there.
+        committed: When it was committed, as the manifest says.
+        nbytes: Bytes of data files; of what lies there if there is no commit.
+        num_files: Data files; files that lie there if there is no commit.
+        num_tensors: Tensors.
+        format: Version of the format.
+        writer: Version of the package that wrote it.
+        save_id: Id of the save.
+        error: What is wrong.
+    """
+
+    path: str
+    state: State
+    committed: str | None = None
+    nbytes: int | None = None
+    num_files: int | None = None
+    num_tensors: int | None = None
+    format: int | None = None
+    writer: str | None = None
+    save_id: str | None = None
+    error: str | None = None
+
+
+def read_rows(
+    root: str, config: CheckpointConfig, terminal: Terminal, *, depth: int, hidden: bool
+) -> list[Row]:
+    """Describe what is at and below a directory or URL; not what other programs have there.
+
+    Raises:
+        ConfigError: The root is none, or there is no way to it.
+        OSError: It cannot be listed.
+    """
+    url = remote_url(root)
+    top = url or os.path.abspath(local_path(root))
+    found = [] if url else list(find_checkpoints(top, depth=depth, hidden=hidden))
+    core = EngineCore(dataclasses.replace(config, cache_entries=1), None, "solo")
+    core.start()
+    try:
+        if url:
+            with terminal.progress("reading", in_bytes=False) as advance:
+                below = _Below(core, url, depth=depth, hidden=hidden, advance=advance)
+                return core.call_blocking(below.rows, "list")
+        with contextlib.ExitStack() as stack:
+            long = len(found) > _LONG
+            advance = (
+                stack.enter_context(terminal.progress("reading", in_bytes=False)) if long else None
+            )
+            return list(_rows(core, top, found, advance))
+    finally:
+        core.close()
+
+
+def _rows(core: EngineCore, top: str, found: list[Found], advance: Advance | None) -> Iterator[Row]:
+    for number, item in enumerate(found):
+        if advance is not None:
+            advance(number, len(found))
+        row = _row(core, os.path.relpath(item.path, top), item)
+        if row is not None:
+            yield row
+
+
+def _row(core: EngineCore, path: str, found: Found) -> Row | None:
+    """Describe one directory; `None` if it is another program's."""
+    if found.error:
+        return Row(path=path, state="unreadable", error=found.error)
+    if found.has_manifest:
+        storage = core.storage(found.path)
+        try:
+            manifest = core.call_blocking(lambda context: context.cache.get(storage), "inspect")
+        except CheckpointError as error:
+            state = state_of(error)
+            if state == "damaged" and is_foreign(found):
+                return None
+            if state != "missing":  # removed meanwhile
+                return Row(path=path, state=state, error=explain(error))
+        else:
+            return _committed(path, manifest)
+    if not found.ours:
+        return None
+    sizes = []
+    for name in found.ours:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            sizes.append(os.lstat(f"{found.path}/{name}").st_size)
+    return Row(path=path, state="no_commit", nbytes=sum(sizes), num_files=len(sizes))
+
+
+def _committed(path: str, manifest: Manifest) -> Row:
+    """Describe a checkpoint."""
+    return Row(
+        path=path,
+        state="committed",
+        committed=manifest.created,
+        nbytes=manifest.nbytes,
+        num_files=len(manifest.files),
+        num_tensors=len(manifest.tensors),
+        format=manifest.ckptio,
+        writer=manifest.writer,
+        save_id=manifest.save_id,
+    )
+
+
+class _Below:
+    """What is below a URL."""
+
+    def __init__(
+        self, core: EngineCore, url: str, *, depth: int, hidden: bool, advance: Advance | None
+    ) -> None:
+        self._core = core
+        self._url = url
+        self._depth = depth
+        self._hidden = hidden
+        self._advance = advance
+        self._at_once = asyncio.Semaphore(core.config.max_requests)
+
+    async def rows(self, context: EngineContext) -> list[Row]:
+        """Describe it."""
+        place = await open_place(context.stores, self._url, context.config, context.emit)
+        found = await find_objects(place, depth=self._depth, hidden=self._hidden)
+        num_done = 0
+
+        async def one(item: FoundObjects) -> Row | None:
+            nonlocal num_done
+            async with self._at_once:
+                row = await self._row(context, place, item)
+            num_done += 1
+            if self._advance is not None:
+                self._advance(num_done, len(found))
+            return row
+
+        rows = await run_all([one(item) for item in found], "read a manifest")
+        return [row for row in rows if row is not None]
+
+    async def _row(self, context: EngineContext, place: Place, item: FoundObjects) -> Row | None:
+        """Describe one prefix; `None` if it is another program's."""
+        if item.has_manifest:
+            url = self._url if item.path == "." else f"{self._url}/{item.path}"
+            try:
+                manifest = await context.cache.get(self._core.storage(url))
+            except CheckpointError as error:
+                state = state_of(error)
+                if state == "damaged" and not item.ours and await _is_foreign(place, item):
+                    return None
+                if state != "missing":  # removed meanwhile
+                    return Row(path=item.path, state=state, error=explain(error))
+            else:
+                return _committed(item.path, manifest)
+        if not item.ours:
+            return None
+        nbytes = sum(info.nbytes for info in item.ours)
+        return Row(path=item.path, state="no_commit", nbytes=nbytes, num_files=len(item.ours))
+
+
+async def _is_foreign(place: Place, item: FoundObjects) -> bool:
+    """Whether the manifest of a prefix is another program's: the name is a common one."""
+    key = item.prefix + MANIFEST_NAME
+    _, head = await place.requests.run("read", key, lambda: place.store.get(key, 64))
+    return not is_opening(head)

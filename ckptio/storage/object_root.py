@@ -1,0 +1,267 @@
+"""Checkpoints side by side in an object store: what is there, and how one of them goes.
+
+    <root>/step-00000100/manifest.json           committed
+    <root>/step-00000090/.manifest-<id>-old      being removed, if there is no manifest
+    <root>/step-00000080/data-<id>-...           no commit: being written, or its save died
+
+Nothing can be renamed here. So a copy of the manifest is written first, under the name that
+a removed one has in a directory; then the manifest goes, which makes the checkpoint none;
+then data files, and last the copy, which lists them. Whoever is killed in between leaves a
+checkpoint or none, and what the next sweep knows to be the rest of one.
+
+Few stores remove an object on condition. So the manifest is looked at once more right
+before it goes, and one that another save put there since it was read stays. A save that
+replaces a checkpoint in the very moment of its removal may still be removed with it: let
+one process look after a run.
+
+What a dead save left goes when the store has seen nothing of it for an hour at least,
+however short a while was asked for: there are no locks that tell a living one. The hour is
+the store's: before anything goes, its clock is asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_all, run_blocking
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
+from ckptio.events import LeftoversRemoved
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
+from ckptio.storage.interface import Found
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
+from ckptio.storage.object_leftovers import (
+    QUIET_S,
+    Cleaner,
+    dead_owners,
+    name_of,
+    owner_of,
+)
+from ckptio.storage.requests import Requests
+from ckptio.storage.store import ObjectMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Event
+    from ckptio.format.summary import Summary
+    from ckptio.storage.store import ObjectInfo, ObjectStore
+    from ckptio.storage.stores import OpenStore
+
+_TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
+
+
+class ObjectRoot:
+    """A prefix with checkpoints below it; see `interface.Root`. Used on one loop.
+
+    Args:
+        url: What the user called it.
+        store: Opens the store at the first use.
+        base: What the keys below begin with: empty, or with a slash at its end.
+        config: Limits of requests.
+        executor: Threads that take manifests apart.
+        emit: Takes events: what could not be removed, and what was swept.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        store: OpenStore,
+        base: str,
+        config: CheckpointConfig,
+        executor: Executor,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._url = url
+        self._open_store = store
+        self._base = base
+        self._config = config
+        self._executor = executor
+        self._emit = emit
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._url
+
+    def join(self, name: str) -> str:
+        """Give the URL of a checkpoint."""
+        return f"{self._url}/{name}"
+
+    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+        """Find what is there: one listing, and a look at each manifest; see `interface.Root`."""
+        store, requests = await self._ready(self._url)
+        listed = await requests.run("list", self._base, lambda: store.list(self._base, below=False))
+        names = [
+            info.key.removeprefix(self._base).rstrip("/")
+            for info in listed
+            if info.key.endswith("/")
+        ]
+        names = [name for name in names if name and (accepts is None or accepts(name))]
+
+        async def look(name: str) -> Found:
+            key = self._key(name, MANIFEST_NAME)
+            try:
+                info = await requests.run("look at", key, lambda: store.head(key))
+            except ObjectMissingError:
+                return Found(name=name, version=None)
+            return Found(name=name, version=(info.etag, info.nbytes, info.modified_s))
+
+        return await run_all([look(name) for name in names], "look at a manifest")
+
+    async def read_manifest(self, name: str) -> bytes:
+        """Read a manifest; see `interface.Root`."""
+        return (await _Removal(self, name, *await self._ready(self.join(name))).read())[1]
+
+    async def remove(self, name: str) -> int:
+        """Remove a checkpoint; see `interface.Root`."""
+        return await _Removal(self, name, *await self._ready(self.join(name))).remove()
+
+    async def sweep(self, name: str, quiet_s: float) -> None:
+        """Remove what a dead save left; see `interface.Root`."""
+        removal = _Removal(self, name, *await self._ready(self.join(name)))
+        await removal.sweep(max(quiet_s, QUIET_S))
+
+    async def _ready(self, url: str) -> tuple[ObjectStore, Requests]:
+        """Open the store; requests of one call have one deadline."""
+        store, limit = await self._open_store.get()
+        return store, Requests(url, self._config, limit, self._emit)
+
+    def _key(self, name: str, file: str = "") -> str:
+        return f"{self._base}{name}/{file}"
+
+
+class _Removal:
+    """What is removed under one name."""
+
+    def __init__(self, root: ObjectRoot, name: str, store: ObjectStore, requests: Requests) -> None:
+        self._url = root.join(name)
+        self._prefix = root._key(name)  # noqa: SLF001  # two halves of one thing
+        self._executor = root._executor  # noqa: SLF001  # as above
+        self._emit = root._emit  # noqa: SLF001  # as above
+        self._store = store
+        self._requests = requests
+        self._cleaner = Cleaner(self._url, store, requests, self._emit)
+
+    async def read(self, file: str = MANIFEST_NAME) -> tuple[ObjectInfo, bytes]:
+        """Read a manifest."""
+        key = self._prefix + file
+        try:
+            info, data = await self._requests.run(
+                "read", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
+            )
+        except ObjectMissingError:
+            raise CheckpointNotFoundError(self._url) from None
+        if info.nbytes > MAX_MANIFEST_NBYTES:
+            raise FormatError(f"the manifest of {self._url!r} is larger than any manifest")
+        return info, data
+
+    async def remove(self) -> int:
+        """Remove a checkpoint, manifest first; gives the bytes of its data files."""
+        info, data = await self.read()
+        summary = await run_blocking(self._executor, decode_summary, data)
+        tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
+        await self._requests.run("write", tomb, lambda: self._put(tomb, data))
+        try:
+            is_mine = await self._take_back(info)
+        except StorageError:
+            if await self._is_there():  # else its files go with the tomb, now or in a sweep
+                await self._cleaner.delete([tomb])
+            raise
+        await self._bury(tomb, summary)
+        if not is_mine:
+            raise CheckpointNotFoundError(self._url)
+        return summary.nbytes
+
+    async def _put(self, key: str, data: bytes) -> None:
+        await self._store.put(key, data)
+
+    async def _take_back(self, read: ObjectInfo) -> bool:
+        """Remove the manifest that was read; `False` if somebody else has.
+
+        Raises:
+            StorageError: It could not be removed, or is another one by now.
+        """
+        key = self._prefix + MANIFEST_NAME
+        try:
+            now = await self._requests.run("look at", key, lambda: self._store.head(key))
+        except ObjectMissingError:
+            return False
+        if (now.etag, now.nbytes) != (read.etag, read.nbytes):
+            raise StorageError(
+                "another save was committed there just now; it stays",
+                path=self._url,
+                code=errno.ESTALE,
+            )
+        await self._requests.run("remove", key, lambda: self._store.delete([key]))
+        return True
+
+    async def _is_there(self) -> bool:
+        """Whether there is a manifest; yes if nobody can tell."""
+        key = self._prefix + MANIFEST_NAME
+        try:
+            await self._requests.run("look at", key, lambda: self._store.head(key))
+        except ObjectMissingError:
+            return False
+        except StorageError:
+            return True
+        return True
+
+    async def _bury(self, tomb: str, summary: Summary) -> None:
+        """Remove the files of a checkpoint that was taken back, and what lists them."""
+        keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
+        keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
+        if len(await self._cleaner.delete(keys)) == len(keys):
+            await self._cleaner.delete([tomb])  # last: what it lists is not forgotten
+
+    async def sweep(self, quiet_s: float) -> None:
+        """Remove what removals that were cut short left, and then what dead saves did.
+
+        Listed first: a save that ends meanwhile has its manifest in place by the time that
+        is looked for.
+        """
+        found = await self._cleaner.list(self._prefix)
+        if not any(owner_of(key) for key, _ in found.signs()) or await self._is_there():
+            return
+        tombs = [info.key for info in found.objects if _TOMB.fullmatch(name_of(info.key))]
+        for tomb in tombs:
+            await self._bury_found(tomb)
+        buried = {owner_of(tomb) for tomb in tombs}
+        dead = dead_owners(found, now_s=time.time(), quiet_s=quiet_s) - buried
+        if dead:
+            dead &= dead_owners(found, now_s=await self._store_now_s(), quiet_s=quiet_s)
+        names = await self._cleaner.remove(found.of(dead)) if dead else ()
+        if names:
+            self._emit(LeftoversRemoved(path=self._url, files=names))
+
+    async def _bury_found(self, tomb: str) -> None:
+        """Bury what a removal that was cut short left."""
+        try:
+            _, data = await self.read(name_of(tomb))
+            summary = await run_blocking(self._executor, decode_summary, data)
+        except CheckpointNotFoundError:
+            return  # somebody else was faster
+        except FormatError as error:
+            failure = StorageError(str(error), path=self._url, code=errno.EBADMSG)
+            self._cleaner.cannot(tomb, failure)
+            return
+        if summary.save_id == owner_of(tomb):
+            await self._bury(tomb, summary)
+
+    async def _store_now_s(self) -> float:
+        """Ask what time it is where the store is, by an object that is made and removed."""
+        key = f"{self._prefix}{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
+        await self._requests.run("write", key, lambda: self._put(key, b""))
+        try:
+            info = await self._requests.run("look at", key, lambda: self._store.head(key))
+        except ObjectMissingError:  # somebody tidies up here, too
+            return 0.0
+        finally:
+            await self._cleaner.delete([key])
+        return info.modified_s or time.time()

@@ -1,0 +1,175 @@
+"""What a checkpointer removes, and what it must not, on schedules drawn from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import CheckpointError, KeepLast, SaveAbortedError
+from ckptio._aio import Threads
+from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.errors import CheckpointNotFoundError, StorageError
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import EventLog, run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines
+from tests.rig import SMALL, committed, filled_state, names_in, values_in
+
+if TYPE_CHECKING:
+    from ckptio import Checkpointer
+
+SIZES = [5000, 100]
+seeds = st.integers(0, 2**32)
+
+
+def committed_steps(root: Path) -> list[int]:
+    """Give the steps that are committed, and check that each is whole."""
+    found = []
+    for name in names_in(root) if root.exists() else []:
+        step = parse_name(name)
+        if step is not None and committed(root / name) is not None:
+            found.append(step)
+    return found
+
+
+@given(seed=seeds, deadline_s=st.floats(0.005, 0.4))
+def test_a_deadline_and_what_is_there_agree(seed: int, deadline_s: float) -> None:
+    """Leaving says that the last save was aborted, or the step is committed: never both."""
+
+    async def scenario(root: Path) -> None:
+        async with engines(seed=seed) as (engine,):
+            ckpt = checkpointer_on(engine, root, preempt_deadline_s=deadline_s, keep=KeepLast(1))
+            is_missed = False
+            try:
+                async with ckpt:
+                    ckpt.preempt("a notice")
+                    step = 0
+                    while not ckpt.preempted:
+                        step += 1
+                        await ckpt.should_save(step)
+                        await asyncio.sleep(0.001)
+                    ckpt.save(filled_state(SIZES, 1), step)
+            except SaveAbortedError as error:
+                is_missed = "was not committed" in str(error)
+            assert committed_steps(root) == ([] if is_missed else [step])
+
+    with tempfile.TemporaryDirectory() as name:
+        run_virtual(scenario(Path(name)), seed=seed)
+
+
+class _Watching:
+    """A part of a state that looks at the checkpointer while it is taken apart."""
+
+    def __init__(self, ckpt: Checkpointer) -> None:
+        self._ckpt = ckpt
+        self.exempt: set[int] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.exempt = self._ckpt._core._exempt()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
+    """From the call on: taking a large state apart lasts, and its older self may be due."""
+
+    async def scenario() -> None:
+        async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+            watching = _Watching(ckpt)
+            handle = ckpt.save({"x": watching}, 7)
+            assert watching.exempt == {7}
+            assert ckpt._core._exempt() == {7}
+            await handle
+            assert ckpt._core._exempt() == set()
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(
+    seed=seeds,
+    plan=st.lists(st.tuples(st.integers(1, 4), st.floats(0, 0.2)), min_size=1, max_size=8),
+)
+def test_going_back_and_forth_loses_nothing_that_stays(
+    seed: int, plan: list[tuple[int, float]]
+) -> None:
+    """Steps are saved over each other, loaded and removed at once.
+
+    The highest step and the one committed last are there and whole, and what a load gives is
+    one save's.
+    """
+
+    async def load(ckpt: Checkpointer) -> None:
+        try:
+            state = await ckpt.load()
+        except CheckpointNotFoundError:
+            return
+        except CheckpointError as error:  # overwritten or removed while it was read
+            assert isinstance(error, StorageError), error
+            return
+        assert len(values_in(state)) == 1
+
+    async def scenario(root: Path) -> None:
+        async with engines(seed=seed) as (engine,):
+            async with (
+                checkpointer_on(engine, root, keep=KeepLast(1), sweep_after_s=0.01) as ckpt,
+                asyncio.TaskGroup() as group,
+            ):
+                done: list[int] = []
+                for number, (step, pause_s) in enumerate(plan, 1):
+                    await ckpt.save(filled_state(SIZES, number), step, overwrite=True)
+                    done.append(step)
+                    group.create_task(load(ckpt), name="load")
+                    await asyncio.sleep(pause_s)
+            found = committed_steps(root)
+            assert done[-1] in found
+            assert max(found) == max(done)
+            async with checkpointer_on(engine, root) as ckpt:
+                assert values_in(await ckpt.load(step=done[-1])) == {len(plan)}
+
+    with tempfile.TemporaryDirectory() as name:
+        run_virtual(scenario(Path(name)), seed=seed)
+
+
+class _Failing(LocalRoot):
+    """A root of which one manifest cannot be read just now."""
+
+    failing = ""
+
+    async def read_manifest(self, name: str) -> bytes:
+        if name == self.failing:
+            raise StorageError("cannot read the manifest", path=self.join(name), code=errno.EIO)
+        return await super().read_manifest(name)
+
+
+def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    """A policy that sees fewer steps than there are lets the wrong ones go."""
+
+    async def scenario() -> None:
+        async with engines() as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in range(1, 5):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            log = EventLog()
+            threads = Threads(1, "ckptio")
+            root = _Failing(str(tmp_path), SMALL, threads, log)
+            keeper = Keeper(root, threads, log)
+            root.failing = step_name(3)
+            with pytest.raises(StorageError, match="cannot read"):
+                await keeper.plan(KeepLast(1))
+            assert [record.step for record in await keeper.records()] == [1, 2, 4]
+            root.failing = ""
+            assert await keeper.plan(KeepLast(1)) == (1, 2, 3)
+            root.failing = step_name(3)  # known by now, and not read again
+            assert await keeper.plan(KeepLast(1)) == (1, 2, 3)
+            threads.shutdown()
+
+    run_virtual(scenario(), seed=0)

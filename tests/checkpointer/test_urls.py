@@ -1,0 +1,327 @@
+"""Checkpointers on object stores: the main cases again, where no directory is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio import (
+    Checkpointer,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    Engine,
+    KeepBest,
+    KeepIf,
+    KeepLast,
+    PerRank,
+    SaveAbortedError,
+    SaveEvery,
+    sync,
+)
+from ckptio.checkpointer.steps import step_name
+from ckptio.events import CheckpointRemoved, LeftoversRemoved, RetentionFailed
+from ckptio.testing import EventLog, run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines, on_each
+from tests.rig import SMALL, assert_same, filled_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [5000, 100]
+OLD_S = 10_000
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A URL below which nothing is, and below which nothing is left but steps."""
+    name = f"run-{secrets.token_hex(8)}"
+    yield f"memory://{name}/deep"
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return filled_state(SIZES, step % 251)
+
+
+def files_in(url: str) -> dict[str, list[str]]:
+    """Name what is below a URL, by the step it is in."""
+    memory, top = fsspec.filesystem("memory"), "/" + url.partition("://")[2]
+    found: dict[str, list[str]] = {}
+    for path in memory.find(top):
+        step, _, name = path.removeprefix(f"{top}/").partition("/")
+        found.setdefault(step, []).append(name)
+    return found
+
+
+def steps_in(url: str) -> list[int]:
+    """Name the steps below a URL, and check that each is one manifest and one file."""
+    found = files_in(url)
+    for names in found.values():
+        assert [name.partition("-")[0] for name in sorted(names)] == ["data", "manifest.json"]
+    return sorted(int(step.removeprefix("step-")) for step in found)
+
+
+def put(url: str, data: bytes, age_s: float) -> None:
+    """Write an object some time ago."""
+    memory, path = fsspec.filesystem("memory"), "/" + url.partition("://")[2]
+    memory.pipe_file(path, data)
+    file = memory.store[path]
+    file.created = file.modified = file.modified.fromtimestamp(
+        time.time() - age_s, tz=file.modified.tzinfo
+    )
+
+
+async def save_steps(url: str, *steps: int, **options: Any) -> None:
+    async with Checkpointer(url, **{"config": SMALL, **options}) as ckpt:
+        for step in steps:
+            await ckpt.save(state_of(step), step)
+
+
+async def test_the_newest_committed_step_is_loaded(url: str) -> None:
+    """Across restarts, from what is there; a step asked for is another."""
+    async with Checkpointer(f"{url}/", config=SMALL) as ckpt:
+        assert await ckpt.steps() == ()
+        assert await ckpt.latest() is None
+        with pytest.raises(CheckpointNotFoundError, match="no committed step"):
+            await ckpt.load()
+        for step in (9, 10, 100):
+            info = await ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
+            assert info.path == ckpt.path(step) == f"{url}/{step_name(step)}"
+    async with Checkpointer(url, config=SMALL) as ckpt:
+        assert await ckpt.steps() == (9, 10, 100)
+        assert [record.metrics["loss"] for record in await ckpt.records()] == [1 / 9, 0.1, 0.01]
+        assert_same(await ckpt.load(), state_of(100))
+        target = state_of(0)
+        assert await ckpt.load(into=target, step=9) is target
+        assert_same(target, state_of(9))
+        with pytest.raises(CheckpointNotFoundError):
+            await ckpt.load(step=11)
+    assert steps_in(url) == [9, 10, 100]
+
+
+async def test_a_step_that_was_not_committed_is_none(url: str) -> None:
+    """What a dead save left, other programs' objects, names of others: never the latest."""
+    await save_steps(url, 3)
+    put(f"{url}/{step_name(7)}/data-{'a' * 32}-00000-00000.safetensors", b"x", 0)
+    put(f"{url}/{step_name(8)}", b"an object", 0)
+    put(f"{url}/step-9/manifest.json", b"{}", 0)
+    async with Checkpointer(url, config=SMALL) as ckpt:
+        assert await ckpt.steps() == (3,)
+        assert_same(await ckpt.load(), state_of(3))
+
+
+async def test_a_damaged_step_raises_and_says_what_to_load(url: str) -> None:
+    """Which work to give up is the user's to decide."""
+    await save_steps(url, 1, 2)
+    (name,) = [n for n in files_in(url)[step_name(2)] if n.startswith("data-")]
+    memory, path = fsspec.filesystem("memory"), f"/{url.partition('://')[2]}/{step_name(2)}/{name}"
+    data = memory.cat_file(path)
+    memory.pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
+    async with Checkpointer(url, config=SMALL) as ckpt:
+        with pytest.raises(CorruptionError) as caught:
+            await ckpt.load()
+        assert "load(step=1)" in caught.value.__notes__[-1]
+
+
+async def test_a_step_is_saved_once_unless_asked_otherwise(url: str) -> None:
+    """What it replaces goes."""
+    async with Checkpointer(url, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1)
+        with pytest.raises(CheckpointExistsError):
+            await ckpt.save(state_of(2), 1)
+        await ckpt.save(state_of(3), 1, overwrite=True)
+        assert_same(await ckpt.load(), state_of(3))
+    assert steps_in(url) == [1]
+
+
+async def test_what_is_not_kept_is_removed_after_the_commit(url: str) -> None:
+    """The last one and the best; nothing of the others is left."""
+    log = EventLog()
+    keep = KeepLast(1) | KeepBest(1, "loss")
+    async with Checkpointer(url, keep=keep, config=SMALL, observer=log) as ckpt:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0], 1):
+            await ckpt.save(state_of(step), step, metrics={"loss": loss})
+    assert steps_in(url) == [2, 4]
+    assert [event.step for event in log.of(CheckpointRemoved)] == [1, 3]
+
+
+async def test_what_cannot_be_read_counts_for_nothing_and_stays(url: str) -> None:
+    """A damaged manifest, and with it what it may need."""
+    await save_steps(url, 1, 2, 50)
+    put(f"{url}/{step_name(50)}/manifest.json", b"{}", 0)
+    await save_steps(url, 3, keep=KeepLast(2))
+    assert sorted(files_in(url)) == [step_name(step) for step in (2, 3, 50)]
+    assert len(files_in(url)[step_name(50)]) == 2
+
+
+async def test_a_broken_policy_removes_nothing(url: str) -> None:
+    """Its error is an event."""
+    log = EventLog()
+    await save_steps(url, 1, 2, keep=KeepIf(lambda record: record.step / 0 > 1), observer=log)
+    assert steps_in(url) == [1, 2]
+    assert isinstance(log.of(RetentionFailed)[0].error, ZeroDivisionError)
+
+
+async def test_dead_saves_are_swept_when_a_run_begins(url: str) -> None:
+    """After an hour, and what a removal left at once; what is not ours stays."""
+    log = EventLog()
+    await save_steps(url, 3)
+    put(f"{url}/{step_name(5)}/data-{'a' * 32}-00000-00000.safetensors", b"x", OLD_S)
+    put(f"{url}/{step_name(6)}/data-{'a' * 32}-00000-00000.safetensors", b"x", 60)
+    put(f"{url}/step-5/data-{'a' * 32}-00000-00000.safetensors", b"x", OLD_S)
+    memory, top = fsspec.filesystem("memory"), "/" + url.partition("://")[2]
+    (manifest,) = [p for p in memory.find(f"{top}/{step_name(3)}") if p.endswith("manifest.json")]
+    tomb = manifest.replace("manifest.json", f".manifest-{save_id_of(files_in(url))}-old")
+    memory.mv(manifest, tomb)
+    await save_steps(url, sweep_after_s=1, observer=log)
+    assert sorted(files_in(url)) == [step_name(6), "step-5"]
+    assert len(log.of(LeftoversRemoved)) == 1
+
+
+def save_id_of(found: dict[str, list[str]]) -> str:
+    """Give the id of the save of step 3."""
+    (name,) = [name for name in found[step_name(3)] if name.startswith("data-")]
+    return name.split("-")[1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_leaving_by_an_error_aborts(url: str, *, shared: bool) -> None:
+    """Nothing of what was in flight is left; the error is the caller's own."""
+    big = filled_state([4 << 20], 1)
+    async with Engine(SMALL) as engine:
+        options: dict[str, Any] = {"engine": engine} if shared else {"config": SMALL}
+        with pytest.raises(ZeroDivisionError):
+            async with Checkpointer(url, keep=KeepLast(1), **options) as ckpt:
+                handle = ckpt.save(big, 1)
+                raise ZeroDivisionError
+        with pytest.raises(SaveAbortedError):
+            await handle
+    assert files_in(url) == {}
+
+
+async def test_a_signal_asks_for_one_last_save(url: str) -> None:
+    """At the next step."""
+    async with Checkpointer(
+        url, keep=KeepLast(1), preempt_signals=(signal.SIGUSR1,), config=SMALL
+    ) as ckpt:
+        await ckpt.save(state_of(1), 1)
+        for step in range(2, 10_000):
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if await ckpt.should_save(step):
+                ckpt.save(state_of(step), step)
+            if ckpt.preempted:
+                break
+            await asyncio.sleep(0)
+    assert steps_in(url) == [step]
+
+
+def test_the_blocking_twin_does_the_same(url: str) -> None:
+    """Save, find, keep, load."""
+    with sync.Checkpointer(url, keep=KeepLast(2), every=SaveEvery(steps=2), config=SMALL) as ckpt:
+        assert ckpt.latest() is None
+        for step in range(1, 9):
+            if ckpt.should_save(step):
+                ckpt.save(state_of(step), step, metrics={"loss": 1 / step})
+    with sync.Engine(SMALL) as engine, sync.Checkpointer(url, engine=engine) as ckpt:
+        assert ckpt.steps() == (6, 8)
+        assert_same(ckpt.load(), state_of(8))
+        assert ckpt.records()[-1].metrics == {"loss": 1 / 8}
+    assert steps_in(url) == [6, 8]
+    with pytest.raises(CheckpointExistsError), sync.Checkpointer(url, config=SMALL) as ckpt:
+        ckpt.start_save(state_of(8), 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_save_keep_and_load_together(url: str, seed: int) -> None:
+    """Rank 0 lists and removes; each rank writes its own objects."""
+
+    async def body(rank: int, engine: Engine, log: EventLog) -> None:
+        async with checkpointer_on(
+            engine, url, keep=KeepLast(2), every=SaveEvery(steps=3), sweep_after_s=1.0
+        ) as ckpt:
+            assert await ckpt.latest() is None
+            for step in range(1, 13):
+                if await ckpt.should_save(step):
+                    own = torch.full((SMALL.slab_nbytes * 2,), rank, dtype=torch.uint8)
+                    state = {**state_of(step), f"own{rank}": own, "rank": PerRank(rank)}
+                    await ckpt.save(state, step)
+        async with checkpointer_on(engine, url) as ckpt:
+            assert await ckpt.steps() == (9, 12)
+            state = await ckpt.load(select=["tensor*", "rank"])
+            assert state.pop("rank") == rank
+            assert_same(state, state_of(12))
+        assert [event.step for event in log.of(CheckpointRemoved)] == [3, 6]
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with engines(2, log=log, seed=seed) as group:
+            assert await on_each(group, lambda r, e: body(r, e, log)) == [None, None]
+
+    run_virtual(scenario(), seed=seed)
+    found = files_in(url)
+    assert sorted(found) == [step_name(9), step_name(12)]
+    for names in found.values():
+        assert {name.split("-")[2] for name in names if name.startswith("data-")} == {
+            "00000",
+            "00001",
+        }
+
+
+@given(seed=st.integers(0, 2**32), at_s=st.floats(0, 1))
+def test_leaving_by_an_error_at_any_time_leaves_whole_steps(seed: int, at_s: float) -> None:
+    """A save leaves nothing, and a removal what the next run knows and removes at once."""
+
+    async def scenario(url: str) -> None:
+        async with engines(seed=seed) as (engine,):
+            last = 0
+            with contextlib.suppress(TimeoutError, ZeroDivisionError):
+                async with checkpointer_on(engine, url, keep=KeepLast(1)) as ckpt:
+                    for step in range(1, 4):
+                        async with asyncio.timeout(at_s):
+                            await ckpt.save(state_of(step), step)
+                        last = step
+                    raise ZeroDivisionError
+            for place, names in files_in(url).items():
+                kinds = sorted(name.partition("-")[0] for name in names)
+                is_removed = kinds[0] == ".manifest" and set(kinds[1:]) <= {"data"}
+                assert is_removed or kinds[-2:] == ["data", "manifest.json"], (place, names)
+            async with checkpointer_on(engine, url, sweep_after_s=1.0) as ckpt:
+                latest = await ckpt.latest()
+                assert (latest or 0) >= last
+                if latest is not None:
+                    assert_same(await ckpt.load(), state_of(latest))
+            assert all("manifest.json" in names for names in files_in(url).values())
+
+    name = f"run-{secrets.token_hex(8)}"
+    run_virtual(scenario(f"memory://{name}/deep"), seed=seed)
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
+
+
+@pytest.mark.parametrize("root", ["nope://run", "s3://key:secret@bucket/run"])
+async def test_a_root_that_cannot_be_is_refused(root: str) -> None:
+    """When the block is entered, and without leaving anything open."""
+    with pytest.raises(ConfigError) as caught:
+        async with Checkpointer(root, config=SMALL):
+            raise AssertionError("entered")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError), sync.Checkpointer(root, config=SMALL):
+        raise AssertionError("entered")

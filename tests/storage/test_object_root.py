@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from ckptio._aio import Threads
+from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
+from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.storage.interface import Found
+from ckptio.storage.object_leftovers import QUIET_S
+from ckptio.storage.object_root import ObjectRoot
+from ckptio.storage.root import resolve_root
+from ckptio.storage.store import RefusedError, TransientError, UploadInfo
+from ckptio.storage.stores import Stores
+from ckptio.testing import Crash, EventLog, run_virtual
+from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of
+from tests.storage.object_rig import DictStore, Opened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+OLD = QUIET_S + 100
+CONTENTS = contents_of(SAVE_IDS[0], 5000, 70_000)
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    made = Threads(1, "ckptio")
+    yield made
+    made.shutdown()
+
+
+def root_at(
+    store: DictStore, threads: Threads, log: EventLog | None = None, max_requests: int = 16
+) -> ObjectRoot:
+    opened = cast("Any", Opened(store, max_requests))
+    return ObjectRoot("dict://run", opened, "run/", SMALL, threads, log or EventLog())
+
+
+def write(store: DictStore, name: str, save_id: str = SAVE_IDS[0]) -> None:
+    """Put a checkpoint there."""
+    contents = contents_of(save_id, 5000, 70_000)
+    for file, data in contents.items():
+        store.set(f"run/{name}/{file}", data)
+    store.set(f"run/{name}/manifest.json", manifest_of(save_id, contents))
+
+
+def begin(store: DictStore, name: str, save_id: str = SAVE_IDS[1], age_s: float = 0.0) -> None:
+    """Put there what a save leaves that is killed before its commit."""
+    for file, data in contents_of(save_id, 5000).items():
+        store.set(f"run/{name}/{file}", data, age_s)
+    store.set(f"run/{name}/.attempt-{save_id}", b"", age_s)
+    file = f"run/{name}/data-{save_id}-00000-00007.safetensors"
+    store.begun.append(
+        UploadInfo(
+            key=file,
+            upload_id="1",
+            active_s=store.infos[f"run/{name}/.attempt-{save_id}"].modified_s,
+        )
+    )
+
+
+def whole(store: DictStore, name: str, save_id: str = SAVE_IDS[0]) -> bool:
+    """Whether a checkpoint is there, with all its files."""
+    contents = contents_of(save_id, 5000, 70_000)
+    return store.objects.get(f"run/{name}/manifest.json") == manifest_of(save_id, contents) and all(
+        store.objects.get(f"run/{name}/{file}") == contents[file] for file in contents
+    )
+
+
+async def test_a_root_lists_prefixes_and_which_are_committed(threads: Threads) -> None:
+    """Objects beside them are none; a root where nothing is, is empty."""
+    store = DictStore()
+    root = root_at(store, threads)
+    assert await root.find() == []
+    write(store, "b")
+    begin(store, "a")
+    store.set("run/notes.txt", b"mine")
+    store.set("runs/c/manifest.json", b"another root's")
+    first, second = await root.find()
+    assert first == Found(name="a", version=None)
+    assert second.name == "b"
+    assert second.version is not None
+    write(store, "b", SAVE_IDS[2])
+    assert (await root.find())[1].version not in (None, second.version)
+    assert [found.name for found in await root.find(lambda name: name == "b")] == ["b"]
+    assert root.join("b") == "dict://run/b"
+    assert await root.read_manifest("b") == store.objects["run/b/manifest.json"]
+    with pytest.raises(CheckpointNotFoundError):
+        await root.read_manifest("a")
+
+
+async def test_manifests_are_looked_at_a_few_at_a_time(threads: Threads) -> None:
+    """As many as there may be requests, in one listing."""
+    store = DictStore()
+    for number in range(40):
+        write(store, f"step-{number:02}")
+    assert len(await root_at(store, threads, max_requests=4).find()) == 40
+    assert store.most_at_once == 4
+    assert [kind for kind, _ in store.log].count("list") == 1
+
+
+async def test_a_checkpoint_is_removed_manifest_first(threads: Threads) -> None:
+    """Then data, and last what lists it; nothing else goes."""
+    store = DictStore()
+    write(store, "a")
+    write(store, "b")
+    store.set("run/a/notes.txt", b"mine")
+    root = root_at(store, threads)
+    await root.remove("a")
+    gone = [key.removeprefix("run/a/") for kind, key in store.log if kind == "delete"]
+    assert gone[0] == "manifest.json"
+    assert gone[-1] == f".manifest-{SAVE_IDS[0]}-old"
+    assert sorted(gone[1:-1]) == sorted(CONTENTS)
+    assert [key for key in store.objects if key.startswith("run/a/")] == ["run/a/notes.txt"]
+    assert whole(store, "b")
+    with pytest.raises(CheckpointNotFoundError):
+        await root.remove("a")
+
+
+@pytest.mark.parametrize("effect", ["before", "after"])
+async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
+    threads: Threads, effect: str
+) -> None:
+    """Before or after any request; the next sweep removes at once what is left."""
+    for number in itertools.count():
+        store = DictStore()
+        write(store, "a")
+        kill_at(store, number, effect)
+        try:
+            await root_at(store, threads).remove("a")
+        except Crash:
+            pass
+        else:
+            break
+        store.on_request = lambda _kind, _key: None
+        assert whole(store, "a") or "run/a/manifest.json" not in store.objects
+        is_there = whole(store, "a")
+        await root_at(store, threads).sweep("a", 1)
+        assert whole(store, "a") == is_there
+        assert is_there or not store.objects
+        await root_at(store, threads).find()
+    assert number > 6
+
+
+def kill_at(store: DictStore, number: int, effect: str) -> None:
+    """Let nothing happen from a request on; with `"after"` that one still does."""
+    count = itertools.count()
+
+    def kill(kind: str, key: str) -> None:
+        this = next(count)
+        if this == number and effect == "after":
+            carry_out(store, kind, key)
+        if this >= number:
+            raise Crash
+
+    store.on_request = kill
+
+
+def carry_out(store: DictStore, kind: str, key: str) -> None:
+    if kind == "delete":
+        store.objects.pop(key, None)
+    elif kind == "put":  # the only object that a removal writes
+        store.set(key, store.objects["run/a/manifest.json"])
+
+
+async def test_a_request_that_is_refused_leaves_a_checkpoint_or_none(threads: Threads) -> None:
+    """Whichever it is; what stays is an event, and goes with the next sweep."""
+    for number in itertools.count():
+        store, log = DictStore(), EventLog()
+        write(store, "a")
+        count = itertools.count()
+
+        def refuse(_kind: str, _key: str, number: int = number, count: Any = count) -> None:
+            if next(count) == number:
+                raise RefusedError("no")
+
+        store.on_request = refuse
+        try:
+            await root_at(store, threads, log).remove("a")
+        except StorageError:
+            assert whole(store, "a")
+            assert len(store.objects) == 3
+        else:
+            assert "run/a/manifest.json" not in store.objects
+            if store.objects:
+                assert log.of(CleanupFailed)
+                await root_at(store, threads).sweep("a", 1)
+            assert not store.objects
+        if next(count) <= number:
+            break
+    assert number > 6
+
+
+def test_a_removal_whose_answer_is_lost_is_tried_again(threads: Threads) -> None:
+    """Removing what is gone is no error."""
+    store = DictStore()
+    write(store, "a")
+    seen: set[tuple[str, str]] = set()
+
+    def lose(kind: str, key: str) -> None:
+        if (kind, key) not in seen:
+            seen.add((kind, key))
+            carry_out(store, kind, key)
+            raise TransientError("no answer")
+
+    store.on_request = lose
+    run_virtual(root_at(store, threads).remove("a"), seed=0)
+    assert not store.objects
+
+
+async def test_a_checkpoint_that_was_replaced_meanwhile_stays(threads: Threads) -> None:
+    """What was read is removed, and nothing that came later."""
+    store = DictStore()
+    write(store, "a")
+
+    def overtake(kind: str, key: str) -> None:
+        if kind == "put" and key.endswith("-old"):
+            write(store, "a", SAVE_IDS[2])
+
+    store.on_request = overtake
+    with pytest.raises(StorageError, match="just now"):
+        await root_at(store, threads).remove("a")
+    assert whole(store, "a", SAVE_IDS[2])
+    assert not [key for key in store.objects if key.endswith("-old")]
+
+
+async def test_of_two_removals_one_is_the_first(threads: Threads) -> None:
+    """The other is told that there is nothing, and nothing is left."""
+    store = DictStore()
+    write(store, "a")
+
+    def overtake(kind: str, key: str) -> None:
+        if kind == "head":
+            del store.objects[key]
+
+    store.on_request = overtake
+    with pytest.raises(CheckpointNotFoundError):
+        await root_at(store, threads).remove("a")
+    assert not store.objects
+
+
+async def test_what_cannot_be_read_is_not_removed(threads: Threads) -> None:
+    """A damaged manifest, or one of a newer version."""
+    store = DictStore()
+    write(store, "a")
+    store.set("run/a/manifest.json", b"{}")
+    with pytest.raises(FormatError):
+        await root_at(store, threads).remove("a")
+    assert len(store.objects) == 3
+
+
+async def test_a_dead_save_is_swept_after_an_hour(threads: Threads) -> None:
+    """Of the store's time, with its uploads; other people's objects stay."""
+    store, log = DictStore(), EventLog()
+    begin(store, "a")
+    store.set("run/a/notes.txt", b"mine", 10 * OLD)
+    root = root_at(store, threads, log=log)
+    await root.sweep("a", 1)
+    assert len(store.objects) == 3
+    store.age(OLD)
+    await root.sweep("a", 10 * OLD)
+    assert len(store.objects) == 3
+    await root.sweep("a", 1)
+    assert list(store.objects) == ["run/a/notes.txt"]
+    assert store.begun == []
+    (event,) = log.of(LeftoversRemoved)
+    assert len(event.files) == 2
+
+
+@pytest.mark.parametrize("skew_s", [-10 * OLD, 10 * OLD])
+async def test_clocks_that_differ_remove_no_living_save(threads: Threads, skew_s: float) -> None:
+    """Times of the store are compared with each other."""
+    store = DictStore()
+    store.skew_s = skew_s
+    begin(store, "a")
+    await root_at(store, threads).sweep("a", 1)
+    assert len(store.objects) == 2
+    assert len(store.begun) == 1
+
+
+@pytest.mark.parametrize("kind", ["mark", "data", "upload", "unknown"])
+async def test_a_save_of_which_something_is_new_is_alive(threads: Threads, kind: str) -> None:
+    """One sign of life is enough, and so is not to know."""
+    store = DictStore()
+    begin(store, "a")
+    now_s = store.infos[f"run/a/.attempt-{SAVE_IDS[1]}"].modified_s
+    store.age(OLD)
+    if kind == "mark":
+        store.set(f"run/a/.attempt-{SAVE_IDS[1]}", b"")
+    elif kind == "data":
+        store.set(f"run/a/data-{SAVE_IDS[1]}-00001-00000.safetensors", b"x")
+    elif kind == "upload":
+        store.begun = [UploadInfo(key=store.begun[0].key, upload_id="1", active_s=now_s)]
+    else:
+        store.age(store.infos[f"run/a/.attempt-{SAVE_IDS[1]}"].modified_s)
+    before = list(store.objects)
+    await root_at(store, threads).sweep("a", 1)
+    assert list(store.objects) == before
+    assert len(store.begun) == 1
+
+
+async def test_a_save_that_commits_during_a_sweep_stays(threads: Threads) -> None:
+    """The listing comes first, and the manifest is looked for then."""
+    store = DictStore()
+    begin(store, "a", age_s=OLD)
+
+    def overtake(kind: str, _key: str) -> None:
+        if kind == "uploads":
+            write(store, "a", SAVE_IDS[1])
+
+    store.on_request = overtake
+    await root_at(store, threads).sweep("a", 1)
+    assert whole(store, "a", SAVE_IDS[1])
+
+
+async def test_where_nothing_is_ours_nothing_is_written(threads: Threads) -> None:
+    """Not even to ask for the time."""
+    store = DictStore()
+    store.set("run/a/notes.txt", b"mine", OLD)
+    write(store, "b")
+    for name in ("a", "b", "c"):
+        await root_at(store, threads).sweep(name, 1)
+    assert {kind for kind, _ in store.log} <= {"list", "uploads", "head"}
+
+
+@pytest.mark.parametrize("url", ["nope://run", "s3://key:secret@bucket/run"])
+async def test_a_url_that_nobody_knows_is_refused(threads: Threads, url: str) -> None:
+    """Without its credentials in the message."""
+    with pytest.raises(ConfigError) as caught:
+        resolve_root(url, SMALL, threads, EventLog(), Stores(SMALL, threads))
+    assert "secret" not in str(caught.value)
