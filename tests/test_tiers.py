@@ -100,6 +100,20 @@ async def test_an_object_store_may_be_the_first_tier(tmp_path: Path, url: str) -
     assert_tidy(tmp_path / "a")
 
 
+async def test_copies_of_a_run_in_an_object_store_are_finished(tmp_path: Path, url: str) -> None:
+    """What is owed is found below a prefix as in a directory."""
+    (tmp_path / "a").write_text("in the way")
+    async with ckptio.Engine(SMALL) as engine:
+        handle = engine.save(STATE, f"{url}/run/1", then=tmp_path / "a")
+        await handle
+        with pytest.raises(StorageError):
+            await handle.durable
+        (tmp_path / "a").unlink()
+        assert await engine.finish_copies(f"{url}/run") == (str(tmp_path / "a"),)
+        assert await engine.finish_copies(f"{url}/run") == ()
+    assert objects_in(f"{url}/run/1") == files_in(tmp_path / "a")
+
+
 async def test_leaving_waits_for_copies(tmp_path: Path, url: str) -> None:
     """Nobody has to wait for `durable`."""
     async with ckptio.Engine(SMALL) as engine:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shielded
-from ckptio.engine.load import Reading, bring, close_source, opened, read_plan
+from ckptio.engine.load import Reading, bring, close_source, opened
 from ckptio.errors import ConfigError
-from ckptio.plan.load import LoadPlan, plan_load
+from ckptio.plan.load import plan_load
 from ckptio.storage.interface import AwaitedSink, AwaitedSource
 
 if TYPE_CHECKING:
@@ -48,21 +48,21 @@ class _File:
 async def transfer(
     reading: Reading,
     files: Sequence[int],
-    attempt: Attempt,
+    attempt: Attempt | None,
     context: EngineContext,
-    on_written: Callable[[int], None],
+    on_written: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy data files. When this returns, they are there, whole.
+    """Copy data files, or verify them. When this returns, they are there, whole.
 
     Args:
-        reading: The checkpoint; damage raises.
+        reading: The checkpoint; damage raises, unless somebody collects it.
         files: Indices of the files.
-        attempt: Where to.
+        attempt: Where to; `None` to verify alone.
         context: The engine; holds its share of the pool at the most.
         on_written: Told how many bytes were written, as they are.
 
     Raises:
-        CorruptionError: A block does not have its checksum; nothing of it was written.
+        CorruptionError: A block does not have its checksum; it was not written.
         CheckpointError: The first failure of any part; the others are cancelled and awaited.
     """
     segments = _segments(reading.manifest, files, context)
@@ -103,9 +103,9 @@ class _Transfer:
     """What the workers of a copy share."""
 
     reading: Reading
-    attempt: Attempt
+    attempt: Attempt | None
     context: EngineContext
-    on_written: Callable[[int], None]
+    on_written: Callable[[int], None] | None
     segments: Iterator[ReadSegment]
     files: dict[int, _File] = field(default_factory=dict)
 
@@ -119,23 +119,26 @@ class _Transfer:
                 file = self.files[segment.file]
                 await self._open(file)
                 await self._carry(segment, file, slab)
-            self.on_written(segment.nbytes)
+            if self.on_written is not None:
+                self.on_written(segment.nbytes)
             file.num_left -= 1
             if file.num_left == 0:
                 await self._end(file)
 
     async def _open(self, file: _File) -> None:
         async with file.lock:
-            if file.sink is None:
+            if file.source is None:
                 storage, entry = self.reading.storage, file.entry
                 file.source = await storage.open(entry.name, entry.nbytes)
-                file.sink = await self.attempt.create(entry.name, entry.nbytes)
+                if self.attempt is not None:
+                    file.sink = await self.attempt.create(entry.name, entry.nbytes)
 
     async def _carry(self, segment: ReadSegment, file: _File, slab: Slab) -> None:
         context, sink = self.context, file.sink
-        assert sink is not None  # noqa: S101  # it was opened
         for error in await bring(segment, slab, file.source, self.reading, context, [], keep=True):
             self.reading.damaged(error)
+        if sink is None:
+            return
         if isinstance(sink, AwaitedSink):
             with slab.view[: segment.nbytes] as data:
                 await sink.write(segment.start, data)
@@ -195,7 +198,6 @@ async def find_whole(
             return there
     damage: list[CorruptionError] = []
     reading = Reading(target, manifest, on_damage=damage.append)
-    plan = plan_load(manifest, (), context.config, whole_files=True)
-    await read_plan(LoadPlan(tuple(s for s in plan.segments if s.file in there)), reading, context)
+    await transfer(reading, sorted(there), None, context)
     damaged = {error.file for error in damage}
     return {file for file in there if entries[file].name not in damaged}
