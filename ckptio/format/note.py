@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptio.errors import FormatError
+from ckptio.errors import ConfigError, FormatError
 
 
 class CopyNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,8 +25,15 @@ class CopyNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def encode_note(note: CopyNote) -> bytes:
-    """Write a note."""
-    return msgspec.json.encode(note) + b"\n"
+    """Write a note.
+
+    Raises:
+        ConfigError: The name of the place is no text.
+    """
+    try:
+        return msgspec.json.encode(note) + b"\n"
+    except UnicodeEncodeError:
+        raise ConfigError(f"then= is {note.copy_to!r}, which UTF-8 cannot write") from None
 
 
 def decode_note(data: bytes) -> CopyNote:
@@ -37,7 +44,7 @@ def decode_note(data: bytes) -> CopyNote:
     """
     try:
         note = msgspec.json.decode(data, type=CopyNote)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"bad note of a copy: {error}") from None
     if not note.copy_to:
         raise FormatError("bad note of a copy: it names no place")
