@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from ckptio import errors, events, sync
     from ckptio.api import Engine
     from ckptio.cache import CacheStatistics
-    from ckptio.calls import inspect, load, load_slice, load_with_report, save, verify
+    from ckptio.calls import (
+        finish_copies,
+        inspect,
+        load,
+        load_slice,
+        load_with_report,
+        save,
+        verify,
+    )
     from ckptio.checkpointer import Checkpointer
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.convert import ConvertReport, convert
@@ -61,6 +69,7 @@ _HOMES = {
     "ckptio.api": ("Engine",),
     "ckptio.cache": ("CacheStatistics",),
     "ckptio.calls": (
+        "finish_copies",
         "inspect",
         "load",
         "load_slice",
@@ -153,6 +162,7 @@ __all__ = [
     "convert",
     "errors",
     "events",
+    "finish_copies",
     "inspect",
     "load",
     "load_slice",

@@ -103,7 +103,14 @@ class Engine:
         if unseen is not None and error is None:
             raise unseen
 
-    def save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> SaveHandle:
+    def save(
+        self,
+        state: Any,
+        path: PathLike,
+        *,
+        overwrite: bool = False,
+        then: PathLike | None = None,
+    ) -> SaveHandle:
         """Start saving a state; returns at once.
 
         The state is taken apart here and now; its tensors are copied in the background.
@@ -126,7 +133,13 @@ class Engine:
                 Objects with `state_dict` and `load_state_dict` stand for their state.
             path: A directory that need not exist; its parents neither.
             overwrite: Replace a checkpoint that is there; it can be loaded until the new
-                one is committed, and goes then.
+                one is committed, and goes then. On both tiers.
+            then: A second tier: another path or URL, to which the checkpoint is copied in
+                the background once it is committed, from its files and verified.
+                `await handle.durable` is the commit there. What is not finished when the
+                engine ends (by an error, or killed) is noted beside the checkpoint, and
+                finished by `finish_copies` or by the next engine that saves with `then`
+                into the same directory. It must not hold credentials.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
@@ -136,13 +149,34 @@ class Engine:
         """
         from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
 
-        return begin_save(self._core, state, path, overwrite=overwrite)
+        return begin_save(self._core, state, path, overwrite=overwrite, then=then)
+
+    async def finish_copies(self, root: PathLike) -> tuple[str, ...]:
+        """Make the copies that earlier runs owed to a second tier (`save(..., then=)`).
+
+        Files that are there whole are not sent again. A copy that somebody else makes just
+        now is left to them. With several ranks, call it on rank 0, or on all.
+
+        Args:
+            root: A checkpoint, or a directory of checkpoints.
+
+        Returns:
+            Where copies were made.
+
+        Raises:
+            CheckpointError: One could not be made, the first of them; all were tried.
+            StorageError: The directory cannot be listed.
+        """
+        from ckptio.engine.tier_saves import finishing  # noqa: PLC0415  # where it is needed
+
+        return await self._core.call(finishing(self._core, root), f"finish copies of {root!s}")
 
     async def load(
         self,
         path: PathLike,
         into: Any = None,
         *,
+        then: PathLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         select: Select | None = None,
@@ -171,6 +205,8 @@ class Engine:
         Args:
             path: A checkpoint.
             into: What to fill.
+            then: A second tier, as `save` takes it: read instead, with an event, where the
+                first has no checkpoint, or a file of it is missing or has another size.
             device: Where new tensors go: without `into`, and for targets on the meta device.
             dtype: Convert floating-point tensors to this. With `into`: allow targets that
                 have it. Nothing is ever converted without it.
@@ -199,7 +235,7 @@ class Engine:
             flow.make_request, into, device, dtype, select, strict, types, reports=False
         )
         result = await drive(
-            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         )
         return result.state
 
@@ -208,6 +244,7 @@ class Engine:
         path: PathLike,
         into: Any = None,
         *,
+        then: PathLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         select: Select | None = None,
@@ -225,7 +262,9 @@ class Engine:
         request = partial(
             flow.make_request, into, device, dtype, select, strict, types, reports=True
         )
-        return await drive(self._core, flow.load_flow(self._core, path, request), f"load {path!s}")
+        return await drive(
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
+        )
 
     async def load_slice(
         self,

@@ -33,6 +33,7 @@ def save(
     path: PathLike,
     *,
     overwrite: bool = False,
+    then: PathLike | None = None,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
@@ -47,16 +48,28 @@ def save(
     core = EngineCore(config, observer, ranks)
     core.start()
     try:
-        return begin_save(core, state, path, overwrite=overwrite, close_after=True)
+        return begin_save(core, state, path, overwrite=overwrite, then=then, close_after=True)
     except BaseException:
         core.close()
         raise
+
+
+async def finish_copies(
+    root: PathLike,
+    *,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> tuple[str, ...]:
+    """Make the copies that earlier runs owed to a second tier; see `Engine.finish_copies`."""
+    async with Engine(config, observer=observer, ranks="solo") as engine:
+        return await engine.finish_copies(root)
 
 
 async def load(
     path: PathLike,
     into: Any = None,
     *,
+    then: PathLike | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     select: Select | None = None,
@@ -69,7 +82,14 @@ async def load(
     """Load a state with an engine for this one call; see `Engine.load`."""
     async with Engine(config, observer=observer, ranks=ranks) as engine:
         return await engine.load(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+            path,
+            into,
+            then=then,
+            device=device,
+            dtype=dtype,
+            select=select,
+            strict=strict,
+            types=types,
         )
 
 
@@ -77,6 +97,7 @@ async def load_with_report(
     path: PathLike,
     into: Any = None,
     *,
+    then: PathLike | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     select: Select | None = None,
@@ -89,7 +110,14 @@ async def load_with_report(
     """Load a state and say what was found; see `Engine.load_with_report`."""
     async with Engine(config, observer=observer, ranks=ranks) as engine:
         return await engine.load_with_report(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+            path,
+            into,
+            then=then,
+            device=device,
+            dtype=dtype,
+            select=select,
+            strict=strict,
+            types=types,
         )
 
 

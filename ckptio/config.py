@@ -58,6 +58,8 @@ class CheckpointConfig:
         max_reads: Ranges being read at a time.
         max_copies: Slabs being copied (staged) at a time.
         max_saves: Saves in flight at a time; a further one waits for a place.
+        max_tier_copies: Checkpoints being copied to a second tier (`then=`) at a time; a
+            further one waits for its turn, and nobody for it.
         durability: What `await handle` promises. `"full"`: data, manifest and every
             directory entry survive a power cut. `"file"`: files are synced, directories
             are not. `"none"`: nothing is synced; survives a crash of the process only.
@@ -102,6 +104,7 @@ class CheckpointConfig:
     max_reads: int = 4
     max_copies: int = 2
     max_saves: int = 2
+    max_tier_copies: int = 2
     durability: Durability = "full"
     direct_io: DirectIO = "auto"
     file_mode: int = 0o600

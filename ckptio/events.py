@@ -116,6 +116,89 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEvent(Event):
+    """Something happened to the copy of a checkpoint; `path` is its first tier.
+
+    Attributes:
+        to: Path or URL of the second tier.
+        save_id: The save's own id, which is the copy's too.
+    """
+
+    to: str
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyQueued(CopyEvent):
+    """A copy waits because `max_tier_copies` are under way already. Nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyStarted(CopyEvent):
+    """A copy to the second tier begins.
+
+    Attributes:
+        nbytes: Bytes that this rank is to send; what is there already is not.
+        num_files: Data files that these are.
+        is_resumed: An earlier run owed it.
+    """
+
+    nbytes: int
+    num_files: int
+    is_resumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyProgressed(CopyEvent):
+    """A slab was copied.
+
+    Attributes:
+        sent_nbytes: Bytes sent so far.
+        nbytes: Bytes to send in all.
+    """
+
+    sent_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyCommitted(CopyEvent):
+    """The checkpoint exists at the second tier, too.
+
+    Attributes:
+        sent_nbytes: Bytes that this rank sent.
+        elapsed_s: Seconds since it was asked for.
+    """
+
+    sent_nbytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFailed(CopyEvent):
+    """A copy ended without a commit. The first tier's checkpoint is untouched.
+
+    Attributes:
+        error: What ended it; a `CancelledError` if it was stopped.
+    """
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPassedOver(Event):
+    """The first tier, `path`, does not have the checkpoint whole; the second one is read.
+
+    Attributes:
+        to: Path or URL of the second tier.
+        error: What is wrong with the first.
+    """
+
+    to: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DirectIORefused(Event):
     """A file system does not take direct I/O; the page cache is used instead.
 

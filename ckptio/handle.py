@@ -1,4 +1,4 @@
-"""What `save` returns: two moments of a save, and the means to wait for them.
+"""What `save` returns: three moments of a save, and the means to wait for them.
 
 A save runs on the engine's loop; who waits may be a coroutine of any loop or a thread
 without one. Both wait for a `concurrent.futures.Future`, which exactly one path completes.
@@ -75,6 +75,13 @@ class Milestone(Generic[T]):
         self.is_awaited = True
         return asyncio.wrap_future(self._future)
 
+    async def ended(self) -> bool:
+        """Wait until the moment has come (true) or will not (false); counts as no wait."""
+        future = asyncio.wrap_future(self._future)
+        future.add_done_callback(_look_at)
+        await asyncio.wait((future,))
+        return future.exception() is None
+
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the moment has come.
 
@@ -112,13 +119,18 @@ class SaveHandle:
     as configured. Cancelling that wait aborts the save, and the cancellation arrives when
     nothing of it is left. `await handle.staged` is earlier: the source may change.
 
-    A handle that is never awaited does not stop its save; leaving the engine waits for it
-    and raises its error.
+    `await handle.durable` is later, where the save has a second tier (`then=`): the copy
+    exists there. Without one it is the commit. If the copy fails, it raises, and the
+    checkpoint on the first tier stays as it is; `await handle` never raises for that.
+
+    A handle that is never awaited does not stop its save; leaving the engine waits for it,
+    and for the copy, and raises the error of what nobody waited for.
 
     Attributes:
         path: What is being written.
         save_id: The save's own id.
         staged: Every byte is copied; the source may change.
+        durable: The last tier has the checkpoint, whole.
     """
 
     def __init__(
@@ -128,6 +140,7 @@ class SaveHandle:
         *,
         abort: Callable[[], None],
         fence: Callable[[], None],
+        stop_copy: Callable[[], None] | None = None,
     ) -> None:
         """Made by the engine.
 
@@ -136,36 +149,54 @@ class SaveHandle:
             save_id: The save's own id.
             abort: Asks the engine to stop the save; from any thread.
             fence: Orders the calling thread's current streams behind the copies.
+            stop_copy: Asks the engine to stop the copy to a second tier, if there is one.
         """
         self.path = path
         self.save_id = save_id
         self.staged: Milestone[None] = Milestone()
         self.submitted: Milestone[None] = Milestone()
         self.committed: Milestone[CheckpointInfo] = Milestone()
+        self.durable: Milestone[CheckpointInfo] = (
+            self.committed if stop_copy is None else Milestone()
+        )
         self.retrieved = False
         self._abort = abort
+        self._stop_copy = stop_copy
         self._fence = fence
 
     def __del__(self) -> None:
         """Log the error of a save that nobody waited for, as asyncio does for its tasks."""
-        if self.done() and self.is_unsettled():
+        if self.durable.done() and self.is_unsettled():
             _log.error(
-                "the save to %r failed and nobody waited for it: %r",
-                self.path,
-                self.committed.error(),
+                "the save to %r failed and nobody waited for it: %r", self.path, self.error()
             )
 
     def is_unsettled(self) -> bool:
-        """Whether the save is under way, or failed and nobody has seen that."""
-        if not self.done():
+        """Whether the save, or its copy, is under way, or failed and nobody has seen that."""
+        if not self.durable.done():
             return True
-        return not self.retrieved and self.committed.error() is not None
+        if self.committed.error() is not None:
+            return not self.retrieved
+        return self.durable.error() is not None and not self.durable.is_awaited
+
+    def error(self) -> BaseException | None:
+        """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
+        return self.committed.error() or self.durable.error()
+
+    def seen(self) -> None:
+        """Whoever had to see how it ended has. Called by the engine."""
+        self.retrieved = self.durable.is_awaited = True
 
     def __repr__(self) -> str:
         """Say how far the save is."""
         state = "staged" if self.staged.done() else "staging"
         if self.done():
             state = "committed" if self.committed.error() is None else "failed"
+            if state == "committed" and self.durable is not self.committed:
+                copied = self.durable.done() and self.durable.error() is None
+                state = "durable" if copied else "copying"
+                if self.durable.done() and not copied:
+                    state = "committed, not copied"
         return f"<SaveHandle {self.path!r} {state}>"
 
     def __await__(self) -> Generator[object, None, CheckpointInfo]:
@@ -180,11 +211,11 @@ class SaveHandle:
 
     async def _committed(self) -> CheckpointInfo:
         self.retrieved = True
-        return await outlive(self.committed.wrapped(), on_cancel=self.abort)
+        return await outlive(self.committed.wrapped(), on_cancel=self._abort)
 
     def fail(self, error: BaseException) -> None:
         """The save ended without a commit. Called by the engine, once."""
-        for milestone in (self.submitted, self.staged, self.committed):
+        for milestone in (self.submitted, self.staged, self.committed, self.durable):
             if not milestone.done():
                 milestone.fail(error)
 
@@ -208,10 +239,13 @@ class SaveHandle:
         """Ask the save to stop and to remove what it wrote. Returns at once.
 
         `await handle` then raises `SaveAbortedError`, unless the commit came first. Leaving
-        the engine does not raise it: who aborted knows.
+        the engine does not raise it: who aborted knows. A copy to a second tier stops, too;
+        a later run goes on with it.
         """
-        self.retrieved = True
+        self.seen()
         self._abort()
+        if self._stop_copy is not None:
+            self._stop_copy()
 
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies, so that kernels may follow.

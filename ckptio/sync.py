@@ -74,7 +74,14 @@ class Engine:
         if unseen is not None and error is None:
             raise unseen
 
-    def save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> CheckpointInfo:
+    def save(
+        self,
+        state: Any,
+        path: PathLike,
+        *,
+        overwrite: bool = False,
+        then: PathLike | None = None,
+    ) -> CheckpointInfo:
         """Save a state and wait for the commit, on all ranks; see `ckptio.Engine.save`.
 
         Raises:
@@ -83,19 +90,33 @@ class Engine:
             PeerLostError: A rank died, froze or did not come.
             CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
         """
-        return _result(self.start_save(state, path, overwrite=overwrite))
+        return _result(self.start_save(state, path, overwrite=overwrite, then=then))
 
-    def start_save(self, state: Any, path: PathLike, *, overwrite: bool = False) -> SaveHandle:
+    def start_save(
+        self,
+        state: Any,
+        path: PathLike,
+        *,
+        overwrite: bool = False,
+        then: PathLike | None = None,
+    ) -> SaveHandle:
         """Start saving a state and return at once; see `ckptio.Engine.save`."""
         from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
 
-        return begin_save(self._core, state, path, overwrite=overwrite)
+        return begin_save(self._core, state, path, overwrite=overwrite, then=then)
+
+    def finish_copies(self, root: PathLike) -> tuple[str, ...]:
+        """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""
+        from ckptio.engine.tier_saves import finishing  # noqa: PLC0415  # where it is needed
+
+        return self._core.call_blocking(finishing(self._core, root), f"finish copies of {root!s}")
 
     def load(
         self,
         path: PathLike,
         into: Any = None,
         *,
+        then: PathLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         select: Select | None = None,
@@ -109,7 +130,7 @@ class Engine:
             flow.make_request, into, device, dtype, select, strict, types, reports=False
         )
         return drive_blocking(
-            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         ).state
 
     def load_with_report(
@@ -117,6 +138,7 @@ class Engine:
         path: PathLike,
         into: Any = None,
         *,
+        then: PathLike | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         select: Select | None = None,
@@ -130,7 +152,7 @@ class Engine:
             flow.make_request, into, device, dtype, select, strict, types, reports=True
         )
         return drive_blocking(
-            self._core, flow.load_flow(self._core, path, request), f"load {path!s}"
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         )
 
     def load_slice(
@@ -180,19 +202,32 @@ def save(
     path: PathLike,
     *,
     overwrite: bool = False,
+    then: PathLike | None = None,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
 ) -> CheckpointInfo:
-    """Save a state and wait for the commit; see `ckptio.save`."""
+    """Save a state and wait for the commit, on both tiers; see `ckptio.save`."""
     with Engine(config, observer=observer, ranks=ranks) as engine:
-        return engine.save(state, path, overwrite=overwrite)
+        return engine.save(state, path, overwrite=overwrite, then=then)
+
+
+def finish_copies(
+    root: PathLike,
+    *,
+    config: CheckpointConfig | None = None,
+    observer: Observer | None = None,
+) -> tuple[str, ...]:
+    """Make the copies that earlier runs owed; see `ckptio.finish_copies`."""
+    with Engine(config, observer=observer, ranks="solo") as engine:
+        return engine.finish_copies(root)
 
 
 def load(
     path: PathLike,
     into: Any = None,
     *,
+    then: PathLike | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     select: Select | None = None,
@@ -205,7 +240,14 @@ def load(
     """Load a state; see `ckptio.load`."""
     with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.load(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+            path,
+            into,
+            then=then,
+            device=device,
+            dtype=dtype,
+            select=select,
+            strict=strict,
+            types=types,
         )
 
 
@@ -213,6 +255,7 @@ def load_with_report(
     path: PathLike,
     into: Any = None,
     *,
+    then: PathLike | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     select: Select | None = None,
@@ -225,7 +268,14 @@ def load_with_report(
     """Load a state and say what was found; see `ckptio.load_with_report`."""
     with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.load_with_report(
-            path, into, device=device, dtype=dtype, select=select, strict=strict, types=types
+            path,
+            into,
+            then=then,
+            device=device,
+            dtype=dtype,
+            select=select,
+            strict=strict,
+            types=types,
         )
 
 

@@ -141,10 +141,12 @@ async def job(
     linker: MemoryLinker | None = None,
     directory: Path | None = None,
     joins_pieces: bool = False,
+    far: MemoryStorage | None = None,
 ) -> AsyncIterator[Job]:
     """Give the engines of a job, and check at the end that none leaves anything behind.
 
-    What they call `memory` is in `directory`, if that is given. Frames of ranks that have
+    What they call `memory` is in `directory`, if that is given, and what they call `far` is
+    `far`, a second tier. Frames of ranks that have
     piled up arrive as one piece, if `joins_pieces`.
     """
     before = asyncio.all_tasks()
@@ -152,6 +154,7 @@ async def job(
     storages = [first.another_name("memory") for _ in range(world_size)]
     for twin in storages:
         twin._rng, twin._max_delay_s = first._rng, first._max_delay_s
+    far = far or MemoryStorage("far")
     linker = linker or MemoryLinker(world_size, seed)
     async with contextlib.AsyncExitStack() as stack:
         group = await stack.enter_async_context(
@@ -182,7 +185,8 @@ async def job(
             storage: Storage = storages[rank]
             if directory is not None:
                 storage = LocalStorage(str(directory), config, context.executor, context.emit)
-            cores.append(InlineCore(context, {"memory": storage}))
+            twins = {"memory": storage, "far": far.another_name("far")}
+            cores.append(InlineCore(context, twins))
             task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
             stack.push_async_callback(_wait_for, task)
             stack.callback(context.cache.close)

@@ -19,17 +19,18 @@ from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.core import EngineCore
 from ckptio.engine.running import Running
+from ckptio.errors import CheckpointNotFoundError
 from ckptio.format.checksum import block_checksums
 from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
-from ckptio.storage.interface import AwaitedSink, AwaitedSource
+from ckptio.storage.interface import AwaitedSink, AwaitedSource, Found
 from ckptio.storage.leftovers import data_file_name
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.resolve import local_path
 from ckptio.storage.stores import OpenStore
-from ckptio.testing import EventLog, MemoryBackend
+from ckptio.testing import EventLog, MemoryBackend, MemoryStorage
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from ckptio.events import Observer
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.interface import Attempt, Root, Storage
     from ckptio.storage.resolve import PathLike
     from ckptio.testing import MemoryStore
 
@@ -156,6 +157,39 @@ class StorageCore(EngineCore):
         return self._storages[os.fspath(path)]
 
 
+class StorageRoot:
+    """What lies under a path, among storages by name; only to be looked at."""
+
+    def __init__(self, path: str, storages: Mapping[str, Storage]) -> None:
+        self.path = path
+        self._storages = storages
+
+    def join(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+        found = []
+        for path, storage in sorted(self._storages.items()):
+            parent, _, name = path.rpartition("/")
+            if parent == self.path and (accepts is None or accepts(name)):
+                try:
+                    found.append(Found(name=name, version=await storage.version()))
+                except CheckpointNotFoundError:
+                    found.append(Found(name=name, version=None))
+        return found
+
+    async def read_manifest(self, name: str) -> bytes:
+        _, data = await self._storages[self.join(name)].read_manifest()
+        assert isinstance(data, bytes)
+        return data
+
+    async def remove(self, name: str) -> int:
+        raise NotImplementedError(name)
+
+    async def sweep(self, name: str, quiet_s: float) -> None:
+        raise NotImplementedError(name, quiet_s)
+
+
 class InlineCore(EngineCore):
     """An engine without a thread: its loop is the caller's, a virtual one as a rule."""
 
@@ -171,7 +205,10 @@ class InlineCore(EngineCore):
         return self._context
 
     def storage(self, path: PathLike) -> Storage:
-        return self._storages[os.fspath(path)]
+        return self._storages.get(os.fspath(path)) or MemoryStorage(os.fspath(path))
+
+    def root(self, path: PathLike) -> Root:
+        return StorageRoot(os.fspath(path), self._storages)
 
     def submit(
         self,

@@ -40,6 +40,8 @@ class Checkpointer:
     Args:
         root: A local directory or a URL; need not exist.
         keep: What is kept of the committed steps; everything if not given.
+        then: A second tier, to which each step is copied in the background.
+        keep_local: How many steps stay on the first tier once they are copied.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run.
         preempt_deadline_s: Seconds after the signal in which the last save has to be
@@ -57,7 +59,9 @@ class Checkpointer:
         self,
         root: PathLike,
         *,
+        then: PathLike | None = None,
         keep: Retention | None = None,
+        keep_local: int | None = None,
         every: SaveEvery | None = None,
         preempt_signals: Sequence[int] = (),
         preempt_deadline_s: float | None = None,
@@ -70,7 +74,9 @@ class Checkpointer:
         refuse_both(engine, config, observer, ranks)
         self._core = CheckpointerCore(
             root,
+            then=then,
             keep=keep,
+            keep_local=keep_local,
             every=every,
             preempt_signals=preempt_signals,
             preempt_deadline_s=preempt_deadline_s,
@@ -126,7 +132,7 @@ class Checkpointer:
     def _wait_in_flight(self) -> None:
         handles, passes = self._core.waits()
         for handle in handles:
-            handle.committed.wait_done()
+            handle.durable.wait_done()
         for running in passes:
             running.wait_ended()
 

@@ -13,10 +13,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice
+from ckptio.checkpointer.finding import agreed_records, agreed_steps, meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.signals import SignalWatch
-from ckptio.checkpointer.steps import metadata_of, pack_metrics, step_name, unpack_metrics
+from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
+from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -25,8 +27,7 @@ from ckptio.errors import (
 )
 from ckptio.events import Preempted, RetentionFailed
 from ckptio.plan.decision import SaveEvery
-from ckptio.plan.retention import Retention, StepRecord, require_seconds
-from ckptio.ranks.interface import Same
+from ckptio.plan.retention import Retention, require_seconds
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ckptio.engine.restore import LoadRequest
     from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
+    from ckptio.plan.retention import StepRecord
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
 
@@ -60,7 +62,9 @@ class CheckpointerCore:
         self,
         root: PathLike,
         *,
+        then: PathLike | None,
         keep: Retention | None,
+        keep_local: int | None,
         every: SaveEvery | None,
         preempt_signals: Sequence[int],
         preempt_deadline_s: float | None,
@@ -82,6 +86,7 @@ class CheckpointerCore:
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
         self._given_root = root
+        self._second = second_tier_of(then, keep_local)
         self._keep = keep
         self._every = every
         self._deadline_s = preempt_deadline_s
@@ -140,40 +145,27 @@ class CheckpointerCore:
             self._given_root, engine.config, context.executor, engine.emit, context.stores
         )
         keeper = Keeper(root, context.executor, engine.emit)
+        if self._second is not None:
+            self._second.open(engine, root, self.make_root)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
         self._asked_s = self.clock()
         self._stops = Stops(key, self._due_in_s, self._stopped)
         self._signals.start()
-        return functools.partial(self._meet, key)
+        message = [root.path, repr(self._every), self._signals.names]
+        if self._second is not None:
+            message.append(self._second.keeper.root.path)
+        return functools.partial(meet, key, message)
 
     def start(self) -> None:
         """Begin what goes on in the background."""
         self._watching = self.engine.submit(self._watch, "watch for calls")
+        second, path = self._second, self.keeper.root.path
+        if second is not None:
+            taking = self.engine.submit(lambda _: second.take_up(path), f"take up {path}")
+            self._passes.append(taking)
         if self._sweep_after_s is not None:
             self._look_after(None)
-
-    async def _meet(self, key: str, context: EngineContext) -> None:
-        """Check that ranks want the same.
-
-        Raises:
-            RankError: They do not.
-        """
-        if context.ranks.world_size == 1:
-            return
-
-        async def decide(messages: Sequence[Any]) -> Same:
-            for rank, message in enumerate(messages):
-                if message != messages[0]:
-                    raise ConfigError(
-                        f"rank {rank} has a checkpointer of {message} and rank 0 of"
-                        f" {messages[0]}; make it alike on all ranks"
-                    )
-            return Same(None)
-
-        message = [self.keeper.root.path, repr(self._every), self._signals.names]
-        async with context.ranks.session(key) as session:
-            await session.round("meet", message, decide)
 
     def waits(self) -> tuple[list[SaveHandle], list[Running[None]]]:
         """Give what is under way: saves, and what comes after them."""
@@ -182,7 +174,7 @@ class CheckpointerCore:
     def abort(self) -> None:
         """Stop what is under way. From any thread; waits for nothing."""
         for _, handle in self._saves:
-            if not handle.done():
+            if not handle.durable.done():
                 handle.abort()
         for running in self._passes:
             running.abort()
@@ -197,16 +189,17 @@ class CheckpointerCore:
     def end(self) -> Exception | BaseException | None:
         """Close. Gives the error of a save that nobody has seen, if there is one."""
         self._engine = None
-        failed = [h for _, h in self._saves if h.done() and h.is_unsettled()]
+        failed = [h for _, h in self._saves if h.durable.done() and h.is_unsettled()]
+        errors = [handle.error() for handle in failed]
         for handle in failed:
-            handle.retrieved = True
+            handle.seen()
         if self._missed is not None:
             late, missed = self._missed
             if (
                 late.done() and late.committed.error() is not None
             ):  # else its commit was faster than the abort
                 return missed
-        return failed[0].committed.error() if failed else None
+        return errors[0] if errors else None
 
     # saving
 
@@ -223,12 +216,15 @@ class CheckpointerCore:
         engine = self.engine
         try:
             path, metadata = self.path(step), metadata_of(step, metrics)
+            then = None if self._second is None else self._second.path(step)
         except ConfigError as error:  # raised again; the other ranks must not wait for this one
             self._refuse_save(error)
             raise
         self._busy[step] += 1  # before it begins: an older one of this step may be due to go
         try:
-            handle = begin_save(engine, state, path, overwrite=overwrite, metadata=metadata)
+            handle = begin_save(
+                engine, state, path, overwrite=overwrite, then=then, metadata=metadata
+            )
             self._saves = [*((s, h) for s, h in self._saves if h.is_unsettled()), (step, handle)]
         finally:
             self._busy[step] -= 1
@@ -295,7 +291,7 @@ class CheckpointerCore:
         """Let go of what is no longer kept, once a save is committed. On rank 0."""
         engine = self.engine
         nothing_to_do = self._keep is None and self._sweep_after_s is None
-        if engine.context.ranks.rank != 0 or nothing_to_do:
+        if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
             return
         self._passes = [running for running in self._passes if not running.future.done()]
         running = engine.submit(lambda _: self._pass(handle), f"look after {self._given_root!s}")
@@ -308,12 +304,23 @@ class CheckpointerCore:
             await asyncio.wait((committed,))
             if committed.exception() is not None:
                 return
-        keeper = self.keeper
+        await self._tidy(self.keeper, handle)
+        second = self._second
+        if second is None or (handle is not None and not await handle.durable.ended()):
+            return
+        await self._tidy(second.keeper, handle)
+        if handle is not None:  # what was still to be copied when the first tier was looked at
+            await self._tidy(self.keeper, handle)
+
+    async def _tidy(self, keeper: Keeper, handle: SaveHandle | None) -> None:
+        """Look after one tier."""
         async with self._one_pass:
             try:
                 found = await keeper.find()
                 if self._keep is not None and handle is not None:
                     await self._remove(keeper, self._keep, found)
+                if self._second is not None and keeper is self.keeper and handle is not None:
+                    await self._second.thin_out(keeper, self._exempt)
                 if self._sweep_after_s is not None and not self._is_in_a_hurry():
                     await keeper.sweep(self._sweep_after_s, self._exempt, found)
             except Exception as error:  # the observer is told; the run goes on
@@ -322,6 +329,9 @@ class CheckpointerCore:
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
         for step in await keeper.plan(policy, self._exempt(), found):
+            second = self._second if keeper is self.keeper else None
+            if second is not None and await second.owes(self.path(step)):
+                continue
             if step not in self._exempt() and not self._is_in_a_hurry():
                 await keeper.remove(step)
 
@@ -330,41 +340,29 @@ class CheckpointerCore:
         return self._is_ending and any(not handle.done() for _, handle in self._saves)
 
     def _exempt(self) -> set[int]:
-        """Name the steps that are being written or read here."""
-        writing = {step for step, handle in self._saves if not handle.done()}
+        """Name the steps that are being written, copied or read here."""
+        writing = {step for step, handle in self._saves if not handle.durable.done()}
         return writing | {step for step, count in list(self._busy.items()) if count}
 
     # finding and loading
 
     async def agreed_records(self, key: str, context: EngineContext) -> list[StepRecord]:
         """Read what is known of the committed steps; rank 0, for all."""
-        import datetime as dt  # noqa: PLC0415  # as little as possible for who only saves
 
-        async def decide(messages: Sequence[Any]) -> Same:
-            del messages
-            records = await self.keeper.records()
-            return Same([[r.step, r.created.isoformat(), pack_metrics(r.metrics)] for r in records])
+        async def read() -> Sequence[StepRecord]:
+            first = await self.keeper.records()
+            return first if self._second is None else await self._second.records(first)
 
-        async with context.ranks.session(key) as session:
-            answer = await session.round("records", None, decide)
-        return [
-            StepRecord(
-                step=step,
-                created=dt.datetime.fromisoformat(created),
-                metrics=unpack_metrics(metrics),
-            )
-            for step, created, metrics in answer
-        ]
+        return await agreed_records(key, context, read)
 
     async def agreed_steps(self, key: str, context: EngineContext) -> list[int]:
         """List the committed steps; rank 0, for all."""
 
-        async def decide(messages: Sequence[Any]) -> Same:
-            del messages
-            return Same(await self.keeper.steps())
+        async def read() -> Sequence[int]:
+            first = await self.keeper.steps()
+            return first if self._second is None else await self._second.steps(first)
 
-        async with context.ranks.session(key) as session:
-            return list(await session.round("steps", None, decide))
+        return await agreed_steps(key, context, read)
 
     def asking(
         self, question: Callable[[str, EngineContext], Awaitable[T]]
@@ -390,7 +388,8 @@ class CheckpointerCore:
         self._busy[step] += 1
         try:
             with advice(steps):
-                result = yield from flow.load_flow(self.engine, path, make_request)
+                then = None if self._second is None else self._second.path(step)
+                result = yield from flow.load_flow(self.engine, path, make_request, then)
         finally:
             self._busy[step] -= 1
         self._last_step = step

@@ -64,6 +64,13 @@ class Checkpointer:
             Steps with damaged manifests are neither counted nor removed; and while the
             storage does not give a manifest, nothing is removed. Where `durability` is not
             `"full"`, keep several: a power cut may take the newest.
+        then: A second tier: another directory or URL, to which each step is copied in the
+            background once it is committed (see `Engine.save`). Copies that earlier runs
+            owed are made, too. `load`, `steps` and `records` look at both tiers, and read
+            the first that has a step whole. Both are looked after by `keep`, each by what
+            is committed there; a step that is still to be copied stays.
+        keep_local: With `then`: how many steps stay on the first tier once they are
+            copied, the newest. What `keep` keeps if not given.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
@@ -89,7 +96,9 @@ class Checkpointer:
         self,
         root: PathLike,
         *,
+        then: PathLike | None = None,
         keep: Retention | None = None,
+        keep_local: int | None = None,
         every: SaveEvery | None = None,
         preempt_signals: Sequence[int] = (),
         preempt_deadline_s: float | None = None,
@@ -102,7 +111,9 @@ class Checkpointer:
         refuse_both(engine, config, observer, ranks)
         self._core = CheckpointerCore(
             root,
+            then=then,
             keep=keep,
+            keep_local=keep_local,
             every=every,
             preempt_signals=preempt_signals,
             preempt_deadline_s=preempt_deadline_s,
@@ -151,7 +162,7 @@ class Checkpointer:
     async def _in_flight_ended(self) -> None:
         handles, passes = self._core.waits()
         await _all_done(
-            [handle.committed.wrapped() for handle in handles]
+            [asyncio.ensure_future(handle.durable.ended()) for handle in handles]
             + [asyncio.wrap_future(running.future) for running in passes]
         )
 

@@ -20,8 +20,8 @@ from ckptio.format.manifest import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Data files, attempts and manifests on their way, as `ckptio.storage` names them.
-_OURS = re.compile(r"(?:data|\.attempt|\.?manifest)-[0-9a-f]{32}(?:-.*|\.json)?")
+#: Data files, attempts, notes and manifests on their way, as `ckptio.storage` names them.
+_OURS = re.compile(r"(?:data|\.attempt|\.copy|\.?manifest)-[0-9a-f]{32}(?:-.*|\.json)?")
 _OPENING = b'{"ckptio":'
 
 

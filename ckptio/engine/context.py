@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.engine.links import HostLinker
+from ckptio.engine.tier_line import CopyLine
 from ckptio.events import RanksAwaited, notify
 from ckptio.ranks.solo import SoloRanks
 from ckptio.storage.stores import Stores
@@ -65,6 +66,7 @@ class EngineContext:
         files: Files open for reading at a time.
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
+        copies: Copies to a second tier.
         turns: The end of the last save to each place, by its identity.
     """
 
@@ -86,6 +88,7 @@ class EngineContext:
     received: Recent[str, Manifest] = field(init=False)
     files: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
+    copies: CopyLine = field(init=False)
     num_saves: int = 0
     turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
@@ -99,6 +102,7 @@ class EngineContext:
         self.received = Recent(_MAX_RECEIVED)
         self.files = asyncio.Semaphore(_MAX_OPEN_FILES)
         self.saves = asyncio.Semaphore(self.config.max_saves)
+        self.copies = CopyLine(self.config.max_tier_copies, self.config.num_slabs)
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""

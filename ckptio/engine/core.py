@@ -24,7 +24,7 @@ from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.engine.running import Running
+from ckptio.engine.running import Running, call_into
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import notify
 from ckptio.foreign.storage import AnyStorage
@@ -34,6 +34,7 @@ from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.resolve import resolve_storage
+from ckptio.storage.root import resolve_root
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ckptio.handle import SaveHandle
     from ckptio.ranks.interface import Ranks
     from ckptio.staging.cuda import SideStreams
-    from ckptio.storage.interface import Storage
+    from ckptio.storage.interface import Root, Storage
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
@@ -55,16 +56,6 @@ T = TypeVar("T")
 _NUM_WAITERS = 2
 #: Opening, closing and syncing files, planning, committing: many short waits for a system.
 _NUM_ODD_JOBS = 4
-
-
-def _call_into(future: Future[None], function: Callable[[], None]) -> None:
-    """Call, and let a future tell how it went."""
-    try:
-        function()
-    except BaseException as error:  # who waits for the future raises it
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 class EngineCore:
@@ -131,7 +122,7 @@ class EngineCore:
         # waited for, and never end
         starter: Future[None] = Future()
         thread = threading.Thread(
-            target=_call_into, args=(starter, self._start), name="ckptio-start"
+            target=call_into, args=(starter, self._start), name="ckptio-start"
         )
         thread.start()
         try:
@@ -201,9 +192,13 @@ class EngineCore:
 
     def next_key(self, kind: str) -> str:
         """Name the next save or load. The same on all ranks that call them in one order."""
+        return f"{kind} {self.next_number(kind)}"
+
+    def next_number(self, kind: str) -> int:
+        """Number the next of a kind, from 1."""
         with self._lock:
             self._num_keys[kind] += 1
-            return f"{kind} {self._num_keys[kind]}"
+            return self._num_keys[kind]
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer, on the calling thread."""
@@ -217,6 +212,11 @@ class EngineCore:
         """Find the storage for a path, of checkpoints of ours. Touches nothing."""
         context = self.context
         return resolve_storage(path, self.config, context.executor, context.emit, context.stores)
+
+    def root(self, path: PathLike) -> Root:
+        """Find the root of the checkpoints under a path. Touches nothing."""
+        context = self.context
+        return resolve_root(path, self.config, context.executor, context.emit, context.stores)
 
     def submit(
         self,
@@ -279,10 +279,10 @@ class EngineCore:
 
     def unseen_failure(self) -> BaseException | None:
         """Give the error of a save that nobody waited for."""
-        failed = [h for h in self._handles if h.done() and h.is_unsettled()]
-        errors = [handle.committed.error() for handle in failed]
+        failed = [h for h in self._handles if h.durable.done() and h.is_unsettled()]
+        errors = [handle.error() for handle in failed]
         for handle in failed:
-            handle.retrieved = True
+            handle.seen()
         return errors[0] if errors else None
 
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:

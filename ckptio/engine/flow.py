@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ import torch
 
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.load import Reading, plan_and_read
+from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
-from ckptio.engine.restore import LoadReport, LoadRequest, plan_restoration
+from ckptio.engine.restore import LoadReport, LoadRequest, may_be_meta, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.tier_saves import begin_copy, second_tier
+from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
     ConfigError,
@@ -31,9 +35,8 @@ from ckptio.errors import (
 )
 from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
-from ckptio.shards import PerRank, Shard
 from ckptio.staging.copy import SourceState, TargetState
-from ckptio.state.flatten import flatten, is_stateful
+from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import device_of
 from ckptio.state.tree import make_predicate
 
@@ -71,6 +74,7 @@ def begin_save(
     path: PathLike,
     *,
     overwrite: bool,
+    then: PathLike | None = None,
     metadata: Metadata | None = None,
     close_after: bool = False,
 ) -> SaveHandle:
@@ -80,7 +84,8 @@ def begin_save(
         core: The engine.
         state: What to save.
         path: Where to.
-        overwrite: Whether a checkpoint that is there may be replaced.
+        overwrite: Whether a checkpoint that is there may be replaced; on both tiers.
+        then: Where to copy it when it is committed.
         metadata: What the manifest says beside the state.
         close_after: Close the engine when the save has ended, before the handle says so.
 
@@ -92,9 +97,11 @@ def begin_save(
     started = time.perf_counter()
     key = core.next_key("save")
     running: Running[Callable[[], None]] = Running()
+    copying: Running[Callable[[], None]] = Running()
     try:
         ranks = core.context.ranks
         storage = core.storage(path)
+        target = second_tier(core, storage, then)
         flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
         streams = caller_streams(flat.sources, core, saving=True)
         handle = SaveHandle(
@@ -102,7 +109,18 @@ def begin_save(
             save_id_of(ranks.nonce, key),
             abort=running.abort,
             fence=streams.fence if streams is not None else _no_fence,
+            stop_copy=None if target is None else copying.abort,
         )
+        copy = None
+        if target is not None:
+            copy = CopyJob(
+                save_id=handle.save_id,
+                key=f"{key} copy",
+                source=storage,
+                target=target,
+                overwrite=overwrite,
+                started_s=started,
+            )
         job = SaveJob(
             save_id=handle.save_id,
             key=key,
@@ -113,14 +131,16 @@ def begin_save(
             handle=handle,
             started_s=started,
             metadata=metadata,
+            note=b"" if copy is None else copy.note(),
         )
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         _fail(core, key, error)
         raise
     if close_after:
         core.submit(lambda context: _saved(job, context), f"save {storage.path}", running)
+        last = None if copy is None else begin_copy(core, copy, handle, copying, says_itself=False)
         threading.Thread(
-            target=_close_after, args=(core, running), name="ckptio-save", daemon=False
+            target=_close_after, args=(core, running, last), name="ckptio-save", daemon=False
         ).start()
         return handle
 
@@ -131,6 +151,8 @@ def begin_save(
 
     core.keep(handle)
     core.submit(save_and_say, f"save {storage.path}", running)
+    if copy is not None:
+        begin_copy(core, copy, handle, copying, says_itself=True)
     return handle
 
 
@@ -146,13 +168,22 @@ def _no_fence() -> None:
     """A state on the CPU has no stream: once it is copied, nothing is left to order."""
 
 
-def _close_after(core: EngineCore, running: Running[Callable[[], None]]) -> None:
-    """Close an engine after its one save, then let the handle say how it ended."""
+def _close_after(
+    core: EngineCore,
+    running: Running[Callable[[], None]],
+    copying: Running[Callable[[], None]] | None,
+) -> None:
+    """Close an engine after its one save, then let the handle say how it ended.
+
+    The commit is said before its copy begins, and the end of the copy when all is closed.
+    """
     running.wait_ended()
+    if copying is not None:
+        running.future.result()()
     try:
         core.close()
     finally:
-        running.future.result()()
+        (copying or running).future.result()()
 
 
 async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
@@ -192,7 +223,10 @@ async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
 
 
 def load_flow(
-    core: EngineCore, path: PathLike, make_request: Callable[[], LoadRequest]
+    core: EngineCore,
+    path: PathLike,
+    make_request: Callable[[], LoadRequest],
+    then: PathLike | None = None,
 ) -> Flow[LoadResult]:
     """Load a checkpoint.
 
@@ -201,6 +235,7 @@ def load_flow(
         path: The checkpoint.
         make_request: Checks the options; called here, so that other ranks hear of what it
             refuses.
+        then: Its second tier, read where the first does not have it whole.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -213,9 +248,14 @@ def load_flow(
     """
     started = time.perf_counter()
     course = Course(core.next_key("load"))
+    if then is not None:
+        course.next_session = course.of("tier")
     try:
         request = make_request()
         storage = core.storage(path)
+        second = second_tier(core, storage, then)
+        if second is not None:
+            storage = yield functools.partial(agree_on_tier, storage, second, course=course)
         manifest: Manifest = yield lambda context: fetch_manifest(storage, context, course)
         load = yield from _prepare(core, storage, manifest, request)
         nbytes: int = yield lambda context: load.read(context, course)
@@ -316,7 +356,7 @@ def make_request(
         raise ConfigError("strict='ignore' has no effect without into=")
     if strict == "report" and not reports:
         raise ConfigError("load returns no report; use load_with_report with strict='report'")
-    if into is not None and device is not None and not _may_be_meta(into):
+    if into is not None and device is not None and not may_be_meta(into):
         raise ConfigError(
             "device= has no effect with into=: targets are filled where they are, and none"
             " is on the meta device"
@@ -333,19 +373,6 @@ def make_request(
         strict=strict,
         types=tuple(types),
     )
-
-
-def _may_be_meta(target: Any) -> bool:
-    """Whether a target has tensors without memory, or objects that nobody knows."""
-    if isinstance(target, torch.Tensor):
-        return target.is_meta
-    if isinstance(target, dict):
-        return any(map(_may_be_meta, target.values()))
-    if isinstance(target, (list, tuple)):
-        return any(map(_may_be_meta, target))
-    if isinstance(target, torch.nn.Module):
-        return any(map(_may_be_meta, target.state_dict(keep_vars=True).values()))
-    return is_stateful(target) or isinstance(target, (Shard, PerRank))
 
 
 def caller_streams(

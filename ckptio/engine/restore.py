@@ -9,20 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from ckptio._gc import collection_paused
 from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
+from ckptio.shards import PerRank, Shard
 from ckptio.staging.copy import Destination
+from ckptio.state.flatten import is_stateful
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from ckptio.engine.regions import Place
     from ckptio.format.manifest import Manifest, TensorEntry
@@ -274,3 +276,16 @@ def _fill(
     restoration.makers.append(make)
     restoration.needs.append(Need(entry, destination))
     late.append(lambda: fill.copy_from(bases[0]))
+
+
+def may_be_meta(target: Any) -> bool:
+    """Whether a target has tensors without memory, or objects that nobody knows."""
+    if isinstance(target, torch.Tensor):
+        return target.is_meta
+    if isinstance(target, dict):
+        return any(map(may_be_meta, target.values()))
+    if isinstance(target, (list, tuple)):
+        return any(map(may_be_meta, target))
+    if isinstance(target, torch.nn.Module):
+        return any(map(may_be_meta, target.state_dict(keep_vars=True).values()))
+    return is_stateful(target) or isinstance(target, (Shard, PerRank))

@@ -6,7 +6,10 @@ import asyncio
 import concurrent.futures
 import threading
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 T = TypeVar("T")
 
@@ -70,3 +73,13 @@ class Running(Generic[T]):
     def wait_ended(self) -> None:
         """Block until the task has ended, however it did."""
         concurrent.futures.wait((self.future,))
+
+
+def call_into(future: Future[None], function: Callable[[], None]) -> None:
+    """Call, and let a future tell how it went."""
+    try:
+        function()
+    except BaseException as error:  # who waits for the future raises it
+        future.set_exception(error)
+    else:
+        future.set_result(None)

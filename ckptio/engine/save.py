@@ -66,6 +66,7 @@ class SaveJob:
         handle: What the caller has of it; told of `submitted` and `staged` from here.
         started_s: When it was asked for, by `time.perf_counter`.
         metadata: What to say of it in the manifest; that of rank 0 counts.
+        note: To be left beside the checkpoint: that it is to be copied, and where to.
         staged_s: Seconds from then until every byte was copied.
     """
 
@@ -78,6 +79,7 @@ class SaveJob:
     handle: SaveHandle
     started_s: float
     metadata: Metadata | None = None
+    note: bytes = b""
     staged_s: float = 0.0
 
     def elapsed_s(self) -> float:
@@ -199,6 +201,8 @@ async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> 
         manifest = await run_blocking(
             context.executor, _encode, job, plan, files, context.config.block_nbytes
         )
+        if job.note:
+            await attempt.note(job.note)
         await my_turn(attempt)
         await attempt.commit(manifest)
         context.cache.forget(job.storage)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Attempt, Source, Storage
+    from ckptio.storage.interface import Attempt, Note, Source, Storage
 
 T = TypeVar("T")
 
@@ -122,9 +122,9 @@ class AnyStorage:
         """Whether ours is; what others wrote counts as far away."""
         return await self._recognised() is None and await self._inner.is_cached(ranges)
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> Attempt:
         """Begin a save, of ours."""
-        return await self._inner.begin(save_id, overwrite=overwrite)
+        return await self._inner.begin(save_id, overwrite=overwrite, resumes=resumes)
 
     async def join(self, save_id: str) -> Attempt:
         """Take part in a save, of ours."""
@@ -133,6 +133,14 @@ class AnyStorage:
     def _is_ours(self) -> None:
         self._reader = None
         self._is_known = True
+
+    async def take_note(self, save_id: str) -> Note | None:
+        """Take a note, of ours."""
+        return await self._inner.take_note(save_id)
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note, of ours."""
+        return await self._inner.has_note(save_id)
 
     async def _recognised(self) -> ForeignReader | None:
         """Give the reader of what is there; `None` for ours, or nothing."""

@@ -29,9 +29,16 @@ from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
-from ckptio.storage.blocks import BlockWriter, storage_error
+from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, files_of, find_leftovers
+from ckptio.storage.leftovers import (
+    ATTEMPT_PREFIX,
+    NOTE_PREFIX,
+    boot_id,
+    files_of,
+    find_leftovers,
+    notes_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
 
-_NEW_MANIFEST_PREFIX = ".manifest-"
+NEW_MANIFEST_PREFIX = ".manifest-"
 #: What a directory was told this long ago, in seconds, any system has written by itself.
 _SETTLED_S = 3600.0
 #: How often a name may come and go between two looks at it before a save gives up.
@@ -89,18 +96,17 @@ class LocalAttempt:
         """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
         if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
             raise CheckpointExistsError(self._directory)
-        self._leads = True
         marker = self._path(ATTEMPT_PREFIX + self._save_id)
         try:
             self._lock_fd = self._make_marker(marker)
-            try:
-                locks = self._files.lock(self._lock_fd)
-            except OSError:  # no locks here: nobody can tell a dead save from a living one
-                locks = False
+            locks = self._lock_marker()
+            self._leads = True
             if locks:
                 self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
             if locks and self._directory not in self._made_dirs:
                 self._remove(find_leftovers(self._files, self._directory, self._save_id))
+        except CommitConflictError:
+            raise
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
 
@@ -109,10 +115,19 @@ class LocalAttempt:
         for _ in range(_MAX_TRIES):
             self._make_dirs(self._directory)
             with contextlib.suppress(FileNotFoundError):
-                fd = self._files.create(path, self._config.file_mode, direct=False)
+                fd = self._open_marker(path)
                 self._made_files.append(path)
                 return fd
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def _open_marker(self, path: str) -> int:
+        return self._files.create(path, self._config.file_mode, direct=False)
+
+    def _lock_marker(self) -> bool:
+        try:
+            return self._files.lock(self._lock_fd)
+        except OSError:  # no locks here: nobody can tell a dead save from a living one
+            return False
 
     def _make_own_dir(self) -> None:
         self._make_dirs(self._directory)
@@ -150,6 +165,19 @@ class LocalAttempt:
             self._refused = True
             self._emit(DirectIORefused(path=self._directory, reason=reason))
 
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file; see `interface.Attempt`."""
+        self._made_files.append(path := self._path(name))
+        await run_blocking(self._executor, keep_file, self._files, path, nbytes, self._config)
+
+    async def note(self, data: bytes) -> None:
+        """Leave a note; see `interface.Attempt`."""
+        path = self._path(NOTE_PREFIX + self._save_id)
+        try:
+            await run_blocking(self._executor, self._write_file, path, data)
+        except OSError as error:
+            raise storage_error(error, path, "cannot leave a note") from error
+
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`; see `interface.Attempt`."""
         try:
@@ -163,7 +191,7 @@ class LocalAttempt:
                 task.uncancel()
 
     def _commit(self, manifest: bytes) -> None:
-        new = self._path(_NEW_MANIFEST_PREFIX + self._save_id)
+        new = self._path(NEW_MANIFEST_PREFIX + self._save_id)
         target = self._path(MANIFEST_NAME)
         try:
             self._write_file(new, manifest)
@@ -258,19 +286,7 @@ class LocalAttempt:
     def _write_file(self, path: str, data: bytes) -> None:
         """Write a small file and sync it."""
         self._made_files.append(path)
-        fd = self._files.create(path, self._config.file_mode, direct=False)
-        try:
-            view = memoryview(data)
-            done = 0
-            while done < len(view):
-                written = self._files.pwrite(fd, view[done:], done)
-                if written <= 0:
-                    raise OSError(errno.EIO, f"the system wrote {written} bytes", path)
-                done += written
-            if self._config.durability != "none":
-                self._files.fsync(fd)
-        finally:
-            self._files.close(fd)
+        write_file(self._files, path, data, self._config)
 
     def _sync_dirs(self) -> None:
         """Sync the directory, its parent, the parent of each directory that is new, and more.
@@ -299,22 +315,31 @@ class LocalAttempt:
 
     def _clean_up(self, new: str, replaced: str) -> None:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
-        doomed = []
         if replaced:
-            # one that cannot be read: its files are told from names, by the next save
-            try:
-                commit = read_regular(self._files, replaced, MAX_MANIFEST_NBYTES)
-                data, pointed = follow_pointer(self._files, self._directory, commit)
-                names = [*(entry.name for entry in decode_manifest(data).files), *pointed]
-                doomed = [name for name in names if self._save_id not in name]
-            except FormatError:
-                pass
-            except OSError as error:
-                self._cannot_remove(replaced, error)
-        self._remove(doomed)
-        self._try_remove(replaced or new)
+            self._retire(replaced)
+        else:
+            self._try_remove(new)
         self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
         self._drop_lock()
+
+    def _retire(self, manifest: str) -> None:
+        """Remove a manifest under another name, and what only it needs."""
+        doomed = []
+        # one that cannot be read: its files are told from names, by the next save
+        try:
+            commit = read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
+            data, pointed = follow_pointer(self._files, self._directory, commit)
+            old = decode_manifest(data)
+            if old.save_id != self._save_id:
+                names = [*(entry.name for entry in old.files), *pointed]
+                doomed = [name for name in names if self._save_id not in name]
+                doomed += notes_of(self._directory, old.save_id)
+        except (FileNotFoundError, FormatError):
+            pass
+        except OSError as error:
+            self._cannot_remove(manifest, error)
+        self._remove(doomed)
+        self._try_remove(manifest)
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""

@@ -41,6 +41,46 @@ def storage_error(error: OSError, path: str, doing: str) -> StorageError:
     return StorageError(f"{doing}: {error.strerror or error}", path=path, code=code)
 
 
+def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfig) -> None:
+    """Look whether a file that another process wrote has a size, and sync it. Blocks.
+
+    Raises:
+        StorageError: It has not, or cannot be synced.
+    """
+    try:
+        fd = files.open(path, direct=False)
+        try:
+            if os.fstat(fd).st_size != nbytes:
+                raise OSError(errno.ESTALE, f"it does not have {nbytes} bytes any more")
+            if config.durability != "none":
+                files.fsync(fd)
+        finally:
+            files.close(fd)
+    except OSError as error:
+        raise storage_error(error, path, "cannot take a data file over") from error
+
+
+def write_file(files: PosixFiles, path: str, data: bytes, config: CheckpointConfig) -> None:
+    """Write a small new file, and sync it as configured. Blocks.
+
+    Raises:
+        OSError: As the system gives it.
+    """
+    fd = files.create(path, config.file_mode, direct=False)
+    try:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            written = files.pwrite(fd, view[done:], done)
+            if written <= 0:
+                raise OSError(errno.EIO, f"the system wrote {written} bytes", path)
+            done += written
+        if config.durability != "none":
+            files.fsync(fd)
+    finally:
+        files.close(fd)
+
+
 class BlockWriter:
     """A new file, written once, in ranges from several threads.
 

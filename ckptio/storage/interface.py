@@ -130,6 +130,24 @@ class Attempt(Protocol):
         """
         ...
 
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file that is there, whole: an earlier attempt of the save wrote it.
+
+        Raises:
+            StorageError: It is not there, or cannot be made durable.
+        """
+        ...
+
+    async def note(self, data: bytes) -> None:
+        """Leave a note that is there, durable as configured, when the checkpoint is.
+
+        One at the most. It goes with the checkpoint, or before; see `Storage.take_note`.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        ...
+
     async def seal(self) -> None:
         """Make sure that all files are there and, as configured, durable by name.
 
@@ -157,10 +175,35 @@ class Attempt(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Let go, and remove nothing: another rank commits, or may have. Never raises.
+        """Let go, and remove no file: another rank commits, or may have. Never raises.
+
+        Parts of files that were not ended may go. What is left can be taken over: see
+        `Storage.begin`.
 
         Nothing is removed by a later `abort` either.
         """
+        ...
+
+
+class Note(Protocol):
+    """A note beside a checkpoint, held; ends in `drop` or `release`.
+
+    Attributes:
+        data: What it says.
+    """
+
+    data: bytes
+
+    async def drop(self) -> None:
+        """Remove it.
+
+        Raises:
+            StorageError: It may still be there.
+        """
+        ...
+
+    async def release(self) -> None:
+        """Let go of it: somebody else may take it. Never raises."""
         ...
 
 
@@ -221,10 +264,18 @@ class Storage(Protocol):
         """
         ...
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> Attempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> Attempt:
         """Begin a save.
 
+        Args:
+            save_id: Its id.
+            overwrite: Whether a checkpoint that is there may be replaced.
+            resumes: An attempt of this very save may have ended before its commit, or
+                just after it. What it left is taken over: data files that are not kept
+                (`Attempt.keep`) may be created again, and a manifest committed again.
+
         Raises:
+            CommitConflictError: The earlier attempt is still under way.
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
             StorageError: The place cannot be written.
         """
@@ -235,6 +286,22 @@ class Storage(Protocol):
 
         Raises:
             StorageError: The place cannot be written.
+        """
+        ...
+
+    async def take_note(self, save_id: str) -> Note | None:
+        """Take the note that a save left; `None` if there is none, or somebody holds it.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        ...
+
+    async def has_note(self, save_id: str) -> bool:
+        """Whether there is a note of a save, held or not.
+
+        Raises:
+            StorageError: That cannot be told.
         """
         ...
 

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 ATTEMPT_PREFIX = ".attempt-"
+#: Of the note that a checkpoint is still to be copied; see `storage.notes`.
+NOTE_PREFIX = ".copy-"
 #: A save on another host writes something every few seconds; an hour without is its end.
 _QUIET_S = 3600.0
 _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
-    r"(?:data-|\.attempt-|\.?manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old|\.json)?"
+    r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})"
+    r"(?:-\d{5}-\d{5}\.safetensors|-old|\.json)?"
 )
 
 
@@ -49,6 +52,12 @@ def files_of(directory: str, save_id: str) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(name for name in os.listdir(directory) if name.startswith(prefix))
     return []
+
+
+def notes_of(directory: str, save_id: str) -> list[str]:
+    """Name the note of a save, if there is one."""
+    name = NOTE_PREFIX + save_id
+    return [name] if os.path.lexists(f"{directory}/{name}") else []
 
 
 def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]:
@@ -91,7 +100,9 @@ def _needed(files: PosixFiles, directory: str) -> set[str]:
     except FileNotFoundError:
         return set()
     data, pointed = follow_pointer(files, directory, commit)
-    return {*pointed, *(entry.name for entry in decode_manifest(data).files)}
+    manifest = decode_manifest(data)
+    names = (entry.name for entry in manifest.files)
+    return {*pointed, *names, NOTE_PREFIX + manifest.save_id}
 
 
 def boot_id() -> bytes:

@@ -25,6 +25,9 @@ from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.files import PosixFiles, follow_pointer
+from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.notes import LocalNote, take_note
+from ckptio.storage.resumed import ResumedAttempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,8 +188,11 @@ class LocalStorage:
                 cached_nbytes += (pages or 0) * PAGE_NBYTES
         return 2 * cached_nbytes > nbytes
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> LocalAttempt:
         """Begin a save; see `interface.Storage`."""
+        if resumes:
+            resumed = self._attempt(save_id, overwrite=overwrite, kind=ResumedAttempt)
+            return await self._ready(resumed, resumed.prepare)
         attempt = self._attempt(save_id, overwrite=overwrite)
         return await self._ready(attempt, attempt.prepare)
 
@@ -195,8 +201,10 @@ class LocalStorage:
         attempt = self._attempt(save_id, overwrite=True)
         return await self._ready(attempt, attempt.enter)
 
-    def _attempt(self, save_id: str, *, overwrite: bool) -> LocalAttempt:
-        return LocalAttempt(
+    def _attempt(
+        self, save_id: str, *, overwrite: bool, kind: type[LocalAttempt] = LocalAttempt
+    ) -> LocalAttempt:
+        return kind(
             self._path,
             save_id,
             overwrite=overwrite,
@@ -213,6 +221,37 @@ class LocalStorage:
             await attempt.abort()
             raise
         return attempt
+
+    async def take_note(self, save_id: str) -> LocalNote | None:
+        """Take a note; see `interface.Storage`."""
+        taken: list[LocalNote] = []
+
+        def take() -> None:
+            note = take_note(self._files, self._path, save_id, self._executor)
+            if note is not None:
+                taken.append(note)
+
+        try:
+            await run_blocking(self._executor, take)
+        except BaseException:
+            for note in taken:  # cancelled while the thread took it: nobody else has it
+                await note.release()
+            raise
+        return taken[0] if taken else None
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note; see `interface.Storage`."""
+        return await run_blocking(self._executor, self._has_note, save_id)
+
+    def _has_note(self, save_id: str) -> bool:
+        path = self._join(NOTE_PREFIX + save_id)
+        try:
+            os.stat(path, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise storage_error(error, path, "cannot look for a note") from error
+        return True
 
     @property
     def _manifest(self) -> str:

@@ -28,7 +28,7 @@ from ckptio._aio import shielded
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
-from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.object_commit import MAX_COMMIT_NBYTES
 from ckptio.storage.object_files import ObjectSink
 from ckptio.storage.object_place import QUIET_S
@@ -126,8 +126,11 @@ class ObjectAttempt:
         self._doubt: StorageError | None = None
         self._left = False
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, resumes: bool = False) -> None:
         """Leave a mark, and clear what killed saves left.
+
+        Args:
+            resumes: Uploads of an earlier attempt of this save are dropped, too.
 
         Raises:
             StorageError: The place cannot be written. Nothing of this is left then.
@@ -135,6 +138,9 @@ class ObjectAttempt:
         try:
             await self.stay()
             await self._place.sweep(self._save_id)
+            if resumes:
+                for upload in (await self._place.listed()).of({self._save_id}).uploads:
+                    await self._place.drop(upload)
         except BaseException:
             await self.abort()
             raise
@@ -201,6 +207,15 @@ class ObjectAttempt:
         sink = ObjectSink(self._url, self._store, self._requests, key, nbytes, part, self.stay)
         self._sinks.append(sink)
         return sink
+
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file: an object is there, whole, or not at all."""
+        del name, nbytes
+
+    async def note(self, data: bytes) -> None:
+        """Leave a note; see `interface.Attempt`."""
+        key = self._place.key(NOTE_PREFIX + self._save_id)
+        await self._requests.must("write", key, lambda: self._store.put(key, data), outlive=True)
 
     async def seal(self) -> None:
         """Nothing is left to do: a data file is there, whole, when its `close` returns."""
@@ -374,4 +389,6 @@ class ObjectAttempt:
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""
         self._left = True
-        self._sinks.clear()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:  # of files that were ended nothing is left to discard
+            await self._place.quietly(sink.key, sink.discard)

@@ -227,3 +227,20 @@ class ObjectSource:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class ObjectNote:
+    """A note that is held; see `interface.Note`. Nothing keeps others from it."""
+
+    def __init__(self, store: ObjectStore, requests: Requests, key: str, data: bytes) -> None:
+        self.data = data
+        self._store = store
+        self._requests = requests
+        self._key = key
+
+    async def drop(self) -> None:
+        """Remove the note; see `interface.Note`."""
+        await self._requests.run("remove", self._key, lambda: self._store.delete([self._key]))
+
+    async def release(self) -> None:
+        """Nothing is held."""

@@ -21,7 +21,7 @@ from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
-from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: A save under way sends something every few minutes; an hour without is its end.
 QUIET_S = 3600.0
-_OURS = re.compile(r"(?:data-|\.attempt-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
+_OURS = re.compile(r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Present:
     Attributes:
         etag: Tells it apart from others.
         save_id: The save that wrote it; empty if it cannot be read.
-        names: Of its data files, and of what it points to.
+        names: Of its data files, of what it points to, and of a note.
     """
 
     etag: str
@@ -141,7 +141,8 @@ class ObjectPlace:
             return await self._unreadable(key)
         except ConditionFailedError as error:
             raise self.requests.failed("read", key, error) from error
-        names = (*(file.name for file in summary.files), *map(name_of, pointed))
+        names = (*(f.name for f in summary.files), *map(name_of, pointed))
+        names += (NOTE_PREFIX + summary.save_id,)
         return Present(info.etag, summary.save_id, names)
 
     async def _unreadable(self, key: str) -> Present | None:

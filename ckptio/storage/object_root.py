@@ -34,7 +34,7 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import decode_pointer, encode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.interface import Found
-from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import QUIET_S, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
@@ -207,6 +207,7 @@ class _Removal:
     async def _bury(self, tomb: str, summary: Summary, pointed: Sequence[str]) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
+        keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
         if len(await self._place.delete(keys)) == len(keys):
             for key in (*pointed, tomb):  # last: what they list is not forgotten
                 await self._place.delete([key])

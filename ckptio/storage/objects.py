@@ -21,9 +21,11 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_commit import join_key, read_commit
-from ckptio.storage.object_files import ObjectSource
+from ckptio.storage.object_files import ObjectNote, ObjectSource
 from ckptio.storage.object_place import ObjectPlace
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError, StoreError
@@ -139,7 +141,7 @@ class ObjectStorage:
         del ranges
         return False
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> ObjectAttempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> ObjectAttempt:
         """Begin a save; see `interface.Storage`."""
         if not overwrite:
             try:
@@ -150,7 +152,7 @@ class ObjectStorage:
                 raise CheckpointExistsError(self._url)
         attempt = await self._attempt(save_id, overwrite=overwrite, leads=True)
         try:
-            await attempt.prepare()
+            await attempt.prepare(resumes=resumes)
         except BaseException:  # cancelled, as a rule: nobody else knows of the mark
             await attempt.abort()
             raise
@@ -167,6 +169,26 @@ class ObjectStorage:
         for all of it. Sends nothing.
         """
         return await self._attempt(save_id, overwrite=overwrite, leads=True)
+
+    async def take_note(self, save_id: str) -> ObjectNote | None:
+        """Take a note; see `interface.Storage`. Nothing keeps others from taking it, too."""
+        store, requests = await self._ready()
+        key = self._join(NOTE_PREFIX + save_id)
+        try:
+            _, data = await requests.run("read", key, lambda: store.get(key, MAX_NOTE_NBYTES))
+        except ObjectMissingError:
+            return None
+        return ObjectNote(store, requests, key, data)
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note; see `interface.Storage`."""
+        store, requests = await self._ready()
+        key = self._join(NOTE_PREFIX + save_id)
+        try:
+            await requests.run("look at", key, lambda: store.head(key))
+        except ObjectMissingError:
+            return False
+        return True
 
     async def _attempt(self, save_id: str, *, overwrite: bool, leads: bool) -> ObjectAttempt:
         store, requests = await self._ready()

@@ -32,7 +32,7 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, follow_pointer, read_regular
 from ckptio.storage.interface import Found
-from ckptio.storage.leftovers import find_leftovers
+from ckptio.storage.leftovers import find_leftovers, notes_of
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ class LocalRoot:
             self._put_back(f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}")
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
+        names += notes_of(directory, summary.save_id)
         if not [name for name in names if not self._unlink(directory, name)]:
             for name in (*pointed, tomb):  # last: what it lists is not forgotten
                 self._unlink(directory, name)

@@ -23,10 +23,10 @@ from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitConflictError,
-    CorruptionError,
 )
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing.faults import Operation, as_storage_fault
+from ckptio.testing.memory_files import MemoryNote, MemorySink, MemorySource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +64,8 @@ class _Place:
     """What is stored."""
 
     files: dict[str, bytearray] = field(default_factory=dict)
+    notes: dict[str, bytes] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
     manifest: bytes | None = None
     version: int = 0
 
@@ -128,6 +130,15 @@ class MemoryStorage:
     def manifest(self) -> bytes | None:
         """The manifest, if there is a checkpoint."""
         return self._place.manifest
+
+    @property
+    def notes(self) -> dict[str, bytes]:
+        """Notes by the id of their save."""
+        return self._place.notes
+
+    def die(self) -> None:
+        """Let go of what a process that is dead by now held."""
+        self._place.held.clear()
 
     def leftovers(self) -> list[str]:
         """Name the data files that the manifest does not."""
@@ -197,8 +208,9 @@ class MemoryStorage:
         del ranges
         return False
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> MemoryAttempt:
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
         """Begin a save; see `interface.Storage`."""
+        del resumes  # nothing is in the way of files here
         self.step("begin")
         await self._wait()
         if self._place.manifest is not None and not overwrite:
@@ -218,12 +230,38 @@ class MemoryStorage:
         place = self._place
         if place.manifest is not None and not overwrite:
             raise CommitConflictError(self._path)
-        replaced = () if place.manifest is None else decode_manifest(place.manifest).files
+        replaced = None if place.manifest is None else decode_manifest(place.manifest)
         place.manifest = manifest
         place.version = next(self._versions)
-        for entry in replaced:
-            if entry.name not in made:
-                place.files.pop(entry.name, None)
+        if replaced is not None:
+            for entry in replaced.files:
+                if entry.name not in made:
+                    place.files.pop(entry.name, None)
+            if replaced.save_id != decode_manifest(manifest).save_id:
+                place.notes.pop(replaced.save_id, None)
+
+    async def take_note(self, save_id: str) -> MemoryNote | None:
+        """Take a note; see `interface.Storage`."""
+        self.step("take_note")
+        await self._wait()
+        place = self._place
+        if save_id not in place.notes or save_id in place.held:
+            return None
+        place.held.add(save_id)
+        return MemoryNote(self, save_id, place.notes[save_id])
+
+    async def has_note(self, save_id: str) -> bool:
+        """Look for a note; see `interface.Storage`."""
+        self.step("has_note")
+        await self._wait()
+        return save_id in self._place.notes
+
+    def let_go(self, save_id: str, *, drop: bool) -> None:
+        """Let go of a note, or remove it. Called by the note."""
+        if drop:
+            self.step("drop_note")
+            self._place.notes.pop(save_id, None)
+        self._place.held.discard(save_id)
 
 
 class MemoryAttempt:
@@ -258,6 +296,18 @@ class MemoryAttempt:
 
     async def stay(self) -> None:
         """Nothing: nobody takes a save in memory for dead."""
+
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file; see `interface.Attempt`."""
+        self._storage.step("keep", name, nbytes)
+        await self._storage._wait()  # noqa: SLF001  # as above
+        self._made.append(name)
+
+    async def note(self, data: bytes) -> None:
+        """Leave a note; see `interface.Attempt`."""
+        self._storage.step("note", nbytes=len(data))
+        await self._storage._wait()  # noqa: SLF001  # as above
+        self._storage.notes[self._save_id] = data
 
     async def seal(self) -> None:
         """Check that everything is there; see `interface.Attempt`."""
@@ -294,80 +344,11 @@ class MemoryAttempt:
             others = [n for n in self._storage.files if n.startswith(ours)] if self._leads else []
             for name in (*self._made, *others):
                 self._storage.files.pop(name, None)
+            if self._leads:
+                self._storage.notes.pop(self._save_id, None)
         self._end()
 
     def _end(self) -> None:
         if self._open:
             self._open = False
             self._storage.counts.num_open_attempts -= 1
-
-
-class MemorySink:
-    """A data file being written; see `interface.Sink`."""
-
-    def __init__(self, storage: MemoryStorage, name: str, nbytes: int) -> None:
-        self._storage = storage
-        self._name = name
-        self._nbytes = nbytes
-        self._lock = threading.Lock()
-        self._open = False
-        self._ended = False
-
-    def pwrite(self, offset: int, data: memoryview) -> None:
-        """Write a range; see `interface.Sink`."""
-        storage = self._storage
-        storage.step("pwrite", self._name, len(data))
-        with self._lock:
-            if self._ended:
-                raise AssertionError(f"a write to {self._name!r} after its end")
-            if not self._open:
-                self._open = True
-                storage.counts.num_open_sinks += 1
-                storage.files[self._name] = bytearray(self._nbytes)
-            storage.counts.written_nbytes += len(data)
-            end = offset + len(data)
-            if end > self._nbytes:
-                raise AssertionError(f"a write to [{offset}, {end}) of {self._nbytes} bytes")
-            storage.files[self._name][offset:end] = data
-
-    def close(self) -> None:
-        """End the file; see `interface.Sink`."""
-        self._storage.step("close", self._name)
-        self.release()
-
-    def release(self) -> None:
-        """End it whatever happened. Called by its attempt."""
-        with self._lock:
-            self._ended = True
-            if self._open:
-                self._open = False
-                self._storage.counts.num_open_sinks -= 1
-
-
-class MemorySource:
-    """A data file being read; see `interface.Source`."""
-
-    def __init__(self, storage: MemoryStorage, name: str, data: bytearray, nbytes: int) -> None:
-        self._storage = storage
-        self._name = name
-        self._data = data
-        self._nbytes = nbytes
-        storage.counts.num_open_sources += 1
-
-    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
-        """Read a range; see `interface.Source`."""
-        self._storage.step("pread_into", self._name, nbytes)
-        if offset + nbytes > len(self._data):
-            raise CorruptionError(
-                f"the file ends at byte {len(self._data)} and should have {self._nbytes}",
-                path=self._storage.path,
-                file=self._name,
-                start=len(self._data),
-                stop=offset + nbytes,
-            )
-        room[:nbytes] = self._data[offset : offset + nbytes]
-        self._storage.counts.read_nbytes += nbytes
-
-    def close(self) -> None:
-        """Release the file; see `interface.Source`."""
-        self._storage.counts.num_open_sources -= 1

@@ -218,8 +218,8 @@ def test_an_abort_after_the_commit_comes_too_late() -> None:
 class LosesItsVoice(MemoryStorage):
     """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
 
-    async def begin(self, save_id: str, *, overwrite: bool) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite)
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
         self.counts.num_open_attempts -= 1
         return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
 

@@ -1,0 +1,74 @@
+"""What ranks say to each other: that they want the same, and which steps there are."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any
+
+from ckptio.checkpointer.steps import pack_metrics, unpack_metrics
+from ckptio.errors import ConfigError
+from ckptio.plan.retention import StepRecord
+from ckptio.ranks.interface import Same
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from ckptio.engine.context import EngineContext
+
+
+async def meet(key: str, message: list[Any], context: EngineContext) -> None:
+    """Check that ranks want the same.
+
+    Raises:
+        RankError: They do not.
+    """
+    if context.ranks.world_size == 1:
+        return
+
+    async def decide(messages: Sequence[Any]) -> Same:
+        for rank, other in enumerate(messages):
+            if other != messages[0]:
+                raise ConfigError(
+                    f"rank {rank} has a checkpointer of {other} and rank 0 of {messages[0]};"
+                    " make it alike on all ranks"
+                )
+        return Same(None)
+
+    async with context.ranks.session(key) as session:
+        await session.round("meet", message, decide)
+
+
+async def agreed_records(
+    key: str, context: EngineContext, read: Callable[[], Awaitable[Sequence[StepRecord]]]
+) -> list[StepRecord]:
+    """Read what is known of the committed steps; rank 0, for all."""
+
+    async def decide(messages: Sequence[Any]) -> Same:
+        del messages
+        return Same(
+            [[r.step, r.created.isoformat(), pack_metrics(r.metrics)] for r in await read()]
+        )
+
+    async with context.ranks.session(key) as session:
+        answer = await session.round("records", None, decide)
+    return [
+        StepRecord(
+            step=step,
+            created=dt.datetime.fromisoformat(created),
+            metrics=unpack_metrics(metrics),
+        )
+        for step, created, metrics in answer
+    ]
+
+
+async def agreed_steps(
+    key: str, context: EngineContext, read: Callable[[], Awaitable[Sequence[int]]]
+) -> list[int]:
+    """List the committed steps; rank 0, for all."""
+
+    async def decide(messages: Sequence[Any]) -> Same:
+        del messages
+        return Same([*await read()])
+
+    async with context.ranks.session(key) as session:
+        return list(await session.round("steps", None, decide))

@@ -1,0 +1,132 @@
+"""The second tier of a run: steps are copied there, found there, and go there, too.
+
+Each tier is looked after by itself, with the same policy: what is committed there decides.
+But a step that is still to be copied stays on the first tier until it is, whatever the
+policy says; and so does the first tier's newest step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.steps import step_name
+from ckptio.engine.tier_saves import finish_copies, is_owed
+from ckptio.errors import CheckpointError, ConfigError, EngineClosedError
+from ckptio.storage.resolve import local_path, remote_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from ckptio.engine.core import EngineCore
+    from ckptio.plan.retention import StepRecord
+    from ckptio.storage.interface import Root
+    from ckptio.storage.resolve import PathLike
+
+
+class SecondTier:
+    """Where the steps of a run are copied to.
+
+    Args:
+        then: A directory or a URL.
+        keep_local: Steps that stay on the first tier when they are copied, the newest;
+            `None` for what the policy keeps.
+    """
+
+    def __init__(self, then: PathLike, keep_local: int | None) -> None:
+        if remote_url(then) is None:
+            local_path(then)
+        self._then = then
+        self._keep_local = keep_local
+        self._engine: EngineCore | None = None
+        self._keeper: Keeper | None = None
+
+    def open(self, engine: EngineCore, first: Root, make_root: Callable[..., Root]) -> None:
+        """Begin.
+
+        Raises:
+            ConfigError: It is the first tier.
+        """
+        context = engine.context
+        root = make_root(self._then, engine.config, context.executor, engine.emit, context.stores)
+        if root.path == first.path:
+            raise ConfigError(f"then= is {root.path!r}, which is the root itself")
+        self._engine = engine
+        self._keeper = Keeper(root, context.executor, engine.emit)
+
+    @property
+    def engine(self) -> EngineCore:
+        """The engine.
+
+        Raises:
+            EngineClosedError: The checkpointer is not open.
+        """
+        if self._engine is None:
+            raise EngineClosedError("the checkpointer is not open: use it inside its block")
+        return self._engine
+
+    @property
+    def keeper(self) -> Keeper:
+        """Who looks after the steps there."""
+        assert self._keeper is not None  # noqa: S101  # it is open
+        return self._keeper
+
+    def path(self, step: int) -> str:
+        """Give the path of a step's copy, which need not exist."""
+        return self.keeper.root.join(step_name(step))
+
+    async def take_up(self, root: str) -> None:
+        """Make the copies that earlier runs owed. What fails was told the observer."""
+        self.engine.context.copies.seen.add(root)
+        with contextlib.suppress(CheckpointError):  # of one copy: an event has it
+            await finish_copies(self.engine, root)
+
+    async def owes(self, path: str) -> bool:
+        """Whether a step on the first tier is still to be copied."""
+        return await is_owed(self.engine.storage(path), self.engine.context)
+
+    async def steps(self, first: Sequence[int]) -> list[int]:
+        """List the steps that either tier has, lowest first."""
+        return sorted({*first, *await self.keeper.steps()})
+
+    async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
+        """Read what is known of the steps that either tier has, lowest first."""
+        found = {record.step: record for record in await self.keeper.records()}
+        found |= {record.step: record for record in first}
+        return [found[step] for step in sorted(found)]
+
+    async def thin_out(self, first: Keeper, exempt: Callable[[], Collection[int]]) -> None:
+        """Let go of what the first tier need not have any more, if so configured.
+
+        Of the steps that the second tier has; the newest stay.
+
+        Args:
+            first: Who looks after the first tier.
+            exempt: Gives the steps to leave alone; asked before each.
+        """
+        if self._keep_local is None:
+            return
+        there = set(await self.keeper.steps())
+        for step in (await first.steps())[: -self._keep_local]:
+            await asyncio.sleep(0)
+            if step in there and step not in exempt():
+                path = first.root.join(step_name(step))
+                if not await self.owes(path) and step not in exempt():
+                    await first.remove(step)
+
+
+def second_tier_of(then: PathLike | None, keep_local: int | None) -> SecondTier | None:
+    """Check the options of a second tier; `None` if there is to be none.
+
+    Raises:
+        ConfigError: One is wrong, or would have no effect.
+    """
+    if keep_local is not None and (type(keep_local) is not int or keep_local < 1):
+        raise ConfigError(f"keep_local= is a number of steps, at least 1, not {keep_local!r}")
+    if then is None:
+        if keep_local is not None:
+            raise ConfigError("keep_local= has no effect without then=")
+        return None
+    return SecondTier(then, keep_local)

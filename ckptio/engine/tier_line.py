@@ -1,0 +1,118 @@
+"""Who copies to a second tier, and when: the line of an engine's copies.
+
+At most so many are under way; a further one waits for its turn, and nobody waits for it.
+Places are taken in the order in which the saves were asked for, on every rank alike, so
+that no two ranks each hold what the other one waits for. Of two copies to one place the
+later one begins when the earlier one has ended: the newest state is what stays.
+
+Copies share the staging pool with saves, which come first: all copies together hold a
+quarter of its slabs at the most, so that a slow store never keeps a save from copying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+_SHARE = 4
+
+
+class CopyLine:
+    """The copies of an engine. Used from its loop, but for `under_way`.
+
+    Args:
+        max_copies: Copies under way at a time.
+        num_slabs: Slabs of the pool.
+
+    Attributes:
+        slabs: Slabs that copies may hold.
+        max_slabs: How many these are.
+        num_copies: Copies under way now.
+        under_way: Copies that this engine has begun or will begin: place and save id.
+        seen: Directories whose unfinished copies this engine has looked for.
+    """
+
+    def __init__(self, max_copies: int, num_slabs: int) -> None:
+        self.max_slabs = max(1, num_slabs // _SHARE)
+        self.slabs = asyncio.Semaphore(self.max_slabs)
+        self.num_copies = 0
+        self.under_way: set[tuple[str, str]] = set()
+        self.seen: set[str] = set()
+        self._places = asyncio.Semaphore(max_copies)
+        self._next = 1
+        self._passed: set[int] = set()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._targets: dict[str, asyncio.Future[None]] = {}
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self, ticket: int | None, target: str, on_wait: Callable[[], object]
+    ) -> AsyncIterator[None]:
+        """Hold a place, and be the only one to copy to a target.
+
+        Args:
+            ticket: The number of the copy, from 1; `None` for one that has none and takes
+                a place whenever there is one.
+            target: Identity of where to.
+            on_wait: Called if there is no place.
+        """
+        if ticket is not None:
+            await self._turn(ticket)
+        before = self._targets.get(target)
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._targets[target] = end
+        try:
+            if self._places.locked():
+                on_wait()
+            async with self._places:
+                self.num_copies += 1
+                try:
+                    if ticket is not None:
+                        self.let_pass(ticket)
+                    if before is not None:
+                        await asyncio.shield(before)
+                    yield
+                finally:
+                    self.num_copies -= 1
+        finally:
+            self._end(target, before, end)
+
+    def _end(
+        self, target: str, before: asyncio.Future[None] | None, end: asyncio.Future[None]
+    ) -> None:
+        """Let who comes next to a target begin, when those before have ended."""
+
+        def finish(_: object) -> None:
+            end.set_result(None)
+            if self._targets.get(target) is end:
+                del self._targets[target]
+
+        if before is None or before.done():
+            finish(None)
+        else:
+            before.add_done_callback(finish)
+
+    async def _turn(self, ticket: int) -> None:
+        """Wait until all with lower numbers have a place, or want none."""
+        if ticket <= self._next:
+            return
+        waiter = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await waiter
+        finally:
+            del self._waiting[ticket]
+
+    def let_pass(self, ticket: int) -> None:
+        """Let the next number come: this one has its place, or wants none. Repeatable."""
+        if ticket >= self._next:
+            self._passed.add(ticket)
+        while self._next in self._passed:
+            self._passed.discard(self._next)
+            self._next += 1
+        waiter = self._waiting.get(self._next)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

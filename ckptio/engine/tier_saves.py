@@ -1,0 +1,252 @@
+"""Begin copies to a second tier: those of saves, and those that earlier runs owed.
+
+A copy has a task of its own from the moment in which its save is asked for: it waits for
+the commit there, so that leaving the engine waits for both, and aborts both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_blocking, shielded
+from ckptio.engine.tiers import CopyJob, fail_copy, make_copy
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatError,
+    SaveAbortedError,
+)
+from ckptio.events import CopyFailed
+from ckptio.format.note import decode_note
+from ckptio.format.summary import decode_summary
+from ckptio.handle import CheckpointInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.core import EngineCore
+    from ckptio.engine.running import Running
+    from ckptio.handle import SaveHandle
+    from ckptio.storage.interface import Note, Storage
+    from ckptio.storage.resolve import PathLike
+
+    Say = Callable[[], None]
+
+
+def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
+    """Find the storage of a second tier; `None` if there is to be none. Touches nothing.
+
+    Raises:
+        ConfigError: It is the first tier.
+    """
+    if then is None:
+        return None
+    second = core.storage(then)
+    if second.identity == first.identity:
+        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself goes")
+    return second
+
+
+def begin_copy(
+    core: EngineCore,
+    job: CopyJob,
+    handle: SaveHandle,
+    running: Running[Say],
+    *,
+    says_itself: bool,
+) -> Running[Say]:
+    """Have a checkpoint copied when it is committed. On the caller's thread.
+
+    The first copy from a directory also takes up what earlier runs owed there.
+
+    Args:
+        core: The engine.
+        job: The copy; gets its place in the line.
+        handle: The save's.
+        running: Takes the end of the copy: what tells the handle of it.
+        says_itself: Whether the copy's task tells it; else whoever waits for `running` does.
+    """
+    copies = core.context.copies
+    job.ticket = core.next_number("copy")
+    copies.under_way.add(job.name)
+
+    async def copy_and_say(context: EngineContext) -> Say:
+        say = await _copied(job, handle, context)
+        if says_itself:
+            say()
+        return say
+
+    core.submit(copy_and_say, f"copy {job.source.path}", running)
+    parent = parent_of(job.source.path)
+    if parent and parent not in copies.seen:
+        copies.seen.add(parent)
+        core.submit(functools.partial(_take_up, core, parent), f"take up copies of {parent}")
+    return running
+
+
+def parent_of(path: str) -> str:
+    """Give the directory or the prefix that a checkpoint lies in; empty if there is none."""
+    parent = path.rpartition("/")[0]
+    return "" if parent.endswith(("/", ":")) else parent
+
+
+async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> Say:
+    """Copy what was committed, and give what tells the handle how that ended. Never raises."""
+    copies = context.copies
+    try:
+        try:
+            if not await handle.committed.ended():
+                return _nothing  # the handle has said so
+            note = await job.source.take_note(job.save_id) if context.ranks.rank == 0 else None
+        except BaseException as error:
+            context.emit(
+                CopyFailed(
+                    path=job.source.path, to=job.target.path, save_id=job.save_id, error=error
+                )
+            )
+            await shielded(fail_copy(job, context, error))
+            raise
+        await make_copy(job, context, note)
+    except BaseException as error:  # the handle raises it
+        return functools.partial(_fail, handle, _cause(job, error))
+    finally:
+        copies.under_way.discard(job.name)
+        copies.let_pass(job.ticket or 0)
+    first = handle.committed.wait(0)
+    info = CheckpointInfo(
+        path=job.target.path,
+        save_id=job.save_id,
+        nbytes=first.nbytes,
+        num_files=first.num_files,
+        num_tensors=first.num_tensors,
+        staged_s=first.staged_s,
+        committed_s=job.elapsed_s(),
+        plan_reused=first.plan_reused,
+    )
+    return functools.partial(handle.durable.reach, info)
+
+
+def _nothing() -> None:
+    """A save that was not committed has no copy."""
+
+
+def _fail(handle: SaveHandle, error: BaseException) -> None:
+    if not handle.durable.done():  # a save that failed has said so
+        handle.durable.fail(error)
+
+
+def _cause(job: CopyJob, error: BaseException) -> Exception:
+    """Give what `durable` raises."""
+    if isinstance(error, Exception):
+        return error
+    return SaveAbortedError(
+        f"the copy of {job.source.path!r} to {job.target.path!r} was stopped; the checkpoint itself"
+        " is untouched, and finish_copies or the next save with then= goes on with the copy"
+    )
+
+
+async def _take_up(core: EngineCore, root: str, context: EngineContext) -> None:
+    """Make the copies that earlier runs owed. What fails was told the observer."""
+    del context
+    try:
+        await finish_copies(core, root)
+    except CheckpointError:  # of one copy, or there is nothing that can be listed
+        return
+
+
+async def finish_copies(core: EngineCore, root: PathLike) -> tuple[str, ...]:
+    """Make the copies that are owed of a checkpoint, and of those in a directory.
+
+    Args:
+        core: The engine; on its loop. With several ranks, rank 0 does all of it.
+        root: The checkpoint or the directory.
+
+    Returns:
+        Where copies were made, by path of the first tier.
+
+    Raises:
+        CheckpointError: One could not be made, the first of them; all were tried.
+    """
+    context = core.context
+    if context.ranks.rank != 0:
+        return ()
+    place = core.root(root)
+    paths = [place.path]
+    paths += [place.join(item.name) for item in await place.find() if item.version is not None]
+    made, failure = [], None
+    for path in paths:
+        try:
+            if (to := await _finish(core, path)) is not None:
+                made.append(to)
+        except CheckpointError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return tuple(made)
+
+
+async def _finish(core: EngineCore, path: str) -> str | None:
+    """Make the copy of a checkpoint, if one is owed; gives where to."""
+    context = core.context
+    storage = core.storage(path)
+    save_id = await committed_save(storage, context)
+    if save_id is None or (storage.identity, save_id) in context.copies.under_way:
+        return None
+    context.copies.under_way.add((storage.identity, save_id))
+    try:
+        note = await storage.take_note(save_id)
+        if note is None:
+            return None
+        try:
+            job = _owed(core, storage, save_id, note)
+        except BaseException:
+            await shielded(note.release())
+            raise
+        await make_copy(job, context, note)
+        return job.target.path
+    finally:
+        context.copies.under_way.discard((storage.identity, save_id))
+
+
+def _owed(core: EngineCore, storage: Storage, save_id: str, note: Note) -> CopyJob:
+    """Make a job of a note."""
+    found = decode_note(note.data)
+    return CopyJob(
+        save_id=save_id,
+        key=f"owed {save_id}",
+        source=storage,
+        target=core.storage(found.copy_to),
+        overwrite=found.overwrite,
+        resumes=True,
+    )
+
+
+async def committed_save(storage: Storage, context: EngineContext) -> str | None:
+    """Give the id of the save that is committed somewhere; `None` if there is none of ours."""
+    try:
+        _, data = await storage.read_manifest()
+        if not isinstance(data, bytes):
+            return None
+        return (await run_blocking(context.executor, decode_summary, data)).save_id
+    except (CheckpointNotFoundError, FormatError):
+        return None
+
+
+async def is_owed(storage: Storage, context: EngineContext) -> bool:
+    """Whether a checkpoint is still to be copied."""
+    save_id = await committed_save(storage, context)
+    return save_id is not None and await storage.has_note(save_id)
+
+
+def finishing(
+    core: EngineCore, root: PathLike
+) -> Callable[[EngineContext], Awaitable[tuple[str, ...]]]:
+    """Make what the engine's loop runs to finish copies."""
+
+    async def step(_: EngineContext) -> tuple[str, ...]:
+        return await finish_copies(core, root)
+
+    return step

@@ -1,0 +1,335 @@
+"""Copy a committed checkpoint to a second tier, in the background.
+
+    first tier    data, note, manifest (the commit) ............ note dropped
+    second tier             data as it was, manifest (the commit)
+
+The copy is the checkpoint: the same manifest, byte for byte, the same file names, the same
+save id; and it is there by the same rule, with its manifest, written last. It is made of
+the first tier's files, not of tensors, whose slabs are free by then.
+
+The note (`storage.notes`) is older than the first commit and goes after the second one, so
+a copy that is owed is never forgotten. Who takes it over finds what is whole at the second
+tier and sends the rest. Between the second commit and the end of the note nothing is lost
+either: the commit is repeated, which changes nothing.
+
+A copy that fails or is stopped leaves what it has sent: somebody will go on with it. Only
+where nobody can, since the checkpoint was overwritten or removed meanwhile, does it go.
+
+Each rank copies the files that it wrote, and rank 0 commits when all have. A copy that an
+earlier run owed is made by rank 0 alone: the ranks of that run are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptio._aio import run_blocking, shielded
+from ckptio.engine.load import Reading, require_slabs
+from ckptio.engine.transfer import find_whole, transfer
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatError,
+    RankError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.events import (
+    CleanupFailed,
+    CopyCommitted,
+    CopyFailed,
+    CopyProgressed,
+    CopyQueued,
+    CopyStarted,
+)
+from ckptio.format.manifest import decode_manifest
+from ckptio.format.note import CopyNote, encode_note
+from ckptio.format.summary import decode_summary
+from ckptio.ranks.interface import Same
+from ckptio.ranks.solo import SoloRanks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Manifest
+    from ckptio.ranks.interface import Ranks
+    from ckptio.storage.interface import Attempt, Note, Storage
+
+_TELL_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class CopyJob:
+    """A copy to be made.
+
+    Attributes:
+        save_id: Of the checkpoint.
+        key: Names the copy among those of the engine, on all ranks alike.
+        source: The first tier.
+        target: The second.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        resumes: Whether an earlier copy may have left something there.
+        ticket: Its number among the copies of this engine; `None` for one that was owed.
+        started_s: When it was asked for, by `time.perf_counter`.
+    """
+
+    save_id: str
+    key: str
+    source: Storage
+    target: Storage
+    overwrite: bool
+    resumes: bool = False
+    ticket: int | None = None
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Tell it from other copies: place and save id."""
+        return self.source.identity, self.save_id
+
+    def elapsed_s(self) -> float:
+        """Seconds since it was asked for."""
+        return time.perf_counter() - self.started_s
+
+    def note(self) -> bytes:
+        """Write the note that says what is owed."""
+        return encode_note(CopyNote(copy_to=self.target.path, overwrite=self.overwrite))
+
+
+async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> int:
+    """Copy a committed checkpoint. When this returns, it exists at the second tier.
+
+    Args:
+        job: The copy.
+        context: The engine.
+        note: The checkpoint's note, held; dropped when the copy is committed, and let go
+            of if it is not. On rank 0; the others have none.
+
+    Returns:
+        Bytes that were sent, by this rank.
+
+    Raises:
+        CheckpointExistsError: There is another checkpoint and `overwrite` is off.
+        CheckpointChangedError: The checkpoint was overwritten or removed meanwhile.
+        CorruptionError: A block of it does not have its checksum.
+        RankError: It failed on some rank.
+        CheckpointError: The first failure of any part.
+    """
+    path, to = job.source.path, job.target.path
+
+    def on_wait() -> None:
+        context.emit(CopyQueued(path=path, to=to, save_id=job.save_id))
+
+    try:
+        async with context.copies.place(job.ticket, job.target.identity, on_wait):
+            sent_nbytes = await _Copy(job, context).run()
+        if note is not None:
+            await _drop(note, job, context)
+    except BaseException as error:
+        context.emit(CopyFailed(path=path, to=to, save_id=job.save_id, error=error))
+        if note is not None:
+            await shielded(note.release())
+        raise
+    context.emit(
+        CopyCommitted(
+            path=path,
+            to=to,
+            save_id=job.save_id,
+            sent_nbytes=sent_nbytes,
+            elapsed_s=job.elapsed_s(),
+        )
+    )
+    return sent_nbytes
+
+
+async def _drop(note: Note, job: CopyJob, context: EngineContext) -> None:
+    """Remove the note of a copy that is made; an event, not an error, if it stays."""
+    try:
+        await shielded(note.drop())
+    except StorageError as error:
+        context.emit(CleanupFailed(path=job.source.path, file="", error=error))
+        await shielded(note.release())
+    except asyncio.CancelledError:  # the commit came first, and that is what counts
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+
+
+class _Copy:
+    """One rank's part of a copy."""
+
+    def __init__(self, job: CopyJob, context: EngineContext) -> None:
+        self._job = job
+        self._context = context
+        # what an earlier run owed is copied by whoever finds it, alone
+        self._ranks: Ranks = SoloRanks("") if job.resumes else context.ranks
+        self._attempt: Attempt | None = None
+        self._manifest = b""
+        self._sent_nbytes = 0
+        self._total_nbytes = 0
+
+    async def run(self) -> int:
+        """Copy, and commit with the other ranks; gives the bytes sent."""
+        try:
+            async with self._ranks.session(self._job.key) as session:
+                await self._send(await self._read())
+
+                async def decide(messages: Sequence[Any]) -> Same:
+                    _check_alike(messages)
+                    await self._look_again()
+                    session.decisive(is_on=True)
+                    await self._commit(session)
+                    return Same(None)
+
+                message = [self._job.save_id, self._job.target.path, self._job.overwrite]
+                await session.round("copied", message, decide)
+        except BaseException as error:
+            if self._attempt is not None:
+                await shielded(self._end(self._attempt, error))
+            raise
+        if self._attempt is not None and self._ranks.rank != 0:
+            await shielded(self._attempt.leave())
+        self._context.cache.forget(self._job.target)
+        return self._sent_nbytes
+
+    async def _end(self, attempt: Attempt, error: BaseException) -> None:
+        """Leave what was sent to who goes on with it, if anybody can."""
+        causes = error.causes.values() if isinstance(error, RankError) else ()
+        name = CheckpointChangedError.__name__
+        is_gone = isinstance(error, CheckpointChangedError) or any(
+            cause.startswith(f"{name}:") for cause in causes
+        )
+        await (attempt.abort() if is_gone else attempt.leave())
+
+    async def _read(self) -> Manifest:
+        """Read what is to be copied."""
+        data = await self._raw_manifest()
+        manifest = await run_blocking(self._context.executor, decode_manifest, data)
+        if manifest.save_id != self._job.save_id:
+            raise CheckpointChangedError(self._job.source.path)
+        require_slabs(manifest, self._context)
+        self._manifest = data
+        return manifest
+
+    async def _raw_manifest(self) -> bytes:
+        try:
+            _, data = await self._job.source.read_manifest()
+        except CheckpointNotFoundError:
+            raise CheckpointChangedError(self._job.source.path) from None
+        if not isinstance(data, bytes):  # ours is gone, and another program's is there
+            raise CheckpointChangedError(self._job.source.path)
+        return data
+
+    async def _look_again(self) -> None:
+        """Look whether the first tier still has what was copied."""
+        if await self._raw_manifest() != self._manifest:
+            raise CheckpointChangedError(self._job.source.path)
+
+    async def _send(self, manifest: Manifest) -> None:
+        """Bring this rank's files over."""
+        job, context, rank = self._job, self._context, self._ranks.rank
+        is_alone = self._ranks.world_size == 1
+        files = [i for i, entry in enumerate(manifest.files) if is_alone or entry.rank == rank]
+        kept: set[int] = set()
+        if rank == 0:
+            is_there = await self._is_there()
+            if is_there or job.resumes:
+                kept = await find_whole(job.target, manifest, files, context)
+            self._attempt = await job.target.begin(
+                job.save_id, overwrite=job.overwrite or is_there, resumes=job.resumes
+            )
+        else:
+            self._attempt = await job.target.join(job.save_id)
+        for file in sorted(kept):
+            await self._attempt.keep(manifest.files[file].name, manifest.files[file].nbytes)
+        missing = [file for file in files if file not in kept]
+        self._announce(manifest, missing)
+        reading = Reading(job.source, manifest)
+        await transfer(reading, missing, self._attempt, context, self._written)
+        if rank != 0:
+            await self._attempt.seal()
+
+    async def _is_there(self) -> bool:
+        """Whether the second tier has this very checkpoint already: nobody had time to say so.
+
+        Raises:
+            CheckpointExistsError: It has another one, and that must not be replaced.
+        """
+        try:
+            _, data = await self._job.target.read_manifest()
+            if not isinstance(data, bytes):
+                return False
+            summary = await run_blocking(self._context.executor, decode_summary, data)
+        except CheckpointNotFoundError:
+            return False
+        except FormatError:  # whatever it is: `begin` says what may be done about it
+            return False
+        if summary.save_id != self._job.save_id and not self._job.overwrite:
+            raise CheckpointExistsError(self._job.target.path)
+        return summary.save_id == self._job.save_id
+
+    def _announce(self, manifest: Manifest, missing: Sequence[int]) -> None:
+        self._total_nbytes = sum(manifest.files[file].nbytes for file in missing)
+        self._context.emit(
+            CopyStarted(
+                path=self._job.source.path,
+                to=self._job.target.path,
+                save_id=self._job.save_id,
+                nbytes=self._total_nbytes,
+                num_files=len(missing),
+                is_resumed=self._job.resumes,
+            )
+        )
+
+    def _written(self, nbytes: int) -> None:
+        self._sent_nbytes += nbytes
+        self._context.emit(
+            CopyProgressed(
+                path=self._job.source.path,
+                to=self._job.target.path,
+                save_id=self._job.save_id,
+                sent_nbytes=self._sent_nbytes,
+                nbytes=self._total_nbytes,
+            )
+        )
+
+    async def _commit(self, session: Any) -> None:
+        """Publish the manifest, on rank 0."""
+        attempt = self._attempt
+        assert attempt is not None  # noqa: S101  # it has sent its files
+        try:
+            await attempt.commit(self._manifest)
+        except Exception:
+            if not attempt.is_published:
+                session.decisive(is_on=False)
+            raise
+
+
+def _check_alike(messages: Sequence[Any]) -> None:
+    """Check that all ranks copy one checkpoint to one place.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    for rank, message in enumerate(messages):
+        if message != messages[0]:
+            raise ConfigError(
+                f"rank {rank} copies to {message[1]!r} and rank 0 to {messages[0][1]!r}; pass"
+                " then= and overwrite= alike on all ranks"
+            )
+
+
+async def fail_copy(job: CopyJob, context: EngineContext, error: BaseException) -> None:
+    """Tell the other ranks that this one does not come to copy."""
+    cause = error if isinstance(error, Exception) else SaveAbortedError("it was stopped there")
+    if context.ranks.world_size > 1:
+        with contextlib.suppress(RankError, TimeoutError, SaveAbortedError):
+            async with asyncio.timeout(_TELL_S), context.ranks.session(job.key):
+                raise cause

@@ -1,0 +1,203 @@
+"""Bring data files of a checkpoint from one storage to another, byte for byte.
+
+    one worker a slab    leases it, takes the next segment, reads, verifies, writes
+
+What is written is what was verified: every block is compared with its checksum between
+reading and writing, so that a copy is never worse than what the manifest says.
+
+A worker takes a slab first and then the next segment, in the order of files and offsets.
+So whoever has a later segment finds every earlier one in somebody's hands, with a slab: a
+store that wants parts in order makes nobody wait for somebody who has nowhere to read to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shielded
+from ckptio.engine.load import Reading, bring, close_source, opened
+from ckptio.errors import ConfigError
+from ckptio.plan.load import plan_load
+from ckptio.storage.interface import AwaitedSink, AwaitedSource
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.errors import CorruptionError
+    from ckptio.format.manifest import FileEntry, Manifest
+    from ckptio.plan.load import ReadSegment
+    from ckptio.staging.pool import Slab
+    from ckptio.storage.interface import Attempt, Sink, Source, Storage
+
+
+@dataclass(slots=True)
+class _File:
+    """A file on its way; opened by the first worker that comes to it."""
+
+    entry: FileEntry
+    num_left: int
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    source: Source | AwaitedSource | None = None
+    sink: Sink | AwaitedSink | None = None
+
+
+async def transfer(
+    reading: Reading,
+    files: Sequence[int],
+    attempt: Attempt | None,
+    context: EngineContext,
+    on_written: Callable[[int], None] | None = None,
+) -> None:
+    """Copy data files, or verify them. When this returns, they are there, whole.
+
+    Args:
+        reading: The checkpoint; damage raises, unless somebody collects it.
+        files: Indices of the files.
+        attempt: Where to; `None` to verify alone.
+        context: The engine; holds its share of the pool at the most.
+        on_written: Told how many bytes were written, as they are.
+
+    Raises:
+        CorruptionError: A block does not have its checksum; it was not written.
+        CheckpointError: The first failure of any part; the others are cancelled and awaited.
+    """
+    segments = _segments(reading.manifest, files, context)
+    work = _Transfer(reading, attempt, context, on_written, iter(segments))
+    for segment in segments:
+        file = work.files.setdefault(segment.file, _File(reading.manifest.files[segment.file], 0))
+        file.num_left += 1
+    try:
+        async with work.closing(), asyncio.TaskGroup() as group:
+            for number in range(min(context.copies.max_slabs, len(segments))):
+                group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
+    except BaseExceptionGroup as errors:
+        failure = first_failure(errors)
+        raise failure from failure.__cause__
+
+
+def _segments(
+    manifest: Manifest, files: Sequence[int], context: EngineContext
+) -> tuple[ReadSegment, ...]:
+    """Cut files into slabs.
+
+    Raises:
+        ConfigError: Blocks of the checkpoint do not fill the slabs of this engine.
+    """
+    slab_nbytes = context.config.slab_nbytes
+    if slab_nbytes % manifest.block_nbytes:
+        raise ConfigError(
+            f"the checkpoint has blocks of {manifest.block_nbytes} bytes; copy it with slab_nbytes"
+            f" that are a multiple, not {slab_nbytes}"
+        )
+    wanted = set(files)
+    plan = plan_load(manifest, (), context.config, whole_files=True)
+    return tuple(segment for segment in plan.segments if segment.file in wanted)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What the workers of a copy share."""
+
+    reading: Reading
+    attempt: Attempt | None
+    context: EngineContext
+    on_written: Callable[[int], None] | None
+    segments: Iterator[ReadSegment]
+    files: dict[int, _File] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Carry segments over until there are no more."""
+        while True:
+            async with self.context.copies.slabs, self.context.pool.lease() as slab:
+                segment = next(self.segments, None)
+                if segment is None:
+                    return
+                file = self.files[segment.file]
+                await self._open(file)
+                await self._carry(segment, file, slab)
+            if self.on_written is not None:
+                self.on_written(segment.nbytes)
+            file.num_left -= 1
+            if file.num_left == 0:
+                await self._end(file)
+
+    async def _open(self, file: _File) -> None:
+        async with file.lock:
+            if file.source is None:
+                storage, entry = self.reading.storage, file.entry
+                file.source = await storage.open(entry.name, entry.nbytes)
+                if self.attempt is not None:
+                    file.sink = await self.attempt.create(entry.name, entry.nbytes)
+
+    async def _carry(self, segment: ReadSegment, file: _File, slab: Slab) -> None:
+        context, sink = self.context, file.sink
+        for error in await bring(segment, slab, file.source, self.reading, context, [], keep=True):
+            self.reading.damaged(error)
+        if sink is None:
+            return
+        if isinstance(sink, AwaitedSink):
+            with slab.view[: segment.nbytes] as data:
+                await sink.write(segment.start, data)
+        else:
+            block_nbytes = context.config.block_nbytes
+            await run_unless_cancelled(context.writers, _write, segment, slab, block_nbytes, sink)
+
+    async def _end(self, file: _File) -> None:
+        """End a file that is written."""
+        if isinstance(file.sink, AwaitedSink):
+            await file.sink.close()
+        elif file.sink is not None:
+            await run_blocking(self.context.executor, file.sink.close)
+        await self._close(file)
+
+    async def _close(self, file: _File) -> None:
+        source, file.source = file.source, None
+        if source is not None:
+            await shielded(close_source(source, self.context))
+
+    @contextlib.asynccontextmanager
+    async def closing(self) -> AsyncIterator[None]:
+        """Release the sources that a failure leaves open."""
+        try:
+            yield
+        finally:
+            for file in self.files.values():
+                await self._close(file)
+
+
+def _write(segment: ReadSegment, slab: Slab, block_nbytes: int, sink: Sink) -> None:
+    """Write a segment. Blocks."""
+    for start in range(0, segment.nbytes, block_nbytes):
+        with slab.view[start : min(start + block_nbytes, segment.nbytes)] as block:
+            sink.pwrite(segment.start + start, block)
+
+
+async def find_whole(
+    target: Storage, manifest: Manifest, files: Sequence[int], context: EngineContext
+) -> set[int]:
+    """Say which data files an earlier copy has brought to a place, whole.
+
+    An object is there when it is complete, and its name has the id of the save: its size
+    says enough. A file may have its size before its bytes, so those are read.
+
+    Raises:
+        StorageError: That cannot be told.
+    """
+    entries = manifest.files
+    sizes = await target.sizes([entries[file].name for file in files])
+    there = {file for file, size in zip(files, sizes, strict=True) if size == entries[file].nbytes}
+    if not there:
+        return there
+    first = entries[min(there)]
+    async with opened(target, first.name, first.nbytes, context) as source:
+        if isinstance(source, AwaitedSource):
+            return there
+    damage: list[CorruptionError] = []
+    reading = Reading(target, manifest, on_damage=damage.append)
+    await transfer(reading, sorted(there), None, context)
+    damaged = {error.file for error in damage}
+    return {file for file in there if entries[file].name not in damaged}

@@ -1,0 +1,228 @@
+"""A run whose steps are copied to a second tier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio import (
+    Checkpointer,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    Engine,
+    KeepLast,
+    sync,
+)
+from ckptio.checkpointer.steps import step_name
+from ckptio.events import CopyStarted, TierPassedOver
+from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.testing import EventLog
+from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [5000, 70_000]
+
+
+@pytest.fixture(params=["directory", "objects"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where to: a directory, or a prefix of fsspec's store in memory."""
+    if request.param == "directory":
+        yield str(tmp_path / "far")
+        return
+    import fsspec  # noqa: PLC0415  # 50 ms
+
+    root = f"/run-{uuid.uuid4().hex}"
+    yield f"memory:/{root}"
+    with contextlib.suppress(FileNotFoundError):
+        fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return filled_state(SIZES, step % 251)
+
+
+async def steps_in(root: object) -> tuple[int, ...]:
+    async with Checkpointer(str(root), config=SMALL, sweep_after_s=None) as ckpt:
+        return await ckpt.steps()
+
+
+async def remove(root: object, step: int) -> None:
+    async with Checkpointer(str(root), config=SMALL, sweep_after_s=None) as ckpt:
+        await ckpt.engine._core.call(lambda _: ckpt._core.keeper.remove(step), "remove")
+
+
+async def owe(near: Path, far: str, step: int) -> None:
+    """Save a step whose copy fails: something is in its place, and goes then."""
+    there = f"{far}/{step_name(step)}"
+    async with Engine(SMALL) as engine:
+        await engine.save({"in the way": 1}, there)
+        handle = engine.save(state_of(step), near / step_name(step), then=there)
+        await handle
+        with pytest.raises(CheckpointExistsError):
+            await handle.durable
+    assert [name for name in names_in(near / step_name(step)) if name.startswith(NOTE_PREFIX)]
+    await remove(far, step)
+
+
+async def test_steps_are_copied_and_found_on_both_tiers(tmp_path: Path, far: str) -> None:
+    """Each by itself, and the nearest of them is read."""
+    near, log = tmp_path / "near", EventLog()
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            handle = ckpt.save(state_of(step), step, metrics={"loss": step})
+            await handle
+        assert (await handle.durable).path == f"{far}/{step_name(3)}"
+        assert_same(await ckpt.load(), state_of(3))
+    assert await steps_in(near) == await steps_in(far) == (1, 2, 3)
+    for step in (2, 3):
+        await remove(near, step)
+    async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
+        assert await ckpt.steps() == (1, 2, 3)
+        assert [(r.step, r.metrics) for r in await ckpt.records()] == [
+            (step, {"loss": step}) for step in (1, 2, 3)
+        ]
+        assert_same(await ckpt.load(), state_of(3))
+        assert_same(await ckpt.load(step=1), state_of(1))
+        with pytest.raises(CheckpointNotFoundError):
+            await ckpt.load(step=4)
+    (event,) = log.of(TierPassedOver)
+    assert event.to == f"{far}/{step_name(3)}"
+
+
+async def test_both_tiers_are_looked_after(tmp_path: Path, far: str) -> None:
+    """By one policy, each by what is committed there; nothing is left on the first."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, keep=KeepLast(2), config=SMALL) as ckpt:
+        for step in range(5):
+            await ckpt.save(state_of(step), step).durable
+    assert await steps_in(near) == await steps_in(far) == (3, 4)
+    assert names_in(near) == [step_name(3), step_name(4)]
+    for step in (3, 4):
+        assert_tidy(near / step_name(step))
+
+
+async def test_a_step_that_is_still_to_be_copied_stays(tmp_path: Path, far: str) -> None:
+    """Until the next run has copied it; then it goes as the policy says."""
+    near, log = tmp_path / "near", EventLog()
+    await owe(near, far, 1)
+    async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
+        await ckpt.save(state_of(2), 2)
+    assert {event.is_resumed for event in log.of(CopyStarted)} == {True, False}
+    assert await steps_in(far) == (1, 2)
+    assert_same(await asyncio.to_thread(sync.load, f"{far}/{step_name(1)}"), state_of(1))
+    assert_tidy(near / step_name(1))
+    async with Checkpointer(near, keep=KeepLast(1), then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(3), 3)
+    assert await steps_in(near) == await steps_in(far) == (3,)
+
+
+async def test_retention_leaves_what_is_owed(tmp_path: Path, far: str) -> None:
+    """Where the copy cannot be made, the first tier's step is the only one there is."""
+    near = tmp_path / "near"
+    await owe(near, far, 1)
+    await asyncio.to_thread(sync.save, {"in the way": 1}, f"{far}/{step_name(1)}", config=SMALL)
+    async with Checkpointer(near, keep=KeepLast(1), then=far, config=SMALL) as ckpt:
+        for step in (2, 3):
+            await ckpt.save(state_of(step), step).durable
+    assert await steps_in(near) == (1, 3)
+    assert_same(await asyncio.to_thread(sync.load, near / step_name(1)), state_of(1))
+
+
+async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> None:
+    """Those that are copied, but for the newest; the second tier keeps what the policy keeps."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, keep_local=1, keep=KeepLast(3), config=SMALL) as ckpt:
+        for step in range(5):
+            await ckpt.save(state_of(step), step).durable
+    assert await steps_in(near) == (4,)
+    assert await steps_in(far) == (2, 3, 4)
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        assert_same(await ckpt.load(step=2), state_of(2))
+
+
+async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(
+    tmp_path: Path, far: str
+) -> None:
+    """On an engine of its own, and on one that stays open."""
+    near = tmp_path / "near"
+    async with Engine(SMALL) as engine:
+        async with Checkpointer(near, then=far, engine=engine) as ckpt:
+            handle = ckpt.save(state_of(1), 1)
+        assert handle.durable.done()
+        await engine.save({"in the way": 1}, f"{far}/{step_name(2)}")
+        with pytest.raises(CheckpointExistsError):
+            async with Checkpointer(near, then=far, engine=engine) as ckpt:
+                await ckpt.save(state_of(2), 2)
+    assert await steps_in(near) == (1, 2)
+
+
+async def test_leaving_by_an_error_leaves_the_copy_to_the_next_run(
+    tmp_path: Path, far: str
+) -> None:
+    """The step is committed, and copied later."""
+
+    class LeavingError(Exception):
+        pass
+
+    near, log = tmp_path / "near", EventLog()
+
+    async def leave() -> None:
+        async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+            await ckpt.save(state_of(1), 1)
+            raise LeavingError
+
+    with pytest.raises(LeavingError):
+        await leave()
+    async with Checkpointer(near, then=far, config=SMALL, observer=log):
+        pass
+    assert await steps_in(near) == await steps_in(far) == (1,)
+    assert all(event.is_resumed for event in log.of(CopyStarted))
+    assert_tidy(near / step_name(1))
+
+
+def test_the_blocking_twin_has_a_second_tier(tmp_path: Path, far: str) -> None:
+    """The same options; leaving waits for the copies."""
+    near = tmp_path / "near"
+    with sync.Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    with sync.Checkpointer(near, then=far, config=SMALL) as ckpt:
+        assert ckpt.steps() == (1, 2)
+        assert_same(ckpt.load(step=1), state_of(1))
+    with sync.Checkpointer(near, config=SMALL) as ckpt:
+        assert ckpt.steps() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"keep_local": 1}, "no effect without then="),
+        ({"then": "far", "keep_local": 0}, "at least 1"),
+        ({"then": "far", "keep_local": True}, "at least 1"),
+        ({"then": 3}, "path"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    """When it is made."""
+    with pytest.raises(ConfigError, match=problem):
+        Checkpointer(tmp_path, **options)
+
+
+async def test_the_root_is_no_second_tier(tmp_path: Path) -> None:
+    """Said on entering, when both are known."""
+    with pytest.raises(ConfigError, match="the root itself"):
+        async with Checkpointer(tmp_path / "a", then=tmp_path / "b" / ".." / "a", config=SMALL):
+            pass

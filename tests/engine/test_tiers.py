@@ -1,0 +1,608 @@
+"""Copies to a second tier, on the virtual loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptio.config import KiB
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.events import (
+    CopyCommitted,
+    CopyFailed,
+    CopyProgressed,
+    CopyQueued,
+    CopyStarted,
+    SaveCommitted,
+    TierPassedOver,
+)
+from ckptio.format.note import CopyNote, decode_note
+from ckptio.testing import (
+    EventLog,
+    MemoryStorage,
+    Operation,
+    crash_at,
+    fail_at,
+    fail_kind,
+    run_virtual,
+)
+from tests.rig import (
+    SMALL,
+    assert_same,
+    config_with,
+    filled_state,
+    inline_engine,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from ckptio import Engine
+    from ckptio.storage.interface import Storage
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.lists(st.integers(0, 200 * KiB), max_size=6)
+SIZES = [100 * KiB, 3000, 200 * KiB, 70 * KiB]
+#: Few operations, each of which is stopped at.
+COARSE = config_with(block_nbytes=64 * KiB, bucket_nbytes=64 * KiB)
+
+
+def two(seed: int = 0, delay_s: float = 0.05) -> dict[str, Storage]:
+    return {
+        name: MemoryStorage(name, seed=seed + i, max_delay_s=delay_s)
+        for i, name in enumerate(("near/a", "far/a"))
+    }
+
+
+def memory(storages: Mapping[str, Storage], name: str) -> MemoryStorage:
+    storage = storages[name]
+    assert isinstance(storage, MemoryStorage)
+    return storage
+
+
+def assert_alike(storages: Mapping[str, Storage], near: str = "near/a", far: str = "far/a") -> None:
+    """Check that two tiers have the same bytes, and neither anything else."""
+    one, other = memory(storages, near), memory(storages, far)
+    assert one.manifest is not None
+    assert one.manifest == other.manifest
+    assert one.files == other.files
+    assert one.notes == other.notes == {}
+    for storage in (one, other):
+        assert_quiet(storage)
+        assert storage.leftovers() == []
+
+
+def assert_quiet(storage: MemoryStorage) -> None:
+    counts = storage.counts
+    assert (counts.num_open_sinks, counts.num_open_sources, counts.num_open_attempts) == (0, 0, 0)
+
+
+@given(sizes=sizes, seed=seeds)
+def test_the_copy_has_the_bytes_of_the_checkpoint(sizes: Sequence[int], seed: int) -> None:
+    """Manifest, file names and data; each tier loads; no note is left."""
+    state = random_state(sizes, seed)
+
+    async def scenario() -> None:
+        storages = two(seed)
+        async with inline_engine(storages) as engine:
+            handle = engine.save(state, "near/a", then="far/a")
+            info = await handle
+            assert info.path == "near/a"
+            durable = await handle.durable
+            assert durable.path == "far/a"
+            assert durable.save_id == info.save_id == handle.save_id
+            assert durable.committed_s >= info.committed_s
+            assert durable.nbytes == info.nbytes
+            assert_alike(storages)
+            for path in storages:
+                assert_same(await engine.load(path), state)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_without_a_second_tier_durable_is_the_commit() -> None:
+    """One moment, and no note."""
+
+    async def scenario() -> None:
+        storages = two()
+        async with inline_engine(storages) as engine:
+            handle = engine.save(filled_state(SIZES, 1), "near/a")
+            assert await handle.durable == await handle
+            assert "note" not in [op.kind for op in memory(storages, "near/a").operations]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_the_first_tier_is_committed_before_the_copy_begins() -> None:
+    """The order is seen in events; the note is there before the commit and names the place."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        async with inline_engine(storages, SMALL, log) as engine:
+            handle = engine.save(filled_state(SIZES, 1), "near/a", overwrite=True, then="far/a")
+            await handle.durable
+        kinds = [op.kind for op in memory(storages, "near/a").operations]
+        assert kinds.index("note") < kinds.index("commit") < kinds.index("drop_note")
+        assert [op.kind for op in memory(storages, "far/a").operations][-1] == "commit"
+
+    run_virtual(scenario(), seed=0)
+    kinds = log.kinds()
+    order = ("SaveCommitted", "CopyStarted", "CopyProgressed", "CopyCommitted")
+    places = [kinds.index(kind) for kind in order]
+    assert places == sorted(places)
+    (started,) = log.of(CopyStarted)
+    (ended,) = log.of(CopyCommitted)
+    assert (started.path, started.to, started.is_resumed) == ("near/a", "far/a", False)
+    assert started.nbytes == ended.sent_nbytes == log.of(CopyProgressed)[-1].sent_nbytes
+    assert started.num_files > 1
+
+
+def test_the_place_of_the_checkpoint_is_no_second_tier() -> None:
+    """Refused before anything is written; so is a load of it."""
+
+    async def scenario() -> None:
+        storages = two()
+        async with inline_engine(storages) as engine:
+            with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
+                engine.save(filled_state([10], 1), "near/a", then="near/a")
+            with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
+                await engine.load("near/a", then="near/a")
+        assert memory(storages, "near/a").operations == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, number=st.integers(0, 120))
+def test_a_failing_copy_leaves_the_first_tier(seed: int, number: int) -> None:
+    """Whatever operation on the second tier fails: typed, by `durable`; and it is made up for."""
+    state, log = random_state(SIZES, seed), EventLog()
+
+    async def scenario() -> None:
+        storages = two(seed)
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        far.fault = fail_at(number)
+        async with inline_engine(storages, SMALL, log) as engine:
+            handle = engine.save(state, "near/a", then="far/a")
+            await handle
+            try:
+                await handle.durable
+            except StorageError:
+                assert far.manifest is None
+                assert list(near.notes) == [handle.save_id]
+                (failed,) = log.of(CopyFailed)
+                assert (failed.path, failed.to) == ("near/a", "far/a")
+            else:
+                assert len(far.operations) <= number
+            assert_same(await engine.load("near/a"), state)
+            for storage in (near, far):
+                assert_quiet(storage)
+            far.fault = None
+            made = await engine.finish_copies("near")
+            assert made in ((), ("far/a",))
+            assert_alike(storages)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_a_damaged_block_is_not_copied() -> None:
+    """Every block is verified on its way; the second tier has no checkpoint."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("begin")
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            with pytest.raises(StorageError):
+                await handle.durable
+            far.fault = None
+            name = max(near.files)
+            near.files[name][-1] ^= 1
+            with pytest.raises(CorruptionError) as raised:
+                await engine.finish_copies("near/a")
+            assert (raised.value.path, raised.value.file) == ("near/a", name)
+            assert far.manifest is None
+            near.files[name][-1] ^= 1
+            assert await engine.finish_copies("near/a") == ("far/a",)
+            assert await engine.finish_copies("near/a") == ()
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_another_checkpoint_at_the_second_tier_is_not_replaced() -> None:
+    """Without `overwrite` it stays, and `durable` says so; with it, it is replaced."""
+
+    async def scenario() -> None:
+        storages = two()
+        async with inline_engine(storages) as engine:
+            await engine.save(filled_state(SIZES, 1), "far/a")
+            handle = engine.save(filled_state(SIZES, 2), "near/a", then="far/a")
+            await handle
+            with pytest.raises(CheckpointExistsError):
+                await handle.durable
+            assert_same(await engine.load("far/a"), filled_state(SIZES, 1))
+            assert memory(storages, "far/a").leftovers() == []
+            handle = engine.save(filled_state(SIZES, 3), "near/a", overwrite=True, then="far/a")
+            await handle.durable
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_newest_state_is_what_stays_at_the_second_tier(seed: int) -> None:
+    """Copies to one place come one after the other; one that was overtaken says so."""
+
+    async def scenario() -> None:
+        storages = two(seed)
+        async with inline_engine(storages) as engine:
+            handles = []
+            for i in range(4):
+                state = filled_state(SIZES, i)
+                handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
+                await handles[-1].staged
+            for handle in handles[:-1]:
+                with contextlib.suppress(CheckpointChangedError):
+                    await handle.durable
+            await handles[-1].durable
+            assert_same(await engine.load("far/a"), filled_state(SIZES, 3))
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, limit=st.integers(1, 3), num_slabs=st.integers(1, 8))
+def test_copies_wait_for_their_turn_and_nobody_for_them(
+    seed: int, limit: int, num_slabs: int
+) -> None:
+    """No more than `max_tier_copies` at a time; saves commit meanwhile; an event says so."""
+    log = EventLog()
+    config = config_with(max_tier_copies=limit, pool_nbytes=num_slabs * SMALL.slab_nbytes)
+    now = most = 0
+
+    def watch(event: object) -> None:
+        nonlocal now, most
+        now += isinstance(event, CopyStarted)
+        now -= isinstance(event, CopyCommitted)
+        most = max(most, now)
+        log(event)  # type: ignore[arg-type]  # it is an event
+
+    async def scenario() -> None:
+        storages: dict[str, Storage] = {}
+        for i in range(5):
+            storages[f"near/{i}"] = MemoryStorage(f"near/{i}", seed=seed + i)
+            storages[f"far/{i}"] = MemoryStorage(f"far/{i}", seed=seed - i, max_delay_s=5.0)
+        async with inline_engine(storages, config, watch) as engine:
+            handles = [
+                engine.save(random_state(SIZES, i), f"near/{i}", then=f"far/{i}") for i in range(5)
+            ]
+            for handle in handles:
+                await handle
+            assert not handles[-1].durable.done()
+            for handle in handles:
+                await handle.durable
+            assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+        for i in range(5):
+            assert_alike(storages, f"near/{i}", f"far/{i}")
+
+    run_virtual(scenario(), seed=seed)
+    assert most == limit
+    assert log.of(CopyQueued)
+    assert len(log.of(SaveCommitted)) == 5
+
+
+@given(seed=seeds, at_s=st.floats(0, 2.0))
+def test_stopping_anywhere_leaves_a_copy_that_is_finished_later(seed: int, at_s: float) -> None:
+    """Whenever the handle is told to abort: the first tier is whole or empty, then both are."""
+    state = random_state(SIZES, seed)
+
+    async def scenario() -> None:
+        storages = two(seed)
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            handle = engine.save(state, "near/a", then="far/a")
+            await asyncio.sleep(at_s)
+            handle.abort()
+            with contextlib.suppress(SaveAbortedError):
+                await handle
+            with contextlib.suppress(SaveAbortedError):
+                await handle.durable
+            if near.manifest is None:
+                assert (near.files, near.notes, far.files) == ({}, {}, {})
+            elif far.manifest is None:
+                assert list(near.notes) == [handle.save_id]
+                assert await engine.finish_copies("near/a") == ("far/a",)
+            for storage in (near, far):
+                assert_quiet(storage)
+        if near.manifest is not None:
+            assert_alike(storages)
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_cancelling_a_wait_for_durable_only_stops_waiting() -> None:
+    """The copy goes on."""
+
+    async def scenario() -> None:
+        storages = two(delay_s=1.0)
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await handle
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await handle.durable
+            await handle.durable
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_save_that_fails_has_no_copy() -> None:
+    """`durable` raises what the commit raises; nothing is noted."""
+
+    async def scenario() -> None:
+        storages = two()
+        near = memory(storages, "near/a")
+        near.fault = fail_kind("commit")
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            with pytest.raises(StorageError, match="cannot commit"):
+                await handle.durable
+            with pytest.raises(StorageError, match="cannot commit"):
+                await handle
+        assert memory(storages, "far/a").operations == []
+        assert (near.files, near.notes) == ({}, {})
+
+    run_virtual(scenario(), seed=0)
+
+
+# another run
+
+
+def crashed(
+    storages: Mapping[str, Storage], number: int, state: Mapping[str, torch.Tensor], seed: int
+) -> bool:
+    """Save with a copy in a process that dies before operation `number` on any storage."""
+    counted = itertools.count()
+    dies = crash_at(number)
+
+    def fault(operation: object) -> None:
+        del operation
+        dies(Operation(next(counted), "any"))
+
+    for storage in storages.values():
+        assert isinstance(storage, MemoryStorage)
+        storage.fault = fault
+
+    async def scenario() -> bool:
+        async with inline_engine(storages, COARSE) as engine:
+            handle = engine.save(state, "near/a", overwrite=True, then="far/a")
+            with contextlib.suppress(SaveAbortedError):
+                await handle
+            try:
+                await handle.durable
+            except SaveAbortedError:
+                return True
+            return next(counted) > number
+
+    died = run_virtual(scenario(), seed=seed)
+    for storage in storages.values():
+        assert isinstance(storage, MemoryStorage)
+        storage.fault = None
+        storage.die()
+        storage.counts.num_open_attempts = storage.counts.num_open_sinks = 0
+    return died
+
+
+@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
+@pytest.mark.parametrize("how", ["finish", "save"])
+def test_a_copy_that_was_killed_anywhere_is_finished_by_the_next_run(
+    seed: int, how: str, *, fresh: bool
+) -> None:
+    """It never looks whole before; then both tiers have the same bytes, and nothing else."""
+    old, new = random_state([5000], 7), random_state([70 * KiB, 3000], 8)
+    outcomes = set()
+    for number in itertools.count():
+        storages = two(seed)
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        if not fresh:
+            run_virtual(saved(storages, old), seed=seed)
+        before = (near.manifest, far.manifest)
+        died = crashed(storages, number, new, seed)
+        assert len(near.notes) <= 1
+        committed = near.manifest not in (None, before[0])
+        copied = far.manifest not in (None, before[1])
+        assert committed or not copied
+        assert far.manifest in (before[1], near.manifest)
+        if committed and not copied:
+            assert list(near.notes)
+        outcomes.add((committed, copied, bool(near.notes)))
+        run_virtual(go_on(storages, how), seed=seed)
+        if committed:
+            assert_alike(storages)
+            run_virtual(loads(storages, new), seed=seed)
+        if not died:
+            break
+    assert {(False, False, False), (True, False, True), (True, True, False)} <= outcomes
+    assert number > 20
+
+
+async def saved(storages: Mapping[str, Storage], state: Mapping[str, torch.Tensor]) -> None:
+    async with inline_engine(storages, COARSE) as engine:
+        await engine.save(state, "near/a", then="far/a").durable
+
+
+async def loads(storages: Mapping[str, Storage], state: Mapping[str, torch.Tensor]) -> None:
+    async with inline_engine(storages, COARSE) as engine:
+        for path in ("near/a", "far/a"):
+            assert_same(await engine.load(path), state)
+
+
+async def go_on(storages: dict[str, Storage], how: str) -> None:
+    """Do what finishes copies: ask for it, or save another step beside the first."""
+    more = {**storages, "near/b": MemoryStorage("near/b"), "far/b": MemoryStorage("far/b")}
+    async with inline_engine(more, COARSE) as engine:
+        if how == "finish":
+            await engine.finish_copies("near")
+        else:
+            await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
+    if how == "save":
+        assert_alike(more, "near/b", "far/b")
+
+
+def test_what_is_there_whole_is_not_sent_again() -> None:
+    """Only the files that the killed copy had not ended are, and none that is damaged stays."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        far.fault = fail_kind("commit")
+        async with inline_engine(storages, SMALL, log) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            with pytest.raises(StorageError):
+                await handle.durable
+            far.fault = None
+            assert far.files == near.files
+            first, second, *_ = sorted(far.files)
+            far.files[first][5000] ^= 1  # its size is right, its bytes are not
+            del far.files[second]
+            sent = far.counts.written_nbytes
+            assert await engine.finish_copies("near") == ("far/a",)
+            expected = len(near.files[first]) + len(near.files[second])
+            assert far.counts.written_nbytes - sent == expected
+            assert log.of(CopyStarted)[-1].num_files == 2
+            assert log.of(CopyStarted)[-1].is_resumed
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_somebody_else_makes_is_left_to_them() -> None:
+    """Who finishes copies takes none that this engine, or another, has under way."""
+
+    async def scenario() -> None:
+        storages = two(delay_s=0.5)
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await handle
+            assert await engine.finish_copies("near") == ()
+            while not memory(storages, "far/a").operations:
+                await asyncio.sleep(0.01)
+            engine._core.context.copies.under_way.clear()  # as another engine sees it
+            assert await engine.finish_copies("near") == ()
+            await handle.durable
+            assert await engine.finish_copies("near") == ()
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_note_that_makes_no_sense_is_an_error_of_its_copy_alone() -> None:
+    """The other copies are made; the note is let go of."""
+
+    async def scenario() -> None:
+        storages = two() | {"near/b": MemoryStorage("near/b"), "far/b": MemoryStorage("far/b")}
+        for name in ("far/a", "far/b"):
+            memory(storages, name).fault = fail_kind("begin")
+        async with inline_engine(storages) as engine:
+            for name in "ab":
+                handle = engine.save(random_state(SIZES), f"near/{name}", then=f"far/{name}")
+                with pytest.raises(StorageError):
+                    await handle.durable
+            for name in ("far/a", "far/b"):
+                memory(storages, name).fault = None
+            notes = memory(storages, "near/a").notes
+            (save_id,) = notes
+            assert decode_note(notes[save_id]) == CopyNote(copy_to="far/a", overwrite=False)
+            whole, notes[save_id] = notes[save_id], b'{"copy_to": 1}'
+            with pytest.raises(ValueError, match="note"):
+                await engine.finish_copies("near")
+            assert_alike(storages, "near/b", "far/b")
+            notes[save_id] = whole
+            assert await engine.finish_copies("near") == ("far/a",)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+# loading
+
+
+def test_the_nearest_tier_that_is_whole_is_read() -> None:
+    """The first if it is; else the second, with an event that says why."""
+    log = EventLog()
+    state = random_state(SIZES)
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            await engine.save(state, "near/a", then="far/a").durable
+            assert_same(await load(engine), state)
+            assert (far.counts.read_nbytes, log.of(TierPassedOver)) == (0, [])
+            name = min(near.files)
+            data = near.files.pop(name)
+            assert_same(await load(engine), state)
+            near.files[name] = data[:-1]
+            assert_same(await load(engine), state)
+            near._place.manifest = None
+            assert_same(await load(engine), state)
+            result = await engine.load_with_report("near/a", then="far/a")
+            assert result.report.path == "far/a"
+            near._place.manifest = b"{}"
+            assert_same(await load(engine), state)
+        passed = log.of(TierPassedOver)
+        assert [type(event.error).__name__ for event in passed] == [
+            "CorruptionError",
+            "CorruptionError",
+            "CheckpointNotFoundError",
+            "CheckpointNotFoundError",
+            "FormatError",
+        ]
+        assert {(event.path, event.to) for event in passed} == {("near/a", "far/a")}
+
+    run_virtual(scenario(), seed=0)
+
+
+async def load(engine: Engine) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = await engine.load("near/a", then="far/a")
+    return state
+
+
+def test_where_no_tier_has_it_that_is_said() -> None:
+    """Not found names both; a damaged first tier without a second one is damaged."""
+
+    async def scenario() -> None:
+        storages = two()
+        near = memory(storages, "near/a")
+        async with inline_engine(storages) as engine:
+            with pytest.raises(CheckpointNotFoundError, match="nor at 'far/a'"):
+                await load(engine)
+            await engine.save(random_state(SIZES), "near/a")
+            near.files.pop(min(near.files))
+            with pytest.raises(CorruptionError):
+                await load(engine)
+
+    run_virtual(scenario(), seed=0)

@@ -1,0 +1,169 @@
+"""Copies to a second tier by many ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import Shard
+from ckptio.errors import CheckpointNotFoundError, RankError, StorageError
+from ckptio.events import CopyCommitted, TierPassedOver
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
+from tests.job_rig import job
+from tests.rig import SMALL, config_with
+
+if TYPE_CHECKING:
+    from ckptio import Engine
+
+NUM_RANKS = 3
+WHOLE = torch.arange(3 * 20_000, dtype=torch.float32)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    rows = WHOLE[20_000 * rank : 20_000 * (rank + 1)].clone()
+    return {
+        "rows": Shard(rows, global_shape=(60_000,), global_offset=(20_000 * rank,)),
+        "step": 3,
+    }
+
+
+async def load_whole(engine: Engine, path: str) -> None:
+    found = await engine.load(path)
+    assert torch.equal(found["rows"], WHOLE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_rank_copies_what_it_wrote(seed: int) -> None:
+    """All files by their ranks, the manifest once; `durable` on every rank."""
+    log = EventLog()
+    far = MemoryStorage("far", seed=seed, max_delay_s=0.5)
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, seed=seed, observer=log, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                handle = engine.save(state_of(rank), "memory", then="far")
+                await handle
+                assert (await handle.durable).path == "far"
+                await load_whole(engine, "far")
+
+            await ranks.all(body)
+            near = ranks.place
+            assert near.manifest == far.manifest
+            assert near.files == far.files
+            assert near.notes == {}
+
+    run_virtual(scenario(), seed=seed)
+    assert far.manifest is not None
+    by_rank = dict.fromkeys(range(NUM_RANKS), 0)
+    for entry in decode_manifest(far.manifest).files:
+        by_rank[entry.rank] += entry.nbytes
+    sent = sorted(event.sent_nbytes for event in log.of(CopyCommitted))
+    assert sent == sorted(by_rank.values())
+    assert all(sent)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_saves_in_a_row_are_copied_with_one_place_for_copies(seed: int) -> None:
+    """Ranks take places in one order: none waits for another that waits for it."""
+    far = MemoryStorage("far", seed=seed, max_delay_s=0.5)
+
+    async def scenario() -> None:
+        config = config_with(max_tier_copies=1)
+        async with job(NUM_RANKS, config=config, seed=seed, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                handles = []
+                for _ in range(3):
+                    handle = engine.save(state_of(rank), "memory", overwrite=True, then="far")
+                    handles.append(handle)
+                    await handle
+                for handle in handles[:-1]:
+                    try:
+                        await handle.durable
+                    except (RankError, StorageError):  # overtaken
+                        continue
+                await handles[-1].durable
+
+            await ranks.all(body)
+            assert ranks.place.manifest == far.manifest
+            assert ranks.place.files == far.files
+
+    run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("kind", ["begin", "join", "create", "pwrite", "close", "seal", "commit"])
+def test_what_fails_on_one_rank_fails_on_all_and_rank_0_makes_up_for_it(kind: str) -> None:
+    """The first tier stays; the note too; what is there is not sent again."""
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, config=SMALL, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> tuple[str, ...]:
+                twin = engine._core.storage("far")
+                assert isinstance(twin, MemoryStorage)
+                if rank == (0 if kind in ("begin", "commit") else 1):
+                    twin.fault = fail_kind(kind)
+                handle = engine.save(state_of(rank), "memory", then="far")
+                await handle
+                with pytest.raises((RankError, StorageError)):
+                    await handle.durable
+                twin.fault = None
+                await load_whole(engine, "memory")
+                assert far.manifest is None
+                return await engine.finish_copies("memory")
+
+            made = await ranks.all(body)
+            assert made == [("far",), (), ()]
+            assert ranks.place.manifest == far.manifest
+            assert ranks.place.files == far.files
+            assert ranks.place.notes == {}
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_ranks_agree_on_the_tier_that_is_read() -> None:
+    """Rank 0 looks, for all; neither tier: not found on every rank."""
+    log = EventLog()
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                with pytest.raises(CheckpointNotFoundError, match="nor at 'far'"):
+                    await engine.load("memory", then="far")
+                await engine.save(state_of(rank), "memory", then="far").durable
+                near = ranks.place
+                if rank == 0:
+                    near.files.pop(max(near.files))
+                found = await engine.load("memory", then="far")
+                assert torch.equal(found["rows"], WHOLE)
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+    (event,) = log.of(TierPassedOver)
+    assert event.to == "far"
+
+
+def test_ranks_that_copy_to_different_places_are_told() -> None:
+    """Nothing is committed at either."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def differ(rank: int, engine: Engine) -> None:
+                state = {"step": 3, "t": torch.arange(10)}
+                handle = engine.save(state, "memory", then=("far", "farther")[rank])
+                await handle
+                with pytest.raises(RankError, match="alike on all ranks"):
+                    await handle.durable
+
+            await ranks.all(differ)
+
+    run_virtual(scenario(), seed=0)

@@ -1,0 +1,240 @@
+"""Notes beside checkpoints, and attempts that take over what an earlier one left."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.errors import CommitConflictError, StorageError
+from ckptio.storage.interface import AwaitedSink
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.resolve import resolve_storage
+from ckptio.storage.root import LocalRoot
+from ckptio.storage.stores import Stores
+from ckptio.testing import EventLog, MemoryStorage
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    names_in,
+    page_aligned,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.storage.interface import Attempt, Storage
+
+A, B, C = SAVE_IDS[:3]
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
+
+
+@pytest.fixture(params=["local", "memory", "objects"])
+async def storage(
+    request: pytest.FixtureRequest, tmp_path: Path, executor: Executor
+) -> AsyncIterator[Storage]:
+    stores = Stores(SMALL, executor)
+    if request.param == "memory":
+        yield MemoryStorage("somewhere")
+    elif request.param == "local":
+        yield local(tmp_path, executor)
+    else:
+        url = f"memory://notes-{uuid.uuid4().hex}/c"
+        yield resolve_storage(url, SMALL, executor, EventLog(), stores)
+    await stores.close()
+
+
+def local(tmp_path: Path, executor: Executor) -> LocalStorage:
+    return LocalStorage(str(tmp_path / "c"), SMALL, executor, EventLog())
+
+
+async def write_some(attempt: Attempt, save_id: str, *sizes: int) -> None:
+    """Write data files, on whichever storage."""
+    for name, data in contents_of(save_id, *sizes).items():
+        sink = await attempt.create(name, len(data))
+        with page_aligned(data) as view:
+            if isinstance(sink, AwaitedSink):
+                await sink.write(0, view)
+                await sink.close()
+            else:
+                sink.pwrite(0, view)
+                sink.close()
+
+
+async def save_with_note(
+    storage: Storage, save_id: str, text: bytes = b"there", *, overwrite: bool = False
+) -> None:
+    attempt = await storage.begin(save_id, overwrite=overwrite)
+    await attempt.note(text)
+    await write_some(attempt, save_id, 5000)
+    await attempt.commit(manifest_of(save_id, contents_of(save_id, 5000)))
+
+
+async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: Storage) -> None:
+    """It says what was written, by the id of its save, and is gone afterwards."""
+    await save_with_note(storage, A, b"there")
+    assert await storage.has_note(A)
+    assert not await storage.has_note(B)
+    assert await storage.take_note(B) is None
+    note = await storage.take_note(A)
+    assert note is not None
+    assert note.data == b"there"
+    await note.release()
+    note = await storage.take_note(A)
+    assert note is not None
+    await note.drop()
+    assert not await storage.has_note(A)
+    assert await storage.take_note(A) is None
+
+
+async def test_a_note_is_held_by_one(tmp_path: Path, executor: Executor) -> None:
+    """Nobody takes it meanwhile; who waited for it to be dropped gets nothing."""
+    for storage in (local(tmp_path, executor), MemoryStorage("somewhere")):
+        await save_with_note(storage, A)
+        note = await storage.take_note(A)
+        assert note is not None
+        assert await storage.take_note(A) is None
+        assert await storage.has_note(A)
+        await note.drop()
+        assert await storage.take_note(A) is None
+
+
+async def test_the_note_of_an_aborted_save_goes(storage: Storage) -> None:
+    """What was not committed is not to be copied."""
+    attempt = await storage.begin(A, overwrite=False)
+    await attempt.note(b"there")
+    await attempt.abort()
+    assert not await storage.has_note(A)
+
+
+async def test_the_note_of_a_replaced_checkpoint_goes(storage: Storage) -> None:
+    """A checkpoint has one note or none: that of its own save."""
+    await save_with_note(storage, A)
+    await save_with_note(storage, B, overwrite=True)
+    assert not await storage.has_note(A)
+    assert await storage.has_note(B)
+
+
+async def test_a_later_save_leaves_the_note_of_the_committed_one(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Leftovers are what no living save and no checkpoint needs: a note is needed."""
+    storage = local(tmp_path, executor)
+    await save_with_note(storage, A)
+    attempt = await storage.begin(B, overwrite=True)
+    assert await storage.has_note(A)
+    await attempt.abort()
+    assert await storage.has_note(A)
+
+
+async def test_the_note_of_a_killed_save_is_a_leftover(tmp_path: Path, executor: Executor) -> None:
+    """The next save removes it with the data."""
+    storage = local(tmp_path, executor)
+    attempt = await storage.begin(A, overwrite=False)
+    await attempt.note(b"there")
+    await fill_attempt(attempt, contents_of(A, 100))
+    attempt._drop_lock()  # as the kernel does
+    await write_files(storage, B, contents_of(B, 10))
+    assert committed(tmp_path / "c") == contents_of(B, 10)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *contents_of(B, 10)])
+
+
+async def test_a_checkpoint_that_is_removed_takes_its_note_along(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Nothing is left of the directory."""
+    await save_with_note(local(tmp_path, executor), A)
+    await LocalRoot(str(tmp_path), SMALL, executor, EventLog()).remove("c")
+    assert not (tmp_path / "c").exists()
+
+
+async def test_what_an_attempt_left_is_taken_over(storage: Storage) -> None:
+    """A file is kept, another is made again, and the commit is one like any other."""
+    whole = contents_of(A, 5000, 9000)
+    first = await storage.begin(A, overwrite=False)
+    await write_some(first, A, 5000, 100)  # the second has another size than it should
+    await first.leave()
+    again = await storage.begin(A, overwrite=False, resumes=True)
+    kept, made = whole
+    await again.keep(kept, 5000)
+    sink = await again.create(made, 9000)
+    with page_aligned(whole[made]) as view:
+        if isinstance(sink, AwaitedSink):
+            await sink.write(0, view)
+            await sink.close()
+        else:
+            sink.pwrite(0, view)
+            sink.close()
+    await again.commit(manifest_of(A, whole))
+    _, manifest = await storage.read_manifest()
+    assert manifest == manifest_of(A, whole)
+    assert await storage.sizes(list(whole)) == [5000, 9000]
+
+
+async def test_a_commit_may_be_repeated(storage: Storage) -> None:
+    """By an attempt that takes over one that died just after it: nothing of it is removed."""
+    whole = contents_of(A, 5000)
+    first = await storage.begin(A, overwrite=False)
+    await write_some(first, A, 5000)
+    await first.commit(manifest_of(A, whole))
+    again = await storage.begin(A, overwrite=True, resumes=True)
+    for name, data in whole.items():
+        await again.keep(name, len(data))
+    await again.commit(manifest_of(A, whole))
+    assert await storage.sizes(list(whole)) == [5000]
+    _, manifest = await storage.read_manifest()
+    assert manifest == manifest_of(A, whole)
+
+
+async def test_a_living_attempt_is_not_taken_over(tmp_path: Path, executor: Executor) -> None:
+    """Its lock says so; and nothing of it is removed."""
+    storage = local(tmp_path, executor)
+    first = await storage.begin(A, overwrite=False)
+    await write_some(first, A, 5000)
+    with pytest.raises(CommitConflictError):
+        await storage.begin(A, overwrite=False, resumes=True)
+    await first.commit(manifest_of(A, contents_of(A, 5000)))
+    assert committed(tmp_path / "c") == contents_of(A, 5000)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *contents_of(A, 5000)])
+
+
+async def test_a_file_that_is_gone_cannot_be_kept(tmp_path: Path, executor: Executor) -> None:
+    """Nor one of another size."""
+    storage = local(tmp_path, executor)
+    attempt = await storage.begin(A, overwrite=False, resumes=True)
+    (name,) = contents_of(A, 10)
+    with pytest.raises(StorageError, match="take a data file over"):
+        await attempt.keep(name, 10)
+    (tmp_path / "c" / name).write_bytes(b"short")
+    with pytest.raises(StorageError, match="10 bytes"):
+        await attempt.keep(name, 10)
+    await attempt.abort()
+    assert not (tmp_path / "c").exists()
+
+
+async def test_what_a_death_after_the_exchange_left_goes(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The manifest that was replaced lies under this save's name; its files go with it."""
+    storage = local(tmp_path, executor)
+    await write_files(storage, B, contents_of(B, 700))
+    first = await storage.begin(A, overwrite=True)
+    await write_some(first, A, 5000)
+    first._clean_up = lambda *_: None  # type: ignore[method-assign]  # it dies there
+    await first.commit(manifest_of(A, contents_of(A, 5000)))
+    first._drop_lock()
+    assert set(contents_of(B, 700)) < set(names_in(tmp_path / "c"))
+    again = await storage.begin(A, overwrite=True, resumes=True)
+    for name, data in contents_of(A, 5000).items():
+        await again.keep(name, len(data))
+    await again.commit(manifest_of(A, contents_of(A, 5000)))
+    assert committed(tmp_path / "c") == contents_of(A, 5000)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *contents_of(A, 5000)])

@@ -1,0 +1,338 @@
+"""Second tiers end to end: real engines, real files, and an object store through fsspec."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckptio
+from ckptio import sync
+from ckptio.config import KiB
+from ckptio.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    EngineClosedError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.testing import EventLog, RecordingFiles, crash_at
+from tests.rig import (
+    SMALL,
+    FilesCore,
+    assert_same,
+    assert_tidy,
+    committed,
+    config_with,
+    engine_on,
+    filled_state,
+    is_same,
+    names_in,
+    random_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [100 * KiB, 3000, 200 * KiB]
+STATE = random_state(SIZES)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A prefix of fsspec's store in memory."""
+    import fsspec  # noqa: PLC0415  # 50 ms
+
+    root = f"/tiers-{uuid.uuid4().hex}"
+    yield f"memory:/{root}"
+    with contextlib.suppress(FileNotFoundError):
+        fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+def objects_in(url: str) -> dict[str, bytes]:
+    import fsspec  # noqa: PLC0415  # as above
+
+    files = fsspec.filesystem("memory")
+    root = url.removeprefix("memory:/")
+    return {path.removeprefix(root + "/"): files.cat(path) for path in files.find(root)}
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+async def test_a_checkpoint_is_copied_to_an_object_store(tmp_path: Path, url: str) -> None:
+    """The same names and bytes, in both; each loads; nothing else is left."""
+    async with ckptio.Engine(SMALL) as engine:
+        handle = engine.save(STATE, tmp_path / "a", then=f"{url}/a")
+        assert (await handle).path == str(tmp_path / "a")
+        assert (await handle.durable).path == f"{url}/a"
+        assert repr(handle).endswith("durable>")
+        for path in (tmp_path / "a", f"{url}/a"):
+            assert_same(await engine.load(path), STATE)
+    assert_tidy(tmp_path / "a")
+    assert objects_in(f"{url}/a") == files_in(tmp_path / "a")
+
+
+async def test_an_object_store_may_be_the_first_tier(tmp_path: Path, url: str) -> None:
+    """Any place is a tier; overwriting replaces on both."""
+    async with ckptio.Engine(SMALL) as engine:
+        for value in (1, 2):
+            state = filled_state(SIZES, value)
+            await engine.save(state, f"{url}/a", overwrite=True, then=tmp_path / "a").durable
+            assert objects_in(f"{url}/a") == files_in(tmp_path / "a")
+            assert_same(await engine.load(tmp_path / "a"), state)
+    assert_tidy(tmp_path / "a")
+
+
+async def test_copies_of_a_run_in_an_object_store_are_finished(tmp_path: Path, url: str) -> None:
+    """What is owed is found below a prefix as in a directory."""
+    (tmp_path / "a").write_text("in the way")
+    async with ckptio.Engine(SMALL) as engine:
+        handle = engine.save(STATE, f"{url}/run/1", then=tmp_path / "a")
+        await handle
+        with pytest.raises(StorageError):
+            await handle.durable
+        (tmp_path / "a").unlink()
+        assert await engine.finish_copies(f"{url}/run") == (str(tmp_path / "a"),)
+        assert await engine.finish_copies(f"{url}/run") == ()
+    assert objects_in(f"{url}/run/1") == files_in(tmp_path / "a")
+
+
+async def test_leaving_waits_for_copies(tmp_path: Path, url: str) -> None:
+    """Nobody has to wait for `durable`."""
+    async with ckptio.Engine(SMALL) as engine:
+        engine.save(STATE, tmp_path / "a", then=f"{url}/a")
+    assert objects_in(f"{url}/a") == files_in(tmp_path / "a")
+
+
+async def test_leaving_raises_the_error_of_a_copy_that_nobody_waited_for(
+    tmp_path: Path, url: str
+) -> None:
+    """As of a save; not if somebody has seen it; and the first tier is whole."""
+    await ckptio.save(filled_state([10], 1), f"{url}/a", config=SMALL)
+    with pytest.raises(CheckpointExistsError):
+        async with ckptio.Engine(SMALL) as engine:
+            await engine.save(STATE, tmp_path / "a", then=f"{url}/a")
+    async with ckptio.Engine(SMALL) as engine:
+        handle = engine.save(STATE, tmp_path / "b", then=f"{url}/a")
+        await handle
+        with pytest.raises(CheckpointExistsError):
+            await handle.durable
+        assert repr(handle).endswith("not copied>")
+        assert_same(await engine.load(tmp_path / "a"), STATE)
+
+
+async def test_leaving_by_an_error_stops_copies_and_the_next_run_goes_on(
+    tmp_path: Path, url: str
+) -> None:
+    """The note stays; saving another step beside it is enough."""
+
+    class LeavingError(Exception):
+        pass
+
+    async def leave() -> ckptio.SaveHandle:
+        async with ckptio.Engine(SMALL) as engine:
+            handle = engine.save(STATE, tmp_path / "a", then=f"{url}/a")
+            await handle
+            handles.append(handle)
+            raise LeavingError
+
+    handles: list[ckptio.SaveHandle] = []
+    with pytest.raises(LeavingError):
+        await leave()
+    try:
+        await handles[0].durable
+    except (SaveAbortedError, EngineClosedError):
+        assert [n for n in names_in(tmp_path / "a") if n.startswith(".copy-")]
+        assert "manifest.json" not in objects_in(f"{url}/a")
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.save(filled_state([10], 1), tmp_path / "b", then=f"{url}/b").durable
+    for name in "ab":
+        assert_tidy(tmp_path / name)
+        assert {
+            key: data
+            for key, data in objects_in(f"{url}/{name}").items()
+            if not key.startswith(".attempt-")
+        } == files_in(tmp_path / name)
+
+
+async def test_one_call_commits_and_then_copies(tmp_path: Path, url: str) -> None:
+    """`await` is the commit; `durable` is when its engine is gone."""
+    handle = ckptio.save(STATE, tmp_path / "a", then=f"{url}/a", config=SMALL)
+    info = await handle
+    assert info.path == str(tmp_path / "a")
+    assert (await handle.durable).path == f"{url}/a"
+    assert objects_in(f"{url}/a") == files_in(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
+    log = EventLog()
+    found = await ckptio.load(tmp_path / "a", then=f"{url}/a", config=SMALL, observer=log)
+    assert_same(found, STATE)
+    (event,) = log.of(TierPassedOver)
+    assert (event.path, event.to) == (str(tmp_path / "a"), f"{url}/a")
+
+
+async def test_one_call_that_fails_says_so(tmp_path: Path) -> None:
+    """Neither moment comes, and its engine is gone."""
+    (tmp_path / "file").write_text("in the way")
+    handle = ckptio.save(STATE, tmp_path / "file" / "a", then=tmp_path / "b", config=SMALL)
+    with pytest.raises(StorageError):
+        await handle.durable
+    with pytest.raises(StorageError):
+        await handle
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_blocking_twins_copy_too(tmp_path: Path, url: str) -> None:
+    """A function waits for both tiers; an engine's `save` for the first."""
+    sync.save(STATE, tmp_path / "a", then=f"{url}/a", config=SMALL)
+    assert objects_in(f"{url}/a") == files_in(tmp_path / "a")
+    with sync.Engine(SMALL) as engine:
+        engine.save(STATE, tmp_path / "b", then=f"{url}/b")
+        handle = engine.start_save(STATE, tmp_path / "c", then=f"{url}/c")
+        assert handle.durable.wait().path == f"{url}/c"
+        assert_same(engine.load(tmp_path / "nowhere", then=f"{url}/c"), STATE)
+        assert engine.finish_copies(tmp_path) == ()
+    for name in "bc":
+        assert objects_in(f"{url}/{name}") == files_in(tmp_path / name)
+    assert_same(sync.load(tmp_path / "nowhere", then=f"{url}/b", config=SMALL), STATE)
+    with pytest.raises(CheckpointExistsError):
+        sync.save(STATE, tmp_path / "d", then=f"{url}/a", config=SMALL)
+    assert_same(sync.load(tmp_path / "d", config=SMALL), STATE)
+
+
+def test_credentials_in_the_url_of_a_tier_are_refused(tmp_path: Path) -> None:
+    """Before a note could keep them; the message does not have them either."""
+    with pytest.raises(ConfigError) as raised:
+        sync.save(STATE, tmp_path / "a", then="s3://key:hush@bucket/a", config=SMALL)
+    assert "hush" not in str(raised.value)
+    assert names_in(tmp_path) == []
+
+
+def test_a_process_that_is_killed_in_its_copy_owes_it(tmp_path: Path) -> None:
+    """The next run finishes it, from the files; nothing of the killed one is left."""
+    script = f"""
+        import os, signal
+        from ckptio import sync
+        from ckptio.events import CopyProgressed
+        from tests.rig import SMALL, random_state
+
+        def watch(event):
+            if isinstance(event, CopyProgressed):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        there = {str(tmp_path)!r}
+        sync.save(
+            random_state({SIZES!r}), there + "/near/a", then=there + "/far/a",
+            config=SMALL, observer=watch,
+        )
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=False, env=dict(os.environ)
+    )
+    assert done.returncode == -signal.SIGKILL
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+    assert committed(near) is not None
+    assert committed(far) is None
+    log = EventLog()
+    assert sync.finish_copies(tmp_path / "near", config=SMALL, observer=log) == (str(far),)
+    assert log.of(CopyStarted)[0].is_resumed
+    assert_tidy(near)
+    assert_tidy(far)
+    assert files_in(near) == files_in(far)
+    assert_same(sync.load(far, config=SMALL), STATE)
+    assert sync.finish_copies(near, config=SMALL) == ()
+
+
+COARSE = config_with(block_nbytes=64 * KiB, bucket_nbytes=64 * KiB)
+OLD, NEW = random_state([5000], 1), random_state([70 * KiB, 3000], 2)
+
+
+def save_and_die(near: Path, far: Path, number: int) -> bool:
+    """Save with a copy in an engine that dies before operation `number`; false if it did not."""
+    files = RecordingFiles(crash_at(number))
+    core = FilesCore(COARSE, None, files)
+
+    async def scenario() -> None:
+        async with engine_on(core) as engine:
+            handle = engine.save(NEW, near, overwrite=True, then=far)
+            with contextlib.suppress(SaveAbortedError, BaseException):
+                await handle.durable
+
+    with contextlib.suppress(SaveAbortedError):
+        asyncio.run(scenario())
+    files.bury()
+    return number < len(files.operations)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwrite"])
+def test_between_directories_a_crash_anywhere_is_made_up_for(
+    tmp_path: Path, *, fresh: bool
+) -> None:
+    """Real files: the copy is old, new or not there, then new; and only its files are left."""
+    seen = set()
+    for number in itertools.count():
+        near, far = (tmp_path / str(number) / tier / "a" for tier in ("near", "far"))
+        if not fresh:
+            sync.save(OLD, near, then=far, config=COARSE)
+        died = save_and_die(near, far, number)
+        is_new, is_copied = is_committed(near, NEW), is_committed(far, NEW)
+        assert is_new or not is_copied
+        if not is_copied:
+            assert committed(far) is None if fresh else is_committed(far, OLD)
+        seen.add((is_new, is_copied))
+        if is_new:
+            sync.finish_copies(near.parent, config=COARSE)
+            assert is_committed(far, NEW)
+            assert committed(far) == committed(near)
+            assert_tidy(far)
+            assert not [name for name in names_in(near) if name.startswith(".copy-")]
+        if not died:
+            break
+    assert seen == {(False, False), (True, False), (True, True)}
+
+
+def is_committed(directory: Path, state: dict[str, torch.Tensor]) -> bool:
+    """Whether a directory has a state, whole."""
+    if committed(directory) is None:
+        return False
+    return is_same(sync.load(directory, config=COARSE), state)
+
+
+async def test_a_copy_needs_memory_of_its_share_of_the_pool(tmp_path: Path) -> None:
+    """However large the checkpoint: a quarter of the slabs, and never more than the pool."""
+    state = random_state([300 * KiB] * 4)
+    config = config_with(pool_nbytes=4 * SMALL.slab_nbytes)
+    async with ckptio.Engine(config) as engine:
+        await engine.save(state, tmp_path / "a", then=tmp_path / "b").durable
+        assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
+        assert_same(await engine.load(tmp_path / "b"), state)
+
+
+async def test_a_copy_that_fails_is_an_event(tmp_path: Path) -> None:
+    """Where from, where to, and why."""
+    log = EventLog()
+    (tmp_path / "file").write_text("in the way")
+    async with ckptio.Engine(SMALL, observer=log) as engine:
+        handle = engine.save(STATE, tmp_path / "a", then=tmp_path / "file" / "b")
+        await handle
+        with pytest.raises(StorageError):
+            await handle.durable
+    (event,) = log.of(CopyFailed)
+    assert (event.path, event.to) == (str(tmp_path / "a"), str(tmp_path / "file" / "b"))
+    assert isinstance(event.error, StorageError)
