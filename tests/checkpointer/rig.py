@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptio import Checkpointer
 from ckptio._aio import Threads
@@ -17,6 +17,7 @@ from ckptio.storage.resolve import local_path, remote_url, resolve_storage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, MemoryRanks
 from tests.rig import SMALL, InlineCore, engine_on
+from tests.storage.object_rig import OneStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
+    from tests.storage.object_rig import DictStore
 
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
 
@@ -69,8 +71,12 @@ async def engines(
     files: PosixFiles | None = None,
     log: EventLog | None = None,
     seed: int = 0,
+    store: DictStore | None = None,
 ) -> AsyncIterator[list[Engine]]:
-    """Give the engines of a job on the running loop; check that they leave nothing behind."""
+    """Give the engines of a job on the running loop; check that they leave nothing behind.
+
+    With `store`, `dict://` is a store that all of them see.
+    """
     before = asyncio.all_tasks()
     async with contextlib.AsyncExitStack() as stack:
         group = await stack.enter_async_context(
@@ -90,6 +96,8 @@ async def engines(
                 observer=log,
                 ranks=ranks,
             )
+            if store is not None:
+                context.stores = cast("Any", OneStore(store))
             cores.append(RootCore(context, files))
             task = asyncio.get_running_loop().create_task(context.cache.run(), name="cache")
             stack.push_async_callback(_wait_for, task)

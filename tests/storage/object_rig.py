@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,13 @@ class DictStore:
         on_request: Called with each before it is carried out; may raise.
         skew_s: How far the clock of the store is ahead.
         most_at_once: How many requests ran at a time, at most.
+        rng: Draws how long a request takes.
+        max_delay_s: The longest, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0, max_delay_s: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.max_delay_s = max_delay_s
         self.objects: dict[str, bytes] = {}
         self.infos: dict[str, ObjectInfo] = {}
         self.begun: list[UploadInfo] = []
@@ -52,7 +57,7 @@ class DictStore:
         self._num_running += 1
         self.most_at_once = max(self.most_at_once, self._num_running)
         try:
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.rng.uniform(0, self.max_delay_s))
             self.on_request(kind, key)
             self.log.append((kind, key))
         finally:
@@ -146,3 +151,19 @@ class Opened:
 
     async def get(self) -> tuple[DictStore, RequestLimit]:
         return self.store, self._limit
+
+
+class OneStore:
+    """Stands for `storage.stores.Stores`: one store for `dict://` and all that is below it."""
+
+    def __init__(self, store: DictStore) -> None:
+        self._opened = Opened(store)
+
+    def at(self, url: str) -> tuple[Opened, str]:
+        return self._opened, url.removeprefix("dict://")
+
+    def below(self, url: str) -> tuple[Opened, str]:
+        return self._opened, url.removeprefix("dict://") + "/"
+
+    async def close(self) -> None:
+        """Nothing is held."""
