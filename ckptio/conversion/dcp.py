@@ -20,12 +20,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
@@ -162,7 +162,15 @@ def _save(state: dict[str, Any], path: str, planner: DefaultSavePlanner) -> None
         warnings.simplefilter("ignore")  # that there is no process group: that is meant
         log.setLevel(logging.ERROR)
         try:
-            state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
+            # what `save` calls: that one takes `no_dist` in later versions of torch alone, and
+            # would else meet the other ranks of a job
+            _save_state_dict(
+                state_dict=state,
+                storage_writer=writer,
+                process_group=None,
+                no_dist=True,
+                planner=planner,
+            )
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
             if isinstance(cause, CheckpointError):  # of what is read, say

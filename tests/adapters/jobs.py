@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, MiB
@@ -264,12 +265,11 @@ def save_async(me: Me, path: str, how: str) -> None:
         ours = writer(path)
         for seed in range(3):
             state: dict[str, Any] = {"model": layout.state(seed), "step": seed}
-            future = async_save(
-                state,
-                storage_writer=ours,
-                async_checkpointer_type=AsyncCheckpointerType(how),
-                async_stager=BlockingAsyncStager() if seed == 1 else None,
-            )
+            options: dict[str, Any] = {}
+            if hasattr(state_dict_saver, "AsyncCheckpointerType"):
+                options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType(how)
+                options["async_stager"] = BlockingAsyncStager() if seed == 1 else None
+            future = async_save(state, storage_writer=ours, **options)
             for tensor in state["model"].values():
                 local_of(tensor).zero_()
             assert isinstance(future, Future)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import inspect
 import io
 import pathlib
 import pickle
@@ -12,18 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
 )
-from torch.distributed.checkpoint.staging import (
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
@@ -31,6 +28,7 @@ import ckptio
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.errors import ConfigError, UnsupportedLeafError
 from tests.adapters.rig import QUICK, blank, cause, load, same, save
+from tests.foreign.rig import NO_DIST
 from tests.rig import assert_tidy, names_in
 
 if TYPE_CHECKING:
@@ -42,6 +40,11 @@ DTYPES = (
     torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+
+
+def has_option(name: str) -> bool:
+    """Whether the stock planner has an option."""
+    return name in inspect.signature(DefaultSavePlanner).parameters
 
 
 def tensors() -> dict[str, Any]:
@@ -238,8 +241,10 @@ def test_a_state_is_rebuilt_without_a_target(tmp_path: Path) -> None:
     """From DCP's own metadata: names, shapes, and where each value is in the state."""
     state = tensors()
     save(state, tmp_path / "c")
+    keys = None if NO_DIST else set(state)  # without, older versions give nothing
+    reader = StorageReader(tmp_path / "c")
     with pytest.warns(UserWarning, match="single process"):
-        found = _load_state_dict_from_keys(storage_reader=StorageReader(tmp_path / "c"))
+        found = _load_state_dict_from_keys(keys, storage_reader=reader)
     assert same(found["model"], state["model"])
     assert same(found["groups"], state["groups"])
     assert found["step"] == 7
@@ -304,15 +309,21 @@ def test_copies_of_a_writer_do_not_meet(tmp_path: Path) -> None:
         assert_tidy(tmp_path / "c")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is ")
 @pytest.mark.parametrize("stager", ["default", "blocking", "in the background"])
 def test_what_changes_after_staging_is_not_saved(tmp_path: Path, stager: str) -> None:
     """async_save in a thread, through each of DCP's stagers."""
     made: Any = None
+    given_stager: dict[str, Any] = {}
+    if stager != "default" and not hasattr(staging, "DefaultStager"):
+        pytest.skip("in this version of torch the writer stages")
     if stager == "blocking":
-        made = BlockingAsyncStager()
+        made = staging.BlockingAsyncStager()
     elif stager == "in the background":
-        made = DefaultStager(StagingOptions(False, False, True, False))  # noqa: FBT003  # DCP's
+        options = staging.StagingOptions(False, False, True, False)  # noqa: FBT003  # DCP's
+        made = staging.DefaultStager(options)
+    if made is not None:
+        given_stager["async_stager"] = made
     writer = StorageWriter(config=QUICK)
     for i in range(3):
         state = {"w": torch.full((50_000,), float(i)), "step": i}
@@ -320,10 +331,10 @@ def test_what_changes_after_staging_is_not_saved(tmp_path: Path, stager: str) ->
             state,
             storage_writer=writer,
             checkpoint_id=tmp_path / str(i),
-            async_stager=made,
-            no_dist=True,
+            **given_stager,
+            **NO_DIST,
         )
-        if isinstance(given, AsyncSaveResponse):
+        if hasattr(given, "staging_completion"):
             given.staging_completion.result()
             given = given.upload_completion
         state["w"].zero_()  # type: ignore[attr-defined]  # it is the tensor
@@ -357,6 +368,7 @@ def test_unflattened_states_come_back(tmp_path: Path) -> None:
     assert same(ckptio.sync.load(tmp_path / "c"), state)
 
 
+@pytest.mark.skipif(not has_option("enable_plan_caching"), reason="a later version of torch")
 def test_cached_plans_do_not_mix_saves(tmp_path: Path) -> None:
     """A planner that keeps its plans hands the last save's names over; nobody goes by them."""
     for i in range(4):
@@ -390,7 +402,7 @@ def test_metadata_says_what_the_stock_reader_says(tmp_path: Path) -> None:
     "options",
     [
         {"per_thread_copy_ahead": 10_000_000},
-        {"cache_staged_state_dict": True},
+        *([{"cache_staged_state_dict": True}] if hasattr(staging, "DefaultStager") else []),
         {"_extensions": [object()]},
         {"thread_count": 0},
     ],

@@ -133,7 +133,7 @@ class Dying(StorageWriter):
         result = super().{where}(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-dcp.save({{"w": torch.full((60_000,), 2.0)}}, storage_writer=Dying(sys.argv[1]), no_dist=True)
+dcp.save({{"w": torch.full((60_000,), 2.0)}}, storage_writer=Dying(sys.argv[1]))
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import warnings
@@ -17,6 +18,14 @@ from safetensors.torch import save_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+
+#: How to say that one process is meant; older versions of torch see it by themselves.
+NO_DIST: dict[str, Any] = (
+    {"no_dist": True}
+    if "no_dist" in inspect.signature(dcp.state_dict_saver.save).parameters
+    else {}
+)
 
 
 def make_weights() -> dict[str, torch.Tensor]:
@@ -63,14 +72,14 @@ def save_hf(folder: Path, weights: Mapping[str, torch.Tensor], num_shards: int =
 def save_dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
     """Save with stock torch.distributed.checkpoint."""
     with quiet():
-        dcp.state_dict_saver.save(state, checkpoint_id=folder, no_dist=True, **options)
+        dcp.state_dict_saver.save(state, checkpoint_id=folder, **NO_DIST, **options)
     return folder
 
 
 def load_dcp(folder: Path, state: dict[str, Any]) -> None:
     """Load with stock torch.distributed.checkpoint."""
     with quiet():
-        dcp.state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+        dcp.state_dict_loader.load(state, checkpoint_id=folder, **NO_DIST)
 
 
 @contextlib.contextmanager

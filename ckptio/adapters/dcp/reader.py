@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,8 @@ class StorageReader(dcp.StorageReader):
 def _metadata_of(opened: Opened) -> Metadata:
     """Say what DCP knows of a checkpoint."""
     meta = opened.document.storage_meta
+    known = {field.name for field in dataclasses.fields(StorageMeta)}
+    modules = {"modules": meta.get("modules", [])} if "modules" in known else {}
     return Metadata(
         state_dict_metadata={
             item.fqn: _stored(item, opened.manifest) for item in opened.document.items
@@ -207,7 +210,7 @@ def _metadata_of(opened: Opened) -> Metadata:
             checkpoint_id=meta.get("checkpoint_id"),
             save_id=opened.manifest.save_id,
             load_id=secrets.token_hex(16),
-            modules=meta.get("modules", []),
+            **modules,
         ),
     )
 

@@ -34,7 +34,7 @@ from ckptio.tiling import find_overlap
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
     from torch.distributed.checkpoint.storage import WriteResult
 
     from ckptio.adapters.dcp.document import Path
@@ -161,10 +161,18 @@ def make_table(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> 
         tuple(items),
         nested,
         metadata.planner_data,
-        {} if meta is None else {"checkpoint_id": str(meta.checkpoint_id), "modules": meta.modules},
+        {} if meta is None else _meta_of(meta),
     )
     hosts = tuple(said.hosts) if len(said.hosts) > 1 else ()
     return Table(said.files, rows, msgspec.json.encode(tree), document, hosts)
+
+
+def _meta_of(meta: StorageMeta) -> dict[str, Any]:
+    """Keep what DCP says of a checkpoint; older versions of torch know of no modules."""
+    return {
+        "checkpoint_id": str(meta.checkpoint_id),
+        "modules": list(getattr(meta, "modules", ())),
+    }
 
 
 def _path_of(fqn: str, planner_data: Any) -> Path:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or "async_stager" in inspect.signature(async_save).parameters:
     _Stager = object
 else:
-    # there a writer stages for async_save, which by itself does not copy what is on the CPU
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager as _Stager
+    from ckptio.adapters.dcp.staging import CopyingStager as _Stager  # where a writer stages
 
 
 class StorageWriter(dcp.StorageWriter, _Stager):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -135,11 +136,14 @@ class Layout:
         )
 
         mesh = init_device_mesh("cpu", tuple(self.mesh))
+        # all have the same bits: nothing has to be sent, where torch can be told so
+        parameters = inspect.signature(distribute_tensor).parameters
+        options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in parameters else {}
         state: dict[str, Any] = {}
         for name, shape in SHAPES.items():
             whole = torch.zeros(shape) if seed is None else tensor_named(name, shape, seed=seed)
             placements = [
                 Shard(dim) if 0 <= dim < len(shape) else Replicate() for dim in self.placements
             ]
-            state[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            state[name] = distribute_tensor(whole, mesh, placements, **options)
         return state
