@@ -67,7 +67,9 @@ class Remote:
         wanted: The tensors that are loaded alone.
     """
 
-    def __init__(self, server: Server, state: State, stores: Mapping[S3Client, ObjectStore]) -> None:
+    def __init__(
+        self, server: Server, state: State, stores: Mapping[S3Client, ObjectStore]
+    ) -> None:
         self.server = server
         self.state = state
         self._stores = stores
