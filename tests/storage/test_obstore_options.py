@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.config import CheckpointConfig
+from ckptio.errors import ConfigError
+from ckptio.storage.obstore_options import obstore_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = {"key": "user", "secret": "password"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have neither credentials nor a region come from this machine."""
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoint", "config", "client"),
+    [
+        (
+            {},
+            "",
+            {"region": "us-east-1", "unsigned_payload": True},
+            {"allow_http": False},
+        ),
+        (
+            {"client_kwargs": {"region_name": "eu-west-1"}, "endpoint_url": "http://a:1"},
+            "http://a:1",
+            {"region": "eu-west-1", "endpoint": "http://a:1", "unsigned_payload": False},
+            {"allow_http": True},
+        ),
+        (
+            {"config_kwargs": {"s3": {"payload_signing_enabled": True}}},
+            "https://a",
+            {"region": "us-east-1", "endpoint": "https://a", "unsigned_payload": False},
+            {"allow_http": False},
+        ),
+        (
+            {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "requester_pays": True},
+            "",
+            {
+                "region": "us-east-1",
+                "unsigned_payload": True,
+                "virtual_hosted_style_request": True,
+                "request_payer": True,
+            },
+            {"allow_http": False},
+        ),
+        (
+            {
+                "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"},
+                "client_kwargs": {"verify": False},
+            },
+            "",
+            {
+                "region": "us-east-1",
+                "unsigned_payload": True,
+                "server_side_encryption": "aws:kms",
+                "sse_kms_key_id": "id",
+            },
+            {"allow_http": False, "allow_invalid_certificates": True},
+        ),
+    ],
+)
+def test_options_have_obstores_words(
+    options: dict[str, Any], endpoint: str, config: dict[str, Any], client: dict[str, Any]
+) -> None:
+    """As far as they have the same meaning; bodies are signed over plain HTTP only."""
+    found = obstore_options({**KEYS, **options}, endpoint)
+    assert found.config == config
+    assert found.client == client
+
+
+def test_credentials_are_handed_over_by_a_function() -> None:
+    """So they are in no `repr` of what holds the options; a token goes with its key."""
+    found = obstore_options({**KEYS, "token": "temporary"}, "")
+    assert found.credentials is not None
+    assert found.credentials() == {
+        "access_key_id": "user",
+        "secret_access_key": "password",
+        "token": "temporary",
+        "expires_at": None,
+    }
+    assert "password" not in repr(found)
+    assert "temporary" not in repr(found)
+
+
+def test_credentials_come_from_where_botocore_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are asked for again, for they may be renewed there."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "as-well")
+    found = obstore_options({}, "")
+    assert found.credentials is not None
+    given = found.credentials()
+    assert given["access_key_id"] == "from-the-environment"
+    assert given["expires_at"] is not None
+
+
+def test_without_credentials_nothing_is_signed_only_if_that_is_wanted() -> None:
+    """Who forgot them is told so."""
+    assert obstore_options({"anon": True}, "").config["skip_signature"] is True
+    with pytest.raises(ConfigError, match="no credentials"):
+        obstore_options({}, "")
+
+
+def test_an_option_that_would_have_no_effect_is_refused_by_name() -> None:
+    """Its value may be secret, and is not shown."""
+    options = {**KEYS, "config_kwargs": {"proxies": "mine"}, "version_aware": "yours"}
+    with pytest.raises(ConfigError, match=r"config_kwargs\.proxies, version_aware") as caught:
+        obstore_options(options, "")
+    assert "mine" not in str(caught.value)
+    assert "yours" not in str(caught.value)
+
+
+def test_the_client_is_one_of_two() -> None:
+    """A third would be nobody's."""
+    with pytest.raises(ConfigError, match="s3_client must be s3fs or obstore, not 'boto3'"):
+        CheckpointConfig(s3_client="boto3")  # type: ignore[arg-type]  # what is tested
+    assert CheckpointConfig.from_env({"CKPTIO_S3_CLIENT": "obstore"}).s3_client == "obstore"
