@@ -43,6 +43,8 @@ class Bucket:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.begun: dict[str, tuple[str, dict[int, bytes]]] = {}
+        self.written_s: dict[str, float] = {}
+        self.now_s = 1.0
         self.num_sent = 0
         self.numbers = itertools.count()
         self.fault: Callable[[int], None] = lambda _: None
@@ -50,6 +52,10 @@ class Bucket:
 
     async def get(self) -> tuple[Store, RequestLimit]:
         return Store(self), RequestLimit(4)
+
+    def keep(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+        self.written_s[key] = self.now_s
 
     def begin(self, key: str) -> str:
         upload_id = f"upload {next(self._names)}"
@@ -74,7 +80,8 @@ class Store:
             raise ObjectMissingError("there is no such object")
         data = self.bucket.objects[key]
         etag = hashlib.blake2b(data, digest_size=8).hexdigest()
-        return ObjectInfo(key=key, nbytes=len(data), etag=etag, modified_s=1.0)
+        written_s = self.bucket.written_s[key]
+        return ObjectInfo(key=key, nbytes=len(data), etag=etag, modified_s=written_s)
 
     async def head(self, key: str) -> ObjectInfo:
         self.step()
@@ -94,7 +101,7 @@ class Store:
         self.step()
         if (absent and key in self.bucket.objects) or (match and self._info(key).etag != match):
             raise ConditionFailedError("it is another one")
-        self.bucket.objects[key] = bytes(data)
+        self.bucket.keep(key, bytes(data))
         self.bucket.num_sent += key.rpartition("/")[2].startswith("data-")
         return self._info(key).etag
 
@@ -142,7 +149,7 @@ class PartsUpload:
     async def complete(self) -> None:
         self._store.step()
         key, parts = self._store.bucket.begun.pop(self._name)
-        self._store.bucket.objects[key] = b"".join(parts[n] for n in sorted(parts))
+        self._store.bucket.keep(key, b"".join(parts[n] for n in sorted(parts)))
         self._store.bucket.num_sent += 1
 
     async def abort(self) -> None:
@@ -178,6 +185,9 @@ def save(near: MemoryStorage, bucket: Bucket, seed: int) -> bool:
 
 
 def finish(near: MemoryStorage, bucket: Bucket) -> None:
+    """Finish copies two hours later: what died is known to be dead by then."""
+    bucket.now_s += 7200
+
     async def scenario() -> None:
         async with inline_engine(places(near, bucket), CONFIG) as engine:
             await engine.finish_copies("near")
