@@ -98,10 +98,14 @@ async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> S
     copies = context.copies
     try:
         try:
-            if not await handle.committed.ended():
+            # to its end even when this is stopped: what comes of the copy depends on it
+            await shielded(handle.committed.ended())
+            if handle.committed.error() is not None:
                 return _nothing  # the handle has said so
             note = await job.source.take_note(job.save_id) if context.ranks.rank == 0 else None
         except BaseException as error:
+            if handle.committed.error() is not None:
+                return _nothing
             context.emit(
                 CopyFailed(
                     path=job.source.path, to=job.target.path, save_id=job.save_id, error=error

@@ -357,6 +357,24 @@ def test_cancelling_a_wait_for_durable_only_stops_waiting() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_a_save_that_is_aborted_has_no_copy_that_fails() -> None:
+    """Both moments say that the save was aborted, and no event speaks of a copy."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        async with inline_engine(storages, SMALL, log) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            await asyncio.sleep(0.01)
+            handle.abort()
+            for moment in (handle.committed, handle.durable):
+                with pytest.raises(SaveAbortedError, match="the save to 'near/a' was aborted"):
+                    await moment
+
+    run_virtual(scenario(), seed=0)
+    assert log.of(CopyFailed) == []
+
+
 def test_a_save_that_fails_has_no_copy() -> None:
     """`durable` raises what the commit raises; nothing is noted."""
 
