@@ -98,7 +98,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         if not fs.exists(BUCKET):
             fs.mkdir(BUCKET)
     # parts of S3 have 5 MiB at least
-    sizes = {"slab_nbytes": 5 * MiB, "pool_nbytes": 20 * MiB}
+    sizes: dict[str, Any] = {"slab_nbytes": 5 * MiB, "pool_nbytes": 20 * MiB}
     config = dataclasses.replace(QUICK, storage_options=options, **sizes)
     yield Place(f"s3://{BUCKET}/{name}/step-1", config, fs)
 
@@ -222,7 +222,7 @@ def test_async_save_goes_there_too(place: Place) -> None:
 
 
 def _store() -> Any:
-    return torch.distributed.HashStore()
+    return torch.distributed.HashStore()  # type: ignore[attr-defined]  # it is there
 
 
 def test_an_object_that_is_gone_or_cut_is_noticed_before_any_target_changes(place: Place) -> None:
@@ -236,7 +236,7 @@ def test_an_object_that_is_gone_or_cut_is_noticed_before_any_target_changes(plac
     path = f"{place.url.partition('://')[2]}/{name}"
     data = place.fs.cat_file(path)
     for change in (lambda: place.fs.pipe_file(path, data[:-1]), lambda: place.fs.rm(path)):
-        change()
+        change()  # type: ignore[no-untyped-call]  # fsspec has no types
         target = blank(state_of(0.0))
         with cause() as causes:
             load(target, storage_reader=place.reader())
@@ -299,7 +299,7 @@ def test_ranks_save_together_and_each_for_itself(jobs: Jobs, s3: str) -> None:
         fs.mkdir(BUCKET)
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     here = "tests.adapters.jobs"
-    sharded = {"path": f"{url}/sharded", "options": options, "placements": [0]}
+    sharded: dict[str, Any] = {"path": f"{url}/sharded", "options": options, "placements": [0]}
     jobs.run(2, f"{here}:save_layout", mesh=[2], **sharded)
     jobs.run(2, f"{here}:load_layout", mesh=[2], **{**sharded, "placements": [1]})
     answers = jobs.run(

@@ -90,7 +90,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if _Stager is object:
             super().__init__()
         else:
-            _Stager.__init__(self, cache_staged_state_dict)
+            _Stager.__init__(self, cache_staged_state_dict)  # type: ignore[call-arg]  # as above
         self.path = path
         options: dict[str, Any] = {}
         if thread_count is not None:
