@@ -8,6 +8,7 @@ import pytest
 from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.interface import Found
 from ckptio.storage.object_place import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
@@ -40,12 +41,18 @@ def root_at(
     return ObjectRoot("dict://run", opened, "run/", SMALL, threads, log or EventLog())
 
 
-def write(store: DictStore, name: str, save_id: str = SAVE_IDS[0]) -> None:
-    """Put a checkpoint there."""
+def write(
+    store: DictStore, name: str, save_id: str = SAVE_IDS[0], *, is_pointed: bool = False
+) -> None:
+    """Put a checkpoint there; one whose manifest is pointed to, if wanted."""
     contents = contents_of(save_id, 5000, 70_000)
     for file, data in contents.items():
         store.set(f"run/{name}/{file}", data)
-    store.set(f"run/{name}/manifest.json", manifest_of(save_id, contents))
+    commit = manifest_of(save_id, contents)
+    if is_pointed:
+        store.set(f"run/{name}/{pointed_name(save_id)}", commit)
+        commit = encode_pointer(save_id, commit)
+    store.set(f"run/{name}/manifest.json", commit)
 
 
 def begin(store: DictStore, name: str, save_id: str = SAVE_IDS[1], age_s: float = 0.0) -> None:
@@ -114,21 +121,24 @@ async def test_a_checkpoint_is_removed_manifest_first(threads: Threads) -> None:
     gone = [key.removeprefix("run/a/") for kind, key in store.log if kind == "delete"]
     assert gone[0] == "manifest.json"
     assert gone[-1] == f".manifest-{SAVE_IDS[0]}-old"
-    assert sorted(gone[1:-1]) == sorted(CONTENTS)
+    note = f".copy-{SAVE_IDS[0]}"
+    assert sorted(gone[1:-1]) == sorted([*CONTENTS, note])
     assert [key for key in store.objects if key.startswith("run/a/")] == ["run/a/notes.txt"]
     assert whole(store, "b")
     with pytest.raises(CheckpointNotFoundError):
         await root.remove("a")
 
 
+@pytest.mark.parametrize("is_pointed", [False, True])
 @pytest.mark.parametrize("effect", ["before", "after"])
 async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
-    threads: Threads, effect: str
+    threads: Threads, effect: str, *, is_pointed: bool
 ) -> None:
     """Before or after any request; the next sweep removes at once what is left."""
     for number in itertools.count():
         store = DictStore()
-        write(store, "a")
+        write(store, "a", is_pointed=is_pointed)
+        files = dict(store.objects)
         kill_at(store, number, effect)
         try:
             await root_at(store, threads).remove("a")
@@ -137,10 +147,10 @@ async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
         else:
             break
         store.on_request = lambda _kind, _key: None
-        assert whole(store, "a") or "run/a/manifest.json" not in store.objects
-        is_there = whole(store, "a")
+        is_there = files.items() <= store.objects.items()
+        assert is_there or "run/a/manifest.json" not in store.objects
         await root_at(store, threads).sweep("a", 1)
-        assert whole(store, "a") == is_there
+        assert (files.items() <= store.objects.items()) == is_there
         assert is_there or not store.objects
         await root_at(store, threads).find()
     assert number > 6
@@ -241,6 +251,24 @@ async def test_of_two_removals_one_is_the_first(threads: Threads) -> None:
     with pytest.raises(CheckpointNotFoundError):
         await root_at(store, threads).remove("a")
     assert not store.objects
+
+
+async def test_a_manifest_that_is_pointed_to_is_read_and_goes(threads: Threads) -> None:
+    """After what it lists, and before what points to it."""
+    store = DictStore()
+    write(store, "a", is_pointed=True)
+    root = root_at(store, threads)
+    assert await root.read_manifest("a") == manifest_of(SAVE_IDS[0], CONTENTS)
+    nbytes = await root.remove("a")
+    assert nbytes == sum(map(len, CONTENTS.values()))
+    gone = [key.removeprefix("run/a/") for kind, key in store.log if kind == "delete"]
+    assert gone[-2:] == [pointed_name(SAVE_IDS[0]), f".manifest-{SAVE_IDS[0]}-old"]
+    assert not store.objects
+    write(store, "a", is_pointed=True)
+    del store.objects[f"run/a/{pointed_name(SAVE_IDS[0])}"]
+    with pytest.raises(FormatError):
+        await root.remove("a")
+    assert len(store.objects) == 3
 
 
 async def test_what_cannot_be_read_is_not_removed(threads: Threads) -> None:
