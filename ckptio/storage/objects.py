@@ -132,7 +132,11 @@ class ObjectStorage:
             else:
                 raise CheckpointExistsError(self._url)
         attempt = await self._attempt(save_id, overwrite=overwrite, leads=True)
-        await attempt.prepare()
+        try:
+            await attempt.prepare()
+        except BaseException:  # cancelled, as a rule: nobody else knows of the mark
+            await attempt.abort()
+            raise
         return attempt
 
     async def join(self, save_id: str) -> ObjectAttempt:
