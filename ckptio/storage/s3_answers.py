@@ -79,7 +79,8 @@ async def receive(answer: Mapping[str, Any], room: memoryview) -> None:
     position = 0
     failure = None
     try:
-        async with answer["Body"] as body:
+        body = answer["Body"]
+        async with body:  # what that gives is not the same in all versions of aiobotocore
             while position < len(room):
                 chunk = await body.read(min(_CHUNK_NBYTES, len(room) - position))
                 if not chunk:
