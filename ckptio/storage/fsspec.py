@@ -201,6 +201,7 @@ class FsspecStore:
     def _head(self, key: str) -> ObjectInfo:
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
             self.fs.invalidate_cache(key)
+            self.fs.invalidate_cache(self.fs._parent(key))  # noqa: SLF001  # fsspec's public practice
         info = self.fs.info(key)
         if info["type"] != "file":
             raise FileNotFoundError(key)

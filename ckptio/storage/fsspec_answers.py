@@ -42,8 +42,6 @@ _MAX_LENGTH = 300
 _SECRET = re.compile(
     r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
 )
-    r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
-)
 #: A signature in a URL is as good as a password.
 _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
 
