@@ -70,8 +70,9 @@ class FsspecBackend:
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Take the whole path for a prefix; see `stores.Backend`."""
+        kind = self._class()
         try:
-            prefix = str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
+            prefix = str(kind._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
         except (ValueError, TypeError, NotImplementedError):
             raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
         if not prefix.strip("/"):

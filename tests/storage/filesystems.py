@@ -11,7 +11,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 
-class _File(AbstractBufferedFile):
+class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
     """A file that is put when it is closed; its parts lie in memory until then."""
 
     def _initiate_upload(self) -> None:
@@ -76,7 +76,7 @@ class _Contents:
                 raise FileNotFoundError(path)
 
 
-class SyncFileSystem(_Contents, AbstractFileSystem):
+class SyncFileSystem(_Contents, AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Blocks, and takes no more than the plainest calls."""
 
     protocol = "plainsync"
@@ -103,7 +103,7 @@ class SyncFileSystem(_Contents, AbstractFileSystem):
         return _File(self, path, mode, **options)
 
 
-class LoopFileSystem(_Contents, AsyncFileSystem):
+class LoopFileSystem(_Contents, AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Awaits everything, on fsspec's loop."""
 
     protocol = "plainasync"
