@@ -73,8 +73,9 @@ class FsspecBackend:
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Take the whole path for a prefix; see `stores.Backend`."""
+        kind = self._class()
         try:
-            prefix = str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
+            prefix = str(kind._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
         except (ValueError, TypeError, NotImplementedError):
             raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
         if not prefix.strip("/"):
@@ -204,6 +205,7 @@ class FsspecStore:
     def _head(self, key: str) -> ObjectInfo:
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
             self.fs.invalidate_cache(key)
+            self.fs.invalidate_cache(self.fs._parent(key))  # noqa: SLF001  # fsspec's public practice
         info = self.fs.info(key)
         if info["type"] != "file":
             raise FileNotFoundError(key)

@@ -21,6 +21,7 @@ from ckptio.storage.store import StoreError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Executor
+    from importlib.metadata import EntryPoint
 
     from ckptio.config import CheckpointConfig
     from ckptio.storage.store import ObjectStore
@@ -30,7 +31,12 @@ ENTRY_POINTS = "ckptio.backends"
 
 
 class Backend(Protocol):
-    """Opens stores of one kind. What an entry point of `ckptio.backends` names."""
+    """Opens stores of one kind.
+
+    What an entry point of the group `ckptio.backends` names, by the protocol of its URLs;
+    or a class whose instances, made without arguments, are one. It goes before ours.
+    `ckptio.testing.conformance` has the tests that its stores have to pass.
+    """
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Split a URL without a slash at its end. Touches nothing.
@@ -166,6 +172,23 @@ class OpenStore:
             await store.close()
 
 
+def _loaded(entry: EntryPoint) -> Backend:
+    """Import what an entry point names: a backend, or a class that makes one."""
+    try:
+        found = entry.load()
+        backend: Backend = found() if isinstance(found, type) else found
+    except Exception as error:  # another package's: whatever it is, it is why this is no way
+        raise ConfigError(
+            f"the backend for {entry.name}:// that {entry.value!r} names cannot be loaded: {error}"
+        ) from error
+    missing = [name for name in ("split", "gap_nbytes", "open") if not hasattr(backend, name)]
+    if missing:
+        raise ConfigError(
+            f"the backend for {entry.name}:// that {entry.value!r} names has no {missing[0]!r}"
+        )
+    return backend
+
+
 def find_backend(protocol: str, config: CheckpointConfig) -> Backend:
     """Find who opens stores of a protocol.
 
@@ -173,8 +196,7 @@ def find_backend(protocol: str, config: CheckpointConfig) -> Backend:
         ConfigError: Nobody does.
     """
     for entry in entry_points(group=ENTRY_POINTS, name=protocol):
-        backend: Backend = entry.load()
-        return backend
+        return _loaded(entry)
     if protocol in _S3:
         try:
             from ckptio.storage.s3 import S3Backend  # noqa: PLC0415  # imports s3fs

@@ -1,13 +1,28 @@
 """What a backend has to pass before checkpoints may be kept in it.
 
-Make a class of it in a module of tests, and say how the store is reached:
+A backend is an object with the methods of `ckptio.storage.stores.Backend`, whose stores have
+those of `ckptio.storage.store.ObjectStore`. A package registers it by the protocol of its
+URLs:
+
+    [project.entry-points."ckptio.backends"]
+    mine = "my_package.storage:MyBackend"
+
+and holds it to the rules by a class in a module of tests, which says how it is reached:
+
+    from ckptio.testing.conformance import BackendConformance
 
     class TestMine(BackendConformance):
         url = "mine://bucket/somewhere"
         storage_options = {"endpoint": "http://127.0.0.1:9000"}
 
 The tests are coroutines (pytest-asyncio in its auto mode runs them). Each works under a new
-prefix below `url` and leaves nothing behind when it passes.
+prefix below `url` and leaves nothing behind when it passes. Where the place is known only
+when tests run, a fixture sets `url` and `storage_options` on the instance.
+
+What the tests cannot see, and a store has to keep all the same: memory that is given to `put`,
+`write` or `get_into` is the caller's again when they return or raise, also when they are
+cancelled; a failure is one of the four `StoreError`s, and says nothing secret; a failure after
+which the request may have taken effect is a `TransientError`.
 """
 
 from __future__ import annotations
@@ -51,7 +66,8 @@ class BackendConformance:
         s3_client: See `CheckpointConfig`.
         slab_nbytes: Size of a part; at least what the store takes.
         num_writers: Writers of a race.
-        has_uploads: Whether uploads that were not ended can be listed.
+        has_uploads: Whether uploads that were not ended can be listed. Where they cannot, what
+            killed saves sent in parts stays until the store itself drops it.
     """
 
     url: ClassVar[str]
@@ -217,7 +233,7 @@ class BackendConformance:
             winners = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
             data = (await store.get(key, 1 << 20))[1]
             assert data in bodies
-            if store.traits.conditional == "atomic":
+            if store.traits.conditional in ("atomic", "create"):
                 assert [bodies[i] for i in winners] == [data]
 
     async def test_a_listing_by_level_stops_at_slashes(self) -> None:
@@ -271,6 +287,20 @@ class BackendConformance:
             except CheckpointNotFoundError:
                 return
             raise AssertionError("a checkpoint was found where nothing is")
+
+    async def test_a_checkpoint_below_another_is_left_alone(self) -> None:
+        """Neither a save nor its end touches what lies below its own prefix."""
+        import torch  # noqa: PLC0415  # not before a tensor is touched
+
+        url = self.new_url()
+        state = {"small": self.state(7)["small"]}
+        async with Engine(self.config()) as engine:
+            await engine.save(state, f"{url}/below")
+            await engine.save(state, url)
+            await engine.save(state, url, overwrite=True)
+            for place in (url, f"{url}/below"):
+                assert torch.equal((await engine.load(place))["small"], state["small"])
+        await self.remove(url)
 
     async def test_of_two_saves_one_is_there(self) -> None:
         """The other gets a conflict, and what is there is whole."""

@@ -76,7 +76,7 @@ class _Contents:
                 raise FileNotFoundError(path)
 
 
-class SyncFileSystem(_Contents, AbstractFileSystem):  # type: ignore[misc]  # as above
+class SyncFileSystem(_Contents, AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Blocks, and takes no more than the plainest calls."""
 
     protocol = "plainsync"
@@ -103,7 +103,7 @@ class SyncFileSystem(_Contents, AbstractFileSystem):  # type: ignore[misc]  # as
         return _File(self, path, mode, **options)
 
 
-class LoopFileSystem(_Contents, AsyncFileSystem):  # type: ignore[misc]  # as above
+class LoopFileSystem(_Contents, AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Awaits everything, on fsspec's loop."""
 
     protocol = "plainasync"
