@@ -202,9 +202,9 @@ class _Removal:
         await self._requests.run("remove", key, lambda: self._store.delete([key]))
         return True
 
-    async def _is_there(self) -> bool:
-        """Whether there is a manifest; yes if nobody can tell."""
-        key = self._prefix + MANIFEST_NAME
+    async def _is_there(self, file: str = MANIFEST_NAME) -> bool:
+        """Whether there is a manifest, or another file; yes if nobody can tell."""
+        key = self._prefix + file
         try:
             await self._requests.run("look at", key, lambda: self._store.head(key))
         except ObjectMissingError:
@@ -216,7 +216,8 @@ class _Removal:
     async def _bury(self, tomb: str, summary: Summary) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
-        keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
+        if await self._is_there(NOTE_PREFIX + summary.save_id):
+            keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
         if len(await self._cleaner.delete(keys)) == len(keys):
             await self._cleaner.delete([tomb])  # last: what it lists is not forgotten
 
