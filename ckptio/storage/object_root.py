@@ -193,9 +193,9 @@ class _Removal:
         await self._requests.run("remove", key, lambda: self._store.delete([key]))
         return True
 
-    async def _is_there(self) -> bool:
-        """Whether there is a manifest; yes if nobody can tell."""
-        key = self._prefix + MANIFEST_NAME
+    async def _is_there(self, file: str = MANIFEST_NAME) -> bool:
+        """Whether there is a manifest, or another file; yes if nobody can tell."""
+        key = self._prefix + file
         try:
             await self._requests.run("look at", key, lambda: self._store.head(key))
         except ObjectMissingError:
@@ -207,7 +207,8 @@ class _Removal:
     async def _bury(self, tomb: str, summary: Summary, pointed: Sequence[str]) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
-        keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
+        if await self._is_there(NOTE_PREFIX + summary.save_id):
+            keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
         if len(await self._place.delete(keys)) == len(keys):
             for key in (*pointed, tomb):  # last: what they list is not forgotten
                 await self._place.delete([key])
