@@ -87,10 +87,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         observer: Observer | None = None,
     ) -> None:
         _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
-        if _Stager is object:
-            super().__init__()
-        else:
-            _Stager.__init__(self, cache_staged_state_dict)  # type: ignore[call-arg]  # as above
+        staging: dict[str, bool] = {}
+        if _Stager is not object:
+            staging["cache_staged_state_dict"] = cache_staged_state_dict
+        super().__init__(**staging)
         self.path = path
         options: dict[str, Any] = {}
         if thread_count is not None:
