@@ -124,10 +124,17 @@ class ObstoreStore:
         config: CheckpointConfig,
     ) -> None:
         self._small = small
-        self._once = once
-        self._repeating = repeating
+        self._stores: list[obstore.store.S3Store] = [once, repeating]
         self._part_nbytes = config.slab_nbytes
         self._max_parts_at_once = config.max_requests + 1
+
+    @property
+    def _once(self) -> obstore.store.S3Store:
+        return self._stores[0]
+
+    @property
+    def _repeating(self) -> obstore.store.S3Store:
+        return self._stores[1]
 
     @property
     def identity(self) -> str:
@@ -231,7 +238,8 @@ class ObstoreStore:
         await self._small.delete(keys)
 
     async def close(self) -> None:
-        """Close the client for what is small; obstore's end with their last user."""
+        """Close the client for what is small, and let go of obstore's, which ends them soon."""
+        self._stores.clear()
         await self._small.close()
 
 
