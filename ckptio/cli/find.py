@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Data files, attempts and manifests on their way, as `ckptio.storage` names them.
-_OURS = re.compile(r"(?:data|\.attempt|\.manifest)-[0-9a-f]{32}(?:-.*)?")
+_OURS = re.compile(r"(?:data|\.attempt|\.?manifest)-[0-9a-f]{32}(?:-.*|\.json)?")
 _OPENING = b'{"ckptio":'
 
 

@@ -77,16 +77,16 @@ def encode_manifest(
             f"a manifest of {len(body)} bytes, and readers take {MAX_MANIFEST_NBYTES}; raise"
             " block_nbytes, or save fewer and larger tensors"
         )
-    return _sealed(body)
+    return sealed(body)
 
 
 def encode_again(manifest: Manifest) -> bytes:
     """Write a manifest that was read, to pass it on."""
-    return _sealed(msgspec.json.encode(manifest)[:-1])
+    return sealed(msgspec.json.encode(manifest)[:-1])
 
 
-def _sealed(body: bytes) -> bytes:
-    """End a manifest, whose closing brace is missing, with its checksum."""
+def sealed(body: bytes) -> bytes:
+    """End a document, whose closing brace is missing, with its checksum."""
     return body + b',"crc32c":"%08x"}\n' % crc32c(body)
 
 

@@ -30,7 +30,7 @@ from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatErro
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, storage_error
-from ckptio.storage.files import read_regular
+from ckptio.storage.files import follow_pointer, read_regular
 from ckptio.storage.leftovers import ATTEMPT_PREFIX, boot_id, files_of, find_leftovers
 
 if TYPE_CHECKING:
@@ -300,8 +300,10 @@ class LocalAttempt:
         if replaced:
             # one that cannot be read: its files are told from names, by the next save
             try:
-                old = decode_manifest(read_regular(self._files, replaced, MAX_MANIFEST_NBYTES))
-                doomed = [entry.name for entry in old.files if self._save_id not in entry.name]
+                commit = read_regular(self._files, replaced, MAX_MANIFEST_NBYTES)
+                data, pointed = follow_pointer(self._files, self._directory, commit)
+                names = [*(entry.name for entry in decode_manifest(data).files), *pointed]
+                doomed = [name for name in names if self._save_id not in name]
             except FormatError:
                 pass
             except OSError as error:

@@ -13,6 +13,8 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from ckptio.format.manifest import MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
 
 if TYPE_CHECKING:
@@ -167,3 +169,26 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
         return os.pread(fd, nbytes, 0)
     finally:
         files.close(fd)
+
+
+def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[bytes, list[str]]:
+    """Give the manifest that a commit is, or points to.
+
+    Args:
+        files: Operations to use.
+        directory: The checkpoint.
+        commit: What stands under the name of its manifest.
+
+    Returns:
+        The manifest, and the name of the file that has it if that is another one.
+
+    Raises:
+        FormatError: The pointer is damaged, or leads to something else.
+        OSError: What it points to cannot be read.
+    """
+    pointer = decode_pointer(commit)
+    if pointer is None:
+        return commit, []
+    manifest = read_regular(files, f"{directory}/{pointer.pointer}", MAX_MANIFEST_NBYTES)
+    pointer.check(manifest)
+    return manifest, [pointer.pointer]

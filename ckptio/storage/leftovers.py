@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
-from ckptio.storage.files import read_regular
+from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
@@ -34,7 +34,7 @@ _QUIET_S = 3600.0
 _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
-    r"(?:data-|\.attempt-|\.manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old)?"
+    r"(?:data-|\.attempt-|\.?manifest-)([0-9a-f]{32})(?:-\d{5}-\d{5}\.safetensors|-old|\.json)?"
 )
 
 
@@ -78,15 +78,20 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
         if not _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
     }
     try:
-        data = read_regular(files, f"{directory}/{MANIFEST_NAME}", MAX_MANIFEST_NBYTES)
-        manifest = decode_manifest(data)
-    except FileNotFoundError:
-        needed: set[str] = set()
+        needed = _needed(files, directory)
     except (OSError, FormatError):
         return []  # damaged, or of a newer version: whatever it needs stays
-    else:
-        needed = {entry.name for entry in manifest.files}
     return [name for names in dead.values() for name in names if name not in needed]
+
+
+def _needed(files: PosixFiles, directory: str) -> set[str]:
+    """Name the files of the checkpoint that is there; none if there is none."""
+    try:
+        commit = read_regular(files, f"{directory}/{MANIFEST_NAME}", MAX_MANIFEST_NBYTES)
+    except FileNotFoundError:
+        return set()
+    data, pointed = follow_pointer(files, directory, commit)
+    return {*pointed, *(entry.name for entry in decode_manifest(data).files)}
 
 
 def boot_id() -> bytes:

@@ -18,9 +18,10 @@ from ckptio.errors import (
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import decode_pointer
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import PosixFiles, follow_pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+
+#: How often a manifest is looked for that a commit points to; others may commit meanwhile.
+_MAX_FOLLOWING = 3
 
 
 class LocalStorage:
@@ -84,9 +88,27 @@ class LocalStorage:
 
     async def read_manifest(self) -> tuple[tuple[int, ...], bytes]:
         """Read the manifest, and the stat of the very file that was read."""
-        return await shielded(self._read_manifest())
+        missing = ""
+        for _ in range(_MAX_FOLLOWING):
+            version, commit = await shielded(self._read_commit())
+            try:
+                pointer = decode_pointer(commit)
+                if pointer is None:
+                    return version, commit
+                missing = pointer.pointer
+                manifest, _ = await run_blocking(
+                    self._executor, follow_pointer, self._files, self._path, commit
+                )
+            except FileNotFoundError:
+                continue  # it was replaced just then, or it is not whole
+            except OSError as error:
+                raise storage_error(error, self._path, "cannot read the manifest") from error
+            except FormatError as error:
+                raise type(error)(f"{self._path!r}: {error}") from None
+            return version, manifest
+        raise FormatError(f"{self._path!r}: the manifest points to {missing!r}, which is not there")
 
-    async def _read_manifest(self) -> tuple[tuple[int, ...], bytes]:
+    async def _read_commit(self) -> tuple[tuple[int, ...], bytes]:
         try:
             async with aiofiles.open(
                 self._manifest,

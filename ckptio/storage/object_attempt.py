@@ -2,9 +2,10 @@
 
 Data objects come first, each complete and of the size it should have; then the manifest,
 as one small object in one request: `If-None-Match: *` without `overwrite`, and with it a
-match of the etag that was there when the commit began. So of any number of writers one
-wins, where the store decides such requests atomically. Where it does not, the manifest is
-still one object that names data of one save, so that bytes are never mixed.
+match of the etag that was there when the commit began. A large manifest comes before that,
+as data does, and the small object points to it. So of any number of writers one wins, where
+the store decides such requests atomically. Where it does not, the manifest is still one
+object that names data of one save, so that bytes are never mixed.
 
 An answer that says no, or that never came, does not tell who won: the request may have
 been repeated by a proxy or a client, and the first one may have been carried out. So what
@@ -32,9 +33,11 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.pointer import decode_pointer, encode_pointer, pointed_name
 from ckptio.format.summary import decode_summary
 from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, join_key, read_commit, read_whole
 from ckptio.storage.object_files import ObjectSink
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -66,7 +69,7 @@ class _Present:
     """The manifest that is there: its etag, and the keys of the data of its save."""
 
     etag: str
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,8 @@ class ObjectAttempt:
         if replaced is not None and not self._overwrite:
             raise CommitConflictError(self._url)
         key = self._key(MANIFEST_NAME)
+        if len(manifest) > MAX_COMMIT_NBYTES:
+            manifest = await self._write_apart(manifest)
         # from here on it may be there, whatever the answers are
         self._published = True
         in_doubt = False
@@ -195,6 +200,17 @@ class ObjectAttempt:
             path=self._url,
         )
 
+    async def _write_apart(self, manifest: bytes) -> bytes:
+        """Write a large manifest as data is written; gives what points to it."""
+        sink = await self.create(pointed_name(self._save_id), len(manifest))
+        step = self._config.slab_nbytes
+        with memoryview(manifest) as view:
+            for start in range(0, len(view), step):
+                with view[start : start + step] as part:
+                    await sink.write(start, part)
+        await sink.close()
+        return encode_pointer(self._save_id, manifest)
+
     async def _send(
         self, key: str, manifest: bytes, replaced: _Present | None
     ) -> StoreError | None:
@@ -218,27 +234,31 @@ class ObjectAttempt:
 
     async def _present(self) -> _Present | None:
         """Look at the manifest that is there, if there is one."""
-        key = self._key(MANIFEST_NAME)
         try:
-            info, data = await self._requests.run(
-                "read", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
-            )
+            info, data, keys = await read_commit(self._store, self._requests, self._prefix)
+            summary = decode_summary(data)
         except ObjectMissingError:
             return None
-        try:
-            summary = decode_summary(data)
         except FormatError:  # damaged, or of a newer version: what it needs stays
-            return _Present(info.etag, ())
+            return await self._unreadable()
         names = [file.name for file in summary.files if summary.save_id in file.name]
-        return _Present(info.etag, tuple(self._key(name) for name in names))
+        return _Present(info.etag, (*map(self._key, names), *keys))
+
+    async def _unreadable(self) -> _Present | None:
+        """Look at a manifest that is there and cannot be read."""
+        key = self._key(MANIFEST_NAME)
+        try:
+            info = await self._requests.run("look at", key, lambda: self._store.head(key))
+        except ObjectMissingError:
+            return None
+        return _Present(info.etag)
 
     async def _found(self, key: str) -> str | None:
         """Give the id of the save whose manifest is there; `None` without one."""
         try:
-            _, data = await self._requests.run(
-                "read back", key, lambda: self._store.get(key, MAX_MANIFEST_NBYTES)
-            )
-            return decode_summary(data).save_id
+            _, data = await read_whole(self._store, self._requests, key)
+            pointer = decode_pointer(data)
+            return pointer.save_id if pointer else decode_summary(data).save_id
         except ObjectMissingError:
             return None
         except FormatError:
@@ -260,11 +280,10 @@ class ObjectAttempt:
             await self._quietly(sink.key, sink.discard)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
-            ours = f"data-{self._save_id}-"
             found = await self._ours()
-            keys += [info.key for info in found.objects if _name(info.key).startswith(ours)]
+            keys += [info.key for info in found.objects if _owner(info.key) == self._save_id]
             for upload in found.uploads:
-                if _name(upload.key).startswith(ours):
+                if _owner(upload.key) == self._save_id:
                     await self._drop(upload)
             keys.append(self._key(ATTEMPT_PREFIX + self._save_id))
         await self._delete(sorted(set(keys)))
@@ -334,7 +353,7 @@ class ObjectAttempt:
         self._emit(CleanupFailed(path=self._url, file=_name(key), error=reason))
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return join_key(self._prefix, name)
 
 
 def _name(key: str) -> str:

@@ -1,6 +1,7 @@
 """A checkpoint under a prefix of an object store: reading it, and where a save of it begins.
 
     <prefix>/manifest.json                              the commit; written last, in one step
+    <prefix>/manifest-<save id>.json                    a large manifest, to which that points
     <prefix>/data-<save id>-<rank>-<index>.safetensors  in parts; there when complete
     <prefix>/.attempt-<save id>                         says that a save is, or was, under way
 
@@ -17,8 +18,9 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     FormatError,
 )
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.object_attempt import ObjectAttempt
+from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.object_files import ObjectSource
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
@@ -89,17 +91,12 @@ class ObjectStorage:
         """Read the manifest, and what tells just these bytes apart."""
         store, requests = await self._ready()
         try:
-            info, data = await requests.run(
-                "read", self._manifest, lambda: store.get(self._manifest, MAX_MANIFEST_NBYTES)
-            )
+            info, manifest, _ = await read_commit(store, requests, self._prefix)
         except ObjectMissingError:
             raise CheckpointNotFoundError(self._url) from None
-        if info.nbytes > MAX_MANIFEST_NBYTES:
-            raise FormatError(
-                f"the manifest of {self._url!r} has {info.nbytes} bytes and a manifest at most"
-                f" {MAX_MANIFEST_NBYTES}"
-            )
-        return (info.etag, info.nbytes, info.modified_s), data
+        except FormatError as error:
+            raise type(error)(f"{self._url!r}: {error}") from None
+        return (info.etag, info.nbytes, info.modified_s), manifest
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look at data files, at once; see `interface.Storage`."""
@@ -168,4 +165,4 @@ class ObjectStorage:
         return self._join(MANIFEST_NAME)
 
     def _join(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return join_key(self._prefix, name)

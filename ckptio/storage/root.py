@@ -31,7 +31,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles, read_regular
+from ckptio.storage.files import PosixFiles, follow_pointer, read_regular
 from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.resolve import local_path
 
@@ -196,6 +196,15 @@ class LocalRoot:
         return await run_blocking(self._executor, self._read_manifest, self.join(name))
 
     def _read_manifest(self, directory: str) -> bytes:
+        return self._followed(directory, self._read_commit(directory))
+
+    def _followed(self, directory: str, commit: bytes) -> bytes:
+        try:
+            return follow_pointer(self._files, directory, commit)[0]
+        except OSError as error:
+            raise storage_error(error, directory, "cannot read the manifest") from error
+
+    def _read_commit(self, directory: str) -> bytes:
         manifest = f"{directory}/{MANIFEST_NAME}"
         try:
             return read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
@@ -209,10 +218,10 @@ class LocalRoot:
         await run_blocking(self._executor, self._remove, self.join(name))
 
     def _remove(self, directory: str) -> None:
-        data = self._read_manifest(directory)
-        tomb = f".manifest-{decode_summary(data).save_id}-old"
+        commit = self._read_commit(directory)
+        tomb = f".manifest-{decode_summary(self._followed(directory, commit)).save_id}-old"
         try:
-            self._take_back(directory, f"{directory}/{tomb}", data)
+            self._take_back(directory, f"{directory}/{tomb}", commit)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
@@ -241,18 +250,26 @@ class LocalRoot:
     def _bury(self, directory: str, tomb: str) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them."""
         try:
-            summary = decode_summary(
-                read_regular(self._files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
-            )
+            commit = read_regular(self._files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
             return  # somebody else was faster
+        except OSError as error:
+            self._cannot_remove(directory, tomb, error)
+            return
+        try:
+            data, pointed = follow_pointer(self._files, directory, commit)
+            summary = decode_summary(data)
+        except FileNotFoundError:  # it went just before the tomb would have
+            self._unlink(directory, tomb)
+            return
         except (OSError, FormatError) as error:
             failure = error if isinstance(error, OSError) else OSError(errno.EBADMSG, str(error))
             self._cannot_remove(directory, tomb, failure)
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
         if not [name for name in names if not self._unlink(directory, name)]:
-            self._unlink(directory, tomb)  # last: what it lists is not forgotten
+            for name in (*pointed, tomb):  # last: what it lists is not forgotten
+                self._unlink(directory, name)
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `Root`."""

@@ -185,6 +185,21 @@ async def test_an_object_of_another_size_is_no_data_file(moto: Server) -> None:
     assert left_at(moto, url) == ([], [])
 
 
+async def test_a_large_manifest_is_written_in_parts(moto: Server) -> None:
+    """What commits is small, and no part of what was written is left when it goes."""
+    url, state = new_url(), {"words": "x" * (9 * MiB), "small": torch.ones(3)}
+    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+        await engine.save(state, url)
+        (commit,) = proxy.sent("PUT", "/manifest.json")
+        assert commit.nbytes < KiB
+        loaded = await engine.load(url)
+        assert loaded["words"] == state["words"]
+        keys, uploads = left_at(moto, url)
+        assert (len(keys), uploads) == (3, [])
+        await engine.save({"small": torch.ones(3)}, url, overwrite=True)
+        assert len(left_at(moto, url)[0]) == 2
+
+
 async def test_one_tensor_costs_one_request(moto: Server) -> None:
     """4 MiB out of an object of 64 MiB: one GET of as much and a block."""
     url, state = new_url(), random_state([4 * MiB] * 15 + [4 * MiB - 8 * KiB])

@@ -1,0 +1,69 @@
+"""The commit of a checkpoint in an object store: its manifest, or what points to that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio.errors import FormatError
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import decode_pointer
+from ckptio.storage.store import ObjectMissingError
+
+if TYPE_CHECKING:
+    from ckptio.storage.requests import Requests
+    from ckptio.storage.store import ObjectInfo, ObjectStore
+
+#: A larger manifest is written first, and the commit points to it.
+MAX_COMMIT_NBYTES = 8 << 20
+#: How often a manifest is looked for that a commit points to; others may commit meanwhile.
+_MAX_FOLLOWING = 3
+
+
+def join_key(prefix: str, name: str) -> str:
+    """Give the key of something in a checkpoint."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+async def read_commit(
+    store: ObjectStore, requests: Requests, prefix: str
+) -> tuple[ObjectInfo, bytes, list[str]]:
+    """Read the manifest of a checkpoint.
+
+    Returns:
+        What tells this commit from others, the manifest, and the keys that it is under
+        beside that of the commit.
+
+    Raises:
+        ObjectMissingError: There is no commit.
+        FormatError: It is larger than any manifest, or points to something else than one.
+        StorageError: It cannot be read.
+    """
+    for _ in range(_MAX_FOLLOWING):
+        info, commit = await read_whole(store, requests, join_key(prefix, MANIFEST_NAME))
+        pointer = decode_pointer(commit)
+        if pointer is None:
+            return info, commit, []
+        key = join_key(prefix, pointer.pointer)
+        try:
+            _, manifest = await read_whole(store, requests, key)
+        except ObjectMissingError:
+            continue  # it was replaced just then, or it is not whole
+        pointer.check(manifest)
+        return info, manifest, [key]
+    raise FormatError(f"the manifest points to {key!r}, which is not there")
+
+
+async def read_whole(store: ObjectStore, requests: Requests, key: str) -> tuple[ObjectInfo, bytes]:
+    """Read a manifest, or what stands in its place.
+
+    Raises:
+        ObjectMissingError: It is not there.
+        FormatError: It is larger than any manifest.
+        StorageError: It cannot be read.
+    """
+    info, data = await requests.run("read", key, lambda: store.get(key, MAX_MANIFEST_NBYTES))
+    if info.nbytes > MAX_MANIFEST_NBYTES:
+        raise FormatError(
+            f"{key!r} has {info.nbytes} bytes and a manifest at most {MAX_MANIFEST_NBYTES}"
+        )
+    return info, data
