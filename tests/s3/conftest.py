@@ -43,3 +43,10 @@ def swift() -> Iterator[Server]:
         pytest.skip(f"no OpenStack Swift here: {missing}")
     with servers.swift() as server:
         yield server
+
+
+@pytest.fixture(params=["moto", pytest.param("ceph", marks=pytest.mark.real_s3)])
+def server(request: pytest.FixtureRequest) -> Server:
+    """Give a simulated server and, in the session for real ones, Ceph."""
+    found: Server = request.getfixturevalue(request.param)
+    return found

@@ -55,15 +55,15 @@ STAGES = ("mark", "begin", "part", "second part", "complete", "look", "commit")
 
 
 @pytest.mark.parametrize("where", STAGES)
-async def test_a_save_that_is_refused_leaves_nothing(moto: Server, where: str) -> None:
+async def test_a_save_that_is_refused_leaves_nothing(server: Server, where: str) -> None:
     """Wherever the server says no: no object, no upload; and the next one goes through."""
     url, state = new_url(), random_state([2 * PART_NBYTES, 100])
     chosen = stage(where)
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         proxy.decide = lambda r: Fault(answer=answer(403, "AccessDenied")) if chosen(r) else None
         with pytest.raises(StorageError, match=r"AccessDenied|Forbidden"):
             await engine.save(state, url)
-        assert left_at(moto, url) == ([], [])
+        assert left_at(server, url) == ([], [])
         proxy.decide = lambda _: None
         await engine.save(state, url)
         assert_same(await engine.load(url), state)
@@ -72,13 +72,13 @@ async def test_a_save_that_is_refused_leaves_nothing(moto: Server, where: str) -
 @pytest.mark.parametrize("where", [*STAGES, "small"])
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_save_that_is_cancelled_leaves_nothing(
-    moto: Server, where: str, *, late: bool
+    server: Server, where: str, *, late: bool
 ) -> None:
     """Wherever it is: no object, no upload; or it was too late and all of it is there."""
     sizes = [100] if where == "small" else [2 * PART_NBYTES, 100]
     url, state = new_url(), random_state(sizes)
     chosen, hold = stage(where), asyncio.Event()
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         proxy.decide = lambda r: Fault(hold=hold, forward=True) if chosen(r) else None
 
         async def save() -> None:
@@ -93,7 +93,7 @@ async def test_a_save_that_is_cancelled_leaves_nothing(
         hold.set()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        keys, uploads = left_at(moto, url)
+        keys, uploads = left_at(server, url)
         assert uploads == []
         if keys:
             assert any(key.endswith("manifest.json") for key in keys)
@@ -103,7 +103,9 @@ async def test_a_save_that_is_cancelled_leaves_nothing(
 
 @pytest.mark.parametrize("where", [*STAGES, "small"])
 @pytest.mark.parametrize("after", [False, True])
-async def test_an_answer_that_is_lost_costs_a_try(moto: Server, where: str, *, after: bool) -> None:
+async def test_an_answer_that_is_lost_costs_a_try(
+    server: Server, where: str, *, after: bool
+) -> None:
     """Whether or not the request was carried out, the save is there once, and whole."""
     sizes = [100] if where == "small" else [2 * PART_NBYTES, 100]
     url, state = new_url(), random_state(sizes)
@@ -116,18 +118,20 @@ async def test_an_answer_that_is_lost_costs_a_try(moto: Server, where: str, *, a
         left[0] -= 1
         return Fault(reset=True, forward=after)
 
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         proxy.decide = decide
         await engine.save(state, url)
         assert_same(await engine.load(url), state)
         manifest = await engine.inspect(url)
-    keys, _ = left_at(moto, url)
+    keys, _ = left_at(server, url)
     names = {key.rpartition("/")[2] for key in keys}
     assert names == {"manifest.json", *(file.name for file in manifest.files)}
 
 
 @pytest.mark.parametrize("after", [False, True])
-async def test_a_commit_that_says_200_and_fails_is_sent_again(moto: Server, *, after: bool) -> None:
+async def test_a_commit_that_says_200_and_fails_is_sent_again(
+    server: Server, *, after: bool
+) -> None:
     """What is there decides, not what the answer says."""
     url, state = new_url(), random_state([100])
     chosen, left = stage("commit"), [1]
@@ -138,20 +142,20 @@ async def test_a_commit_that_says_200_and_fails_is_sent_again(moto: Server, *, a
         left[0] -= 1
         return Fault(answer=answer(200, "InternalError"), forward=after)
 
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         proxy.decide = decide
         await engine.save(state, url)
         assert_same(await engine.load(url), state)
 
 
-async def test_a_commit_that_somebody_else_won_is_a_conflict(moto: Server) -> None:
+async def test_a_commit_that_somebody_else_won_is_a_conflict(server: Server) -> None:
     """Also when the answer that says so is lost: bytes of the other one stay."""
     url, ours, theirs = new_url(), random_state([100], 1), random_state([100], 2)
     chosen, hold = stage("commit"), asyncio.Event()
     async with (
-        Proxy(moto) as proxy,
+        Proxy(server) as proxy,
         Engine(config_for(proxy.server)) as engine,
-        Engine(config_for(moto)) as other,
+        Engine(config_for(server)) as other,
     ):
         proxy.decide = lambda r: Fault(hold=hold, forward=True) if chosen(r) else None
         handle = engine.save(ours, url)
@@ -163,7 +167,7 @@ async def test_a_commit_that_somebody_else_won_is_a_conflict(moto: Server) -> No
             await handle
         assert_same(await other.load(url), theirs)
         manifest = await other.inspect(url)
-    keys, _ = left_at(moto, url)
+    keys, _ = left_at(server, url)
     assert len(keys) == 1 + len(manifest.files)
 
 
@@ -185,26 +189,26 @@ async def test_an_object_of_another_size_is_no_data_file(moto: Server) -> None:
     assert left_at(moto, url) == ([], [])
 
 
-async def test_a_large_manifest_is_written_in_parts(moto: Server) -> None:
+async def test_a_large_manifest_is_written_in_parts(server: Server) -> None:
     """What commits is small, and no part of what was written is left when it goes."""
     url, state = new_url(), {"words": "x" * (9 * MiB), "small": torch.ones(3)}
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         await engine.save(state, url)
         (commit,) = proxy.sent("PUT", "/manifest.json")
         assert commit.nbytes < KiB
         loaded = await engine.load(url)
         assert loaded["words"] == state["words"]
-        keys, uploads = left_at(moto, url)
+        keys, uploads = left_at(server, url)
         assert (len(keys), uploads) == (3, [])
         await engine.save({"small": torch.ones(3)}, url, overwrite=True)
-        assert len(left_at(moto, url)[0]) == 2
+        assert len(left_at(server, url)[0]) == 2
 
 
-async def test_one_tensor_costs_one_request(moto: Server) -> None:
+async def test_one_tensor_costs_one_request(server: Server) -> None:
     """4 MiB out of an object of 64 MiB: one GET of as much and a block."""
     url, state = new_url(), random_state([4 * MiB] * 15 + [4 * MiB - 8 * KiB])
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
-        block_nbytes = config_for(moto).block_nbytes
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
+        block_nbytes = config_for(server).block_nbytes
         await engine.save(state, url)
         (file,) = (await engine.inspect(url)).files
         assert file.nbytes in range(63 * MiB, 64 * MiB + 64 * KiB)
@@ -215,41 +219,41 @@ async def test_one_tensor_costs_one_request(moto: Server) -> None:
         assert request.answer_nbytes <= 4 * MiB + block_nbytes
 
 
-async def test_what_is_unchanged_costs_one_look(moto: Server) -> None:
+async def test_what_is_unchanged_costs_one_look(server: Server) -> None:
     """A HEAD for each request, and no GET; another checkpoint is read anew."""
     url = new_url()
-    async with Proxy(moto) as proxy, Engine(config_for(proxy.server)) as engine:
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
         await engine.save(random_state([100], 1), url)
         manifest = await engine.inspect(url)
         proxy.requests.clear()
         for _ in range(3):
             assert await engine.inspect(url) is manifest
         assert (proxy.count("HEAD"), len(proxy.requests)) == (3, 3)
-        async with Engine(config_for(moto)) as other:
+        async with Engine(config_for(server)) as other:
             await other.save(random_state([100], 2), url, overwrite=True)
         assert (await engine.inspect(url)).save_id != manifest.save_id
         assert proxy.count("GET", "manifest.json") == 1
 
 
-async def test_requests_are_not_sent_by_the_trainers_thread(moto: Server) -> None:
+async def test_requests_are_not_sent_by_the_trainers_thread(server: Server) -> None:
     """They are made, signed and sent on the thread of the engine."""
     seen: set[str] = set()
     session = aiobotocore.session.AioSession()
     session.register("before-sign.s3", lambda **_: seen.add(threading.current_thread().name))
     url, state = new_url(), random_state([2 * PART_NBYTES])
-    options = {**moto.options, "session": session}
-    async with Engine(config_for(moto, storage_options=options)) as engine:
+    options = {**server.options, "session": session}
+    async with Engine(config_for(server, storage_options=options)) as engine:
         await engine.save(state, url)
         assert_same(await engine.load(url), state)
     assert len(seen) == 1
     assert threading.current_thread().name not in seen
 
 
-async def test_thirty_saves_hold_on_to_nothing(moto: Server) -> None:
+async def test_thirty_saves_hold_on_to_nothing(server: Server) -> None:
     """Neither connections nor threads nor tasks are left, in the engine or behind it."""
     before = open_files()
     for _ in range(2):
-        async with Engine(config_for(moto)) as engine:
+        async with Engine(config_for(server)) as engine:
             counts = []
             for _ in range(15):
                 await engine.save(random_state([1000]), new_url())

@@ -46,6 +46,19 @@ async def test_listings_go_on_over_pages(moto: Server) -> None:
             await upload.abort()
 
 
+@pytest.mark.real_s3
+async def test_a_thousand_objects_are_no_end(ceph: Server) -> None:
+    """Of a listing, where that is what a page of the server has."""
+    prefix = new_prefix()
+    names = [f"{prefix}/{number:04d}" for number in range(1003)]
+    async with Proxy(ceph) as proxy, opened(proxy.server) as store:
+        for start in range(0, len(names), 17):
+            await asyncio.gather(*(store.put(key, b"") for key in names[start : start + 17]))
+        proxy.requests.clear()
+        assert [info.key for info in await store.list(f"{prefix}/")] == names
+        assert len(proxy.requests) == 2
+
+
 async def test_uploads_are_listed_over_pages(moto: Server) -> None:
     """Where a page ends after one, and says only where the next begins."""
     prefix = new_prefix()
@@ -223,10 +236,10 @@ async def test_an_answer_may_come_before_the_body_is_sent(moto: Server) -> None:
 
 
 @pytest.mark.parametrize("keep_nbytes", [0, 1, 99_999])
-async def test_a_body_that_is_cut_is_not_taken(moto: Server, keep_nbytes: int) -> None:
+async def test_a_body_that_is_cut_is_not_taken(server: Server, keep_nbytes: int) -> None:
     """Neither whole nor by range."""
     key = f"{new_prefix()}/a"
-    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+    async with Proxy(server) as proxy, opened(proxy.server) as store:
         await store.put(key, bytes(100_000))
         proxy.decide = lambda _: Fault(forward=True, keep_nbytes=keep_nbytes)
         with pytest.raises(TransientError):
@@ -246,10 +259,10 @@ async def test_a_server_that_ignores_ranges_is_not_believed(moto: Server) -> Non
                 await store.get_into(key, start, memoryview(bytearray(nbytes)))
 
 
-async def test_a_part_that_is_cancelled_is_not_sent_any_more(moto: Server) -> None:
+async def test_a_part_that_is_cancelled_is_not_sent_any_more(server: Server) -> None:
     """Its memory is free at once, and an abort finds nothing in its way."""
     key = f"{new_prefix()}/a"
-    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+    async with Proxy(server) as proxy, opened(proxy.server) as store:
         upload = await store.upload(key)
         hold = asyncio.Event()
         proxy.decide = lambda r: Fault(hold=hold) if "partNumber" in r.query else None
@@ -264,20 +277,20 @@ async def test_a_part_that_is_cancelled_is_not_sent_any_more(moto: Server) -> No
         data.extend(b"!")  # refused while anybody holds a view of it
         hold.set()
         await upload.abort()
-        assert uploads_in(moto, key) == []
+        assert uploads_in(server, key) == []
 
 
-async def test_an_upload_that_ended_is_aborted_without_an_error(moto: Server) -> None:
+async def test_an_upload_that_ended_is_aborted_without_an_error(server: Server) -> None:
     """Whoever cleans up may be late."""
     key = f"{new_prefix()}/a"
-    async with opened(moto) as store:
+    async with opened(server) as store:
         upload = await store.upload(key)
         await upload.write(0, memoryview(b"data"))
         (listed,) = await store.uploads(key)
         await upload.abort()
         await upload.abort()
         await store.drop_upload(listed)
-        assert keys_in(moto, key) == []
+        assert keys_in(server, key) == []
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3://bucket", "s3://bucket/", "s3:///prefix"])
