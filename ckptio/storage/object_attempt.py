@@ -193,6 +193,8 @@ class ObjectAttempt:
                 raise CommitConflictError(self._url)
             if problem is None:  # it was there, and somebody took it away or replaced it
                 break
+            if found is None and isinstance(problem, ConditionFailedError):
+                replaced = None  # somebody took that away
             await asyncio.sleep(min(2.0**tries / 10, 5.0))
         raise StorageError(
             "nobody knows whether the checkpoint was committed"

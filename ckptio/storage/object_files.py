@@ -7,7 +7,6 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
-from ckptio._aio import shielded
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
 from ckptio.storage.store import ObjectMissingError, StoreError, TransientError
 
@@ -127,7 +126,7 @@ class ObjectSink:
         for tries in range(1, _MAX_COMPLETING + 1):
             try:
                 # not given up when cancelled: it would be there after it was cleaned up
-                await shielded(self._requests.once(upload.complete))
+                await self._requests.once(upload.complete, outlive=True)
             except StoreError as error:
                 if await self._is_there():
                     return

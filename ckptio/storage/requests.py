@@ -135,8 +135,7 @@ class Requests:
             what: What it does, for messages: "cannot <what>".
             key: The object.
             request: Sends it; called once for each try, and has to be right to repeat.
-            outlive: When cancelled, wait for the end of a try that has begun: it makes
-                something that whoever cleans up must find. At most `request_timeout_s`.
+            outlive: See `once`.
 
         Raises:
             StorageError: It failed for good; names the object and the cause.
@@ -147,7 +146,7 @@ class Requests:
         while True:
             tries += 1
             try:
-                result = await (shielded(self.once(request)) if outlive else self.once(request))
+                result = await self.once(request, outlive=outlive)
             except TransientError as error:
                 wait_s = self._rng.uniform(
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
@@ -170,25 +169,34 @@ class Requests:
             else:
                 return result
 
-    async def once(self, request: Callable[[], Awaitable[T]]) -> T:
+    async def once(self, request: Callable[[], Awaitable[T]], *, outlive: bool = False) -> T:
         """Send a request once, in its turn and within the limit of time.
+
+        Args:
+            request: Sends it.
+            outlive: When cancelled, wait for its end all the same, once it was sent: it makes
+                something that whoever cleans up has to find.
 
         Raises:
             StoreError: As the store says; a stalled one is a `TransientError`.
         """
         async with self._limit.slot():
-            timeout_s = self._config.request_timeout_s
             try:
-                async with asyncio.timeout(timeout_s):
-                    result = await request()
-            except TimeoutError as error:
-                raise TransientError(f"no answer within {timeout_s:g} s") from error
+                result = await (shielded(self._timed(request)) if outlive else self._timed(request))
             except TransientError as error:
                 if error.slow_down:
                     self._limit.slow_down()
                 raise
         self._limit.answered()
         return result
+
+    async def _timed(self, request: Callable[[], Awaitable[T]]) -> T:
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request()
+        except TimeoutError as error:
+            raise TransientError(f"no answer within {timeout_s:g} s") from error
 
     def _is_late(self, wait_s: float) -> bool:
         """Whether the deadline passes before another try."""

@@ -219,8 +219,11 @@ class S3Store:
             return await self._put(key, data, {"IfMatch": match})
         except ConditionFailedError:
             bare = match.strip('"')
-            if bare == match or (await self.head(key)).etag != match:
+            if bare == match:
                 raise
+            await self._check(key, match)
+        except ObjectMissingError:  # as Amazon says it
+            raise ConditionFailedError("it is gone") from None
         return await self._put(key, data, {"IfMatch": bare})
 
     async def _check(self, key: str, match: str) -> None:

@@ -171,6 +171,24 @@ async def test_a_commit_that_somebody_else_won_is_a_conflict(server: Server) -> 
     assert len(keys) == 1 + len(manifest.files)
 
 
+async def test_a_commit_whose_predecessor_goes_meanwhile_stands(server: Server) -> None:
+    """There is nothing to replace any more, and nobody else who committed."""
+    url, state = new_url(), random_state([100], 2)
+    chosen, hold = stage("commit"), asyncio.Event()
+    async with Proxy(server) as proxy, Engine(config_for(proxy.server)) as engine:
+        await engine.save(random_state([100], 1), url)
+        proxy.requests.clear()
+        proxy.decide = lambda r: Fault(hold=hold, forward=True) if chosen(r) else None
+        handle = engine.save(state, url, overwrite=True)
+        while not any(map(chosen, proxy.requests)):
+            await asyncio.sleep(0)
+        with contextlib.closing(server.client()) as client:
+            client.delete_object(Bucket=BUCKET, Key=f"{url[_PREFIX_START:]}/manifest.json")
+        hold.set()
+        await handle
+        assert_same(await engine.load(url), state)
+
+
 async def test_an_object_of_another_size_is_no_data_file(moto: Server) -> None:
     """A server that lost a part says so only to who asks."""
     url = new_url()
