@@ -1,7 +1,8 @@
 """Checkpoints of every version of the format that was ever released still load.
 
 `tests/golden/v<n>` was written once, by `write_golden` below at that version, and
-`v<n>-ranks` by several ranks, by `write_golden_of_ranks`. They are never written again:
+`v<n>-ranks` by several ranks, by `write_golden_of_ranks`; `v2-pointer` is a small one whose
+manifest is pointed to, as those of large ones are in object stores. They are never written again:
 `python -m tests.test_golden <directory> <directory of ranks>` makes them for a new version.
 """
 
@@ -196,7 +197,16 @@ def test_there_is_a_checkpoint_of_every_version() -> None:
     assert names == {
         *(f"v{version}" for version in range(1, FORMAT_VERSION + 1)),
         *(f"v{version}-ranks" for version in range(2, FORMAT_VERSION + 1)),
+        "v2-pointer",
     }
+
+
+def test_a_pointer_leads_to_its_manifest() -> None:
+    """As it was copied from an object store; the pointer is the commit."""
+    state = sync.load(GOLDEN / "v2-pointer")
+    assert state["step"] == 7
+    assert state["tensor"].tolist() == [0, 1, 2]
+    assert sync.verify(GOLDEN / "v2-pointer").is_whole
 
 
 def test_data_files_of_one_rank_are_those_of_version_1() -> None:
