@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import re
 import time
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ QUIET_S = 3600.0
 _REFRESH_S = 300.0
 #: How often a commit is sent again while nobody knows whether it was carried out.
 _MAX_SETTLING = 8
+#: Objects that are removed within the time that one request may take.
+_MAX_DELETED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +337,17 @@ class ObjectAttempt:
         await self._quietly(upload.key, lambda: self._store.drop_upload(upload))
 
     async def _delete(self, keys: Sequence[str]) -> bool:
-        if not keys:
-            return True
-        return await self._quietly(keys[0], lambda: self._store.delete(keys))
+        """Remove objects, some with each request, so that none takes for ever."""
+        batches = [keys[i : i + _MAX_DELETED] for i in range(0, len(keys), _MAX_DELETED)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self._quietly(batch[0], functools.partial(self._store.delete, batch)),
+                    name=f"delete {batch[0]}",
+                )
+                for batch in batches
+            ]
+        return all(task.result() for task in tasks)
 
     async def _quietly(self, key: str, request: Callable[[], Awaitable[None]]) -> bool:
         """Remove something; an event, not an error, if it stays."""
