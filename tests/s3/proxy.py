@@ -51,6 +51,7 @@ class Fault:
     Attributes:
         answer: Sent back instead of the server's; a status line with headers, and a body.
         early: Answer before the body is read.
+        early_nbytes: Bytes of the body that are read before, where `early`.
         forward: Pass the request on all the same.
         reset: Break the connection instead of answering, or behind `keep_nbytes`.
         keep_nbytes: Cut the server's answer behind as many bytes of its body.
@@ -61,6 +62,7 @@ class Fault:
 
     answer: bytes = b""
     early: bool = False
+    early_nbytes: int = 0
     forward: bool = False
     reset: bool = False
     keep_nbytes: int | None = None
@@ -140,12 +142,13 @@ class Proxy:
         request = _request_of(head)
         self.requests.append(request)
         fault = self.decide(request) or Fault(forward=True)
+        if "expect" in request.headers and (fault.early_nbytes or not fault.early):
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault.early:
+            await reader.readexactly(fault.early_nbytes)
             writer.write(fault.answer)
             await writer.drain()
             return
-        if "expect" in request.headers:
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await reader.readexactly(int(request.headers.get("content-length", "0")))
         request.nbytes = len(body)
         if fault.hold is not None:

@@ -225,10 +225,13 @@ async def test_answers_mean_one_of_four_things(
         assert proxy.count("PUT") == 1
 
 
-async def test_an_answer_may_come_before_the_body_is_sent(moto: Server) -> None:
+@pytest.mark.parametrize("early_nbytes", [0, 1, 100_000])
+async def test_an_answer_may_come_before_the_body_is_sent(moto: Server, early_nbytes: int) -> None:
     """The memory of the body is free at once, and nobody reads from it any more."""
     async with Proxy(moto) as proxy, opened(proxy.server) as store:
-        proxy.decide = lambda _: Fault(early=True, answer=answer(503, "SlowDown"))
+        proxy.decide = lambda _: Fault(
+            early=True, early_nbytes=early_nbytes, answer=answer(503, "SlowDown")
+        )
         data = bytearray(4 * PART_NBYTES)
         with pytest.raises(TransientError), memoryview(data) as view:
             await store.put("a/b", view)
