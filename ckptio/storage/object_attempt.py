@@ -187,7 +187,7 @@ class ObjectAttempt:
                 self._published = False
                 raise StorageError(f"cannot commit: {problem.problem}", path=self._url)
             in_doubt = in_doubt or isinstance(problem, TransientError)
-            found = await self._found(key)
+            found = await self._found_surely(key)
             if found == self._save_id:
                 await self._clean_up(replaced)
                 return
@@ -231,21 +231,23 @@ class ObjectAttempt:
 
     def _is_settled(self, problem: StoreError | None, found: str | None, *, in_doubt: bool) -> bool:
         """Whether it is certain that another save is there, and this one will not be."""
-        if found is None:
-            return False  # the store decides between writers just now, or it was removed
+        if not found:
+            return False  # the store decides just now, or it was removed, or nobody can read it
         if in_doubt and self._store.traits.conditional != "atomic":
             return False  # a late one of ours is not held back by any condition
         return problem is None or isinstance(problem, ConditionFailedError)
 
-    async def _present(self) -> _Present | None:
+    async def _present(self, *, has_tried: bool = False) -> _Present | None:
         """Look at the manifest that is there, if there is one."""
         try:
             info, data, keys = await read_commit(self._store, self._requests, self._prefix)
             summary = decode_summary(data)
         except ObjectMissingError:
             return None
-        except FormatError:  # damaged, or of a newer version: what it needs stays
-            return await self._unreadable()
+        except FormatError:  # damaged, perhaps on the way, or of a newer version
+            if not has_tried:
+                return await self._present(has_tried=True)
+            return await self._unreadable()  # what it needs stays
         names = [file.name for file in summary.files if summary.save_id in file.name]
         return _Present(info.etag, (*map(self._key, names), *keys))
 
@@ -258,8 +260,23 @@ class ObjectAttempt:
             return None
         return _Present(info.etag)
 
+    async def _found_surely(self, key: str) -> str | None:
+        """Give the id of the save whose manifest is there, as `_found` does.
+
+        Unless it is this one's, twice the same: what was changed on the way must not cost data.
+        """
+        found = await self._found(key)
+        for _ in range(_MAX_SETTLING):
+            before = found
+            if found == self._save_id or (found := await self._found(key)) == before:
+                break
+        return found
+
     async def _found(self, key: str) -> str | None:
-        """Give the id of the save whose manifest is there; `None` without one."""
+        """Give the id of the save whose manifest is there; `None` without one.
+
+        Empty for one that nobody can read: damaged, or of a newer version.
+        """
         try:
             _, data = await read_whole(self._store, self._requests, key)
             pointer = decode_pointer(data)
@@ -313,7 +330,10 @@ class ObjectAttempt:
         dead = {owner for owner, when in active.items() if when + QUIET_S < time.time()}
         if not dead:
             return
-        dead.discard(await self._found(self._key(MANIFEST_NAME)) or "")
+        committed = await self._found_surely(self._key(MANIFEST_NAME))
+        if committed == "":
+            return  # what it needs is not known
+        dead.discard(committed or "")
         for upload in found.uploads:
             if _owner(upload.key) in dead:
                 await self._drop(upload)
