@@ -124,10 +124,17 @@ class ObstoreStore:
         config: CheckpointConfig,
     ) -> None:
         self._small = small
-        self._once = once
-        self._repeating = repeating
+        self._stores: list[obstore.store.S3Store] = [once, repeating]
         self._part_nbytes = config.slab_nbytes
         self._max_parts_at_once = config.max_requests + 1
+
+    @property
+    def _once(self) -> obstore.store.S3Store:
+        return self._stores[0]
+
+    @property
+    def _repeating(self) -> obstore.store.S3Store:
+        return self._stores[1]
 
     @property
     def identity(self) -> str:
@@ -149,26 +156,27 @@ class ObstoreStore:
 
     async def get_into(self, key: str, start: int, room: memoryview) -> None:
         """Read a range, copied once, as it comes; see `store.ObjectStore`."""
-        failure = None
         try:
-            await self._receive(key, start, room)
+            failure = await self._receive(key, start, room)
         except Exception as error:  # who asked gets it, in our words
             failure = told(error)
         if failure is not None:
             raise failure
 
-    async def _receive(self, key: str, start: int, room: memoryview) -> None:
+    async def _receive(self, key: str, start: int, room: memoryview) -> StoreError | None:
+        """Read a range; gives what is wrong. An error would keep the answer, and a connection."""
         stop, position = start + len(room), 0
         answer = await obstore.get_async(self._once, key, options={"range": (start, stop)})
         if answer.meta["size"] < stop:
-            raise RefusedError(f"it ends at byte {answer.meta['size']}")
+            return RefusedError(f"it ends at byte {answer.meta['size']}")
         async for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
             if position + len(chunk) > len(room):
                 break
             room[position : position + len(chunk)] = memoryview(chunk)
             position += len(chunk)
         if position < len(room):
-            raise TransientError(f"{position} bytes came instead of {len(room)}")
+            return TransientError(f"{position} bytes came instead of {len(room)}")
+        return None
 
     async def put(
         self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
@@ -194,7 +202,7 @@ class ObstoreStore:
         return sending, free
 
     async def upload(self, key: str) -> ObstoreUpload:
-        """Begin a stream of parts; see `store.ObjectStore`."""
+        """Begin a stream of parts; see `store.ObjectStore`. The store hears of it soon after."""
 
         def start(parts: Parts) -> asyncio.Future[obstore.PutResult]:
             sending: Any = obstore.put_async(
@@ -231,7 +239,8 @@ class ObstoreStore:
         await self._small.delete(keys)
 
     async def close(self) -> None:
-        """Close the client for what is small; obstore's end with their last user."""
+        """Close the client for what is small, and let go of obstore's, which ends them soon."""
+        self._stores.clear()
         await self._small.close()
 
 

@@ -2,7 +2,8 @@
 
 obstore has no word for one part: it is given an iterator, cuts what comes of it into parts,
 and tries each of them again on its own. So parts are handed over in order, and what failed
-for good is told late: by a later `write`, or by `complete`.
+for good is told late: by a later `write`, or by `complete`. It does not try again what is
+answered by nonsense, an error in a 200 say: that ends the save.
 
 A part is sent from where it lies. obstore reads the memory on threads of its own, and how
 long it does is seen from the memory itself: `write` returns when obstore has let go of it,

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import botocore.exceptions
 import s3fs
+from botocore.config import Config
 
 from ckptio.errors import ConfigError
 from ckptio.storage.s3_answers import NotSupportedError, info_of, listed, receive, told
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _MIN_PART_NBYTES = 5 << 20
 _GAP_NBYTES = 1 << 20
+_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 
 
 class S3Backend:
@@ -106,8 +108,8 @@ def _client_config(
         "read_timeout": config.request_timeout_s,
         "max_pool_connections": config.max_requests,
         "retries": {"total_max_attempts": 1},
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
+        # botocore has them since 1.36, and did before what they are set to
+        **{option: "when_required" for option in _CHECKSUMS if option in Config.OPTION_DEFAULTS},
     }
     use_ssl = options.get("client_kwargs", {}).get("use_ssl", options.get("use_ssl", True))
     if not endpoint.startswith("http://") and (endpoint or use_ssl):

@@ -38,6 +38,14 @@ MAX_REQUESTS = 60
 NUM_AT_ONCE = 4
 State = dict[str, torch.Tensor]
 
+
+@pytest.fixture(params=["moto", pytest.param("ceph", marks=pytest.mark.real_s3)])
+def server(request: pytest.FixtureRequest) -> Server:
+    """Run a server: a simulation, or a real one."""
+    found: Server = request.getfixturevalue(request.param)
+    return found
+
+
 clients = pytest.mark.parametrize("client", ["s3fs", "obstore"])
 breadth = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.stress)])
 
@@ -192,6 +200,14 @@ async def each_request(
     return end
 
 
+def is_survived(fault: str, client: str) -> bool:
+    """Whether a fault must not even make a save or a load fail.
+
+    What obstore takes for the end of an upload is that (S3 itself answers parts with the truth).
+    """
+    return fault in HONEST and (client, fault) != ("obstore", "error in a 200")
+
+
 def faults_for(number: int, client: str, *, every: bool) -> Sequence[str]:
     """Say what to do to a request: each fault, or the one whose turn it is."""
     names = list(FAULTS)
@@ -200,7 +216,7 @@ def faults_for(number: int, client: str, *, every: bool) -> Sequence[str]:
 
 @clients
 @breadth
-async def test_a_save_is_whole_or_is_not(moto: Server, client: str, *, every: bool) -> None:
+async def test_a_save_is_whole_or_is_not(server: Server, client: str, *, every: bool) -> None:
     """And what is lost, late or an error for the moment does not even make it fail."""
 
     async def try_one(one: Disturbed, number: int) -> None:
@@ -212,16 +228,16 @@ async def test_a_save_is_whole_or_is_not(moto: Server, client: str, *, every: bo
             assert (one.error is None) == (found is not None) or one.in_doubt
             if not one.in_doubt:
                 await eye.expect_nothing_else(url)
-            assert one.error is None or fault not in HONEST
+            assert one.error is None or not is_survived(fault, client)
 
-    async with onlooker(moto) as eye:
-        assert await each_request(moto, try_one, s3_client=client) > 10
+    async with onlooker(server) as eye:
+        assert await each_request(server, try_one, s3_client=client) > 10
 
 
 @clients
 @breadth
 async def test_what_was_there_stays_until_the_new_is(
-    moto: Server, client: str, *, every: bool
+    server: Server, client: str, *, every: bool
 ) -> None:
     """Of an overwrite that fails, the old checkpoint is left, whole."""
 
@@ -236,15 +252,15 @@ async def test_what_was_there_stays_until_the_new_is(
             assert (one.error is None) == is_same(found, NEW) or one.in_doubt
             if not one.in_doubt:
                 await eye.expect_nothing_else(url)
-            assert one.error is None or fault not in HONEST
+            assert one.error is None or not is_survived(fault, client)
 
-    async with onlooker(moto) as eye:
-        assert await each_request(moto, try_one, s3_client=client) > 10
+    async with onlooker(server) as eye:
+        assert await each_request(server, try_one, s3_client=client) > 10
 
 
 @clients
 @breadth
-async def test_what_is_loaded_is_right(moto: Server, client: str, *, every: bool) -> None:
+async def test_what_is_loaded_is_right(server: Server, client: str, *, every: bool) -> None:
     """A changed byte is an error; everything else is tried again."""
 
     async def try_one(one: Disturbed, number: int) -> None:
@@ -254,17 +270,17 @@ async def test_what_is_loaded_is_right(moto: Server, client: str, *, every: bool
             found = await one.run(load, url, FaultOnce(number, fault))
             assert (found is None) == (one.error is not None)
             assert found is None or is_same(found, NEW)
-            assert one.error is None or fault not in HONEST
+            assert one.error is None or not is_survived(fault, client)
 
-    async with onlooker(moto) as eye:
-        assert await each_request(moto, try_one, s3_client=client) > 3
+    async with onlooker(server) as eye:
+        assert await each_request(server, try_one, s3_client=client) > 3
 
 
 @clients
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.stress
 async def test_a_store_that_is_gone_keeps_what_it_has(
-    moto: Server, client: str, *, after: bool
+    server: Server, client: str, *, after: bool
 ) -> None:
     """Whenever it goes, and whether or not it still did what it was asked for."""
 
@@ -279,5 +295,5 @@ async def test_a_store_that_is_gone_keeps_what_it_has(
         assert one.error is None or one.in_doubt or is_same(found, OLD)
 
     options = {"s3_client": client, "max_retries": 1, "retry_timeout_s": 1.0}
-    async with onlooker(moto) as eye:
-        assert await each_request(moto, try_one, **options) > 10
+    async with onlooker(server) as eye:
+        assert await each_request(server, try_one, **options) > 10

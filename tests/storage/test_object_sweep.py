@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import secrets
+from typing import TYPE_CHECKING
+
+import fsspec
+import pytest
+import torch
+
+from ckptio import Engine
+from ckptio.errors import SaveAbortedError
+from ckptio.events import LeftoversRemoved
+from ckptio.testing import EventLog
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+STATE = {"tensor": torch.arange(5)}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """Name a place in memory where nothing is, and clear it."""
+    url = f"memory://sweep/{secrets.token_hex(8)}"
+    yield url
+    fs = fsspec.filesystem("memory")
+    if fs.exists(url):
+        fs.rm(url, recursive=True)
+
+
+def names_at(url: str) -> list[str]:
+    fs = fsspec.filesystem("memory")
+    return sorted(name.rpartition("/")[2] for name in fs.find(url))
+
+
+def age(url: str) -> None:
+    """Have everything under a URL be two hours older."""
+    fs = fsspec.filesystem("memory")
+    for name in fs.find(url):
+        file = fs.store[name]
+        file.created = file.modified = file.created - dt.timedelta(hours=2)
+
+
+async def begin(url: str) -> EventLog:
+    """Begin a save, which sweeps, and abort it."""
+    log = EventLog()
+    async with Engine(SMALL, observer=log) as engine:
+        handle = engine.save(STATE, url, overwrite=True)
+        await handle.staged
+        handle.abort()
+        with contextlib.suppress(SaveAbortedError):
+            await handle
+    return log
+
+
+async def test_a_sweep_removes_what_a_killed_save_left(url: str) -> None:
+    """And nothing of the checkpoint, however old it is."""
+    async with Engine(SMALL) as engine:
+        await engine.save(STATE, url)
+        kept = names_at(url)
+        orphan = f"data-{secrets.token_hex(16)}-00000-00000.safetensors"
+        fsspec.filesystem("memory").pipe_file(f"{url}/{orphan}", b"data")
+        age(url)
+        log = await begin(url)
+        assert [event.files for event in log.of(LeftoversRemoved)] == [(orphan,)]
+        assert set(kept) - set(names_at(url)) in (set(), set(kept))  # or it was too late to abort
+        assert torch.equal((await engine.load(url))["tensor"], STATE["tensor"])
+
+
+@pytest.mark.parametrize("manifest", [b"{}", b"damaged"])
+async def test_a_sweep_leaves_what_a_manifest_needs_that_it_cannot_read(
+    url: str, manifest: bytes
+) -> None:
+    """It may be of a newer version, or be damaged on the way to here."""
+    async with Engine(SMALL) as engine:
+        await engine.save(STATE, url)
+    (data,) = [name for name in names_at(url) if name.startswith("data-")]
+    fsspec.filesystem("memory").pipe_file(f"{url}/manifest.json", manifest)
+    age(url)
+    log = await begin(url)
+    assert log.of(LeftoversRemoved) == []
+    assert data in names_at(url)
