@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +28,7 @@ from fsspec.utils import tokenize
 
 from ckptio._aio import Threads, run_blocking
 from ckptio.errors import ConfigError
-from ckptio.storage.fsspec_answers import info_of, secrets_of, told
+from ckptio.storage.fsspec_answers import how_to_create, info_of, secrets_of, told
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GAP_NBYTES = 1 << 20
-_GOOGLE = ("gs", "gcs")
-_AZURE = ("az", "abfs", "abfss", "adl")
 #: Those that put a file in another's place in one step.
 _RENAMING = ("sftp", "ssh")
 #: File systems with directories whose `rmdir` refuses one that is not empty. That of others
@@ -137,7 +134,7 @@ class FsspecStore:
             inner = inner.fs
         self._is_local = isinstance(inner, LocalFileSystem)
         self._renames = self._is_local or protocol in _RENAMING
-        self._creating = _how_to_create(fs, protocol)
+        self._creating = how_to_create(fs, protocol)
         self._traits = StoreTraits(
             in_order=True,
             conditional="create" if self._creating else "none",
@@ -394,12 +391,3 @@ class FsspecUpload:
             self._file.close()
         with contextlib.suppress(FileNotFoundError):
             self._store.fs.rm_file(self._key)
-
-
-def _how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:
-    """Say how `pipe_file` is asked for an object that is not there, atomically; if it can."""
-    if protocol in _AZURE:
-        return {"overwrite": False}
-    if protocol in _GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
-        return {"mode": "create"}
-    return {}

@@ -1,10 +1,11 @@
-"""What a file system of fsspec says, in the words of a store; without what nobody may see."""
+"""What a file system of fsspec says, in the words of a store, and how it is asked."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
 import errno
+import inspect
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from ckptio.storage.store import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_GOOGLE = ("gs", "gcs")
+_AZURE = ("az", "abfs", "abfss", "adl")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 _HOPELESS = (
     errno.EACCES,
@@ -119,3 +122,12 @@ def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[
         elif is_secret and isinstance(value, str) and value:
             found.append(value)
     return tuple(found)
+
+
+def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:
+    """Say how `pipe_file` is asked for an object that is not there, atomically; if it can."""
+    if protocol in _AZURE:
+        return {"overwrite": False}
+    if protocol in _GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
+        return {"mode": "create"}
+    return {}

@@ -25,12 +25,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckptio.storage.store import (
@@ -42,6 +40,7 @@ from ckptio.storage.store import (
     TransientError,
     UploadInfo,
 )
+from ckptio.testing.bucket import MemoryBucket
 from ckptio.testing.faults import Operation
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
+    from ckptio.testing.bucket import Parts
 
 T = TypeVar("T")
 
@@ -66,7 +66,6 @@ FaultKind = Literal[
 #: Says what happens to a request, if it is anything; or raises, a `Crash` for one.
 StoreFault = Callable[[Operation], FaultKind | None]
 
-_EPOCH_S = 1_700_000_000.0
 _OF_READS = ("short", "corrupted")
 _READS = ("get", "get_into")
 
@@ -88,77 +87,6 @@ def hit(number: int, kind: FaultKind, *, operation: str = "", times: int = 1) ->
         return kind if number <= next(seen) < number + times else None
 
     return fault
-
-
-@dataclass(slots=True)
-class _Object:
-    data: bytes
-    etag: str
-    modified_s: float
-
-
-@dataclass(slots=True)
-class _Parts:
-    key: str
-    active_s: float
-    parts: dict[int, bytes] = field(default_factory=dict)
-
-
-class MemoryBucket:
-    """What is stored. Time in it is that of the running loop.
-
-    Attributes:
-        objects: What is there, by key.
-        open_uploads: Uploads that were begun and not ended, by id.
-    """
-
-    def __init__(self) -> None:
-        self.objects: dict[str, _Object] = {}
-        self.open_uploads: dict[str, _Parts] = {}
-        self._numbers = itertools.count(1)
-
-    @property
-    def keys(self) -> list[str]:
-        """Name every object."""
-        return sorted(self.objects)
-
-    def now_s(self) -> float:
-        """Give the time, in seconds since 1970."""
-        return _EPOCH_S + asyncio.get_running_loop().time()
-
-    def info(self, key: str) -> ObjectInfo:
-        """Describe an object."""
-        found = self.find(key)
-        return ObjectInfo(
-            key=key, nbytes=len(found.data), etag=found.etag, modified_s=found.modified_s
-        )
-
-    def find(self, key: str) -> _Object:
-        """Find an object."""
-        try:
-            return self.objects[key]
-        except KeyError:
-            raise ObjectMissingError("there is no such object") from None
-
-    def put(self, key: str, data: bytes) -> str:
-        """Make or replace an object; gives its etag."""
-        etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        self.objects[key] = _Object(data, etag, self.now_s())
-        return etag
-
-    def begin(self, key: str) -> str:
-        """Begin an upload; gives its id."""
-        upload_id = f"upload-{next(self._numbers)}"
-        self.open_uploads[upload_id] = _Parts(key, self.now_s())
-        return upload_id
-
-    def require(self, key: str, *, absent: bool, match: str) -> None:
-        """Check a condition."""
-        found = self.objects.get(key)
-        if absent and found is not None:
-            raise ConditionFailedError("it is there already")
-        if match and (found is None or found.etag != match):
-            raise ConditionFailedError("it was changed meanwhile")
 
 
 class MemoryStore:
@@ -378,7 +306,7 @@ class MemoryUpload:
         self._key = key
         self._upload_id = upload_id
 
-    def _found(self) -> _Parts:
+    def _found(self) -> Parts:
         try:
             return self._store.bucket.open_uploads[self._upload_id]
         except KeyError:
