@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.archive import find_tensor
-from ckptio.foreign.folder import range_name, split_range
+from ckptio.foreign.folder import range_name, require_apart, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import Record, first_sentence, read_metadata, short
@@ -29,7 +29,7 @@ from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
@@ -299,7 +299,7 @@ class _Contents:
         self.chunks: dict[str, _Item] = {}
         self.values: dict[str, _Item] = {}
         ranges = _ranges(places)
-        _require_apart(ranges.values())
+        require_apart(ranges.values())
         for fqn, record in described.items():
             kind = record.kind if isinstance(record, Record) else ""
             if type(fqn) is str and kind == "BytesStorageMetadata":
@@ -352,19 +352,6 @@ def _ranges(places: dict[Any, Any]) -> dict[tuple[str, Any], str]:
         key = None if offset is None else _extents(fqn, offset)
         ranges[fqn, key] = range_name(file, start, nbytes)
     return ranges
-
-
-def _require_apart(names: Iterable[str]) -> None:
-    """Refuse items that lie over each other: each would be loaded for itself.
-
-    Raises:
-        FormatError: Two do.
-    """
-    ends: dict[str, int] = {}
-    for file, start, nbytes in sorted(map(_split, set(names))):
-        if start < ends.get(file, 0):
-            raise FormatError(f"two items lie over each other in {file!r}, at byte {start}")
-        ends[file] = start + nbytes
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from ckptio.storage.interface import AwaitedSource, Source
 
@@ -223,6 +223,23 @@ def split_range(name: str) -> tuple[str, int, int] | None:
     """Give file, start and bytes of a range; `None` if the name is a file's own."""
     found = _RANGE.match(name)
     return None if found is None else (found[1], int(found[2]), int(found[3]))
+
+
+def require_apart(names: Iterable[str]) -> None:
+    """Refuse ranges that lie over each other: each would be loaded for itself.
+
+    Args:
+        names: As `range_name` makes them.
+
+    Raises:
+        FormatError: Two do.
+    """
+    ends: dict[str, int] = {}
+    ranges = (split_range(name) for name in set(names))
+    for file, start, nbytes in sorted(found for found in ranges if found is not None):
+        if start < ends.get(file, 0):
+            raise FormatError(f"two items lie over each other in {file!r}, at byte {start}")
+        ends[file] = start + nbytes
 
 
 def _pread(fd: int, start: int, nbytes: int) -> bytes:
