@@ -228,8 +228,8 @@ class Remote:
 
         async def check() -> None:
             if names:
-                for name in names:  # as bytes: there may be NaNs
-                    assert torch.equal(as_bytes(wanted[name]), as_bytes(self.wanted[name]))
+                for n in names:  # as bytes: there may be NaNs
+                    assert torch.equal(as_bytes(wanted[n]), as_bytes(self.wanted[n]))
             else:
                 self.proof.check(self.state)
 
