@@ -174,6 +174,7 @@ class _Copy:
         self._manifest = b""
         self._sent_nbytes = 0
         self._total_nbytes = 0
+        self._was_there = False
 
     async def run(self) -> int:
         """Copy, and commit with the other ranks; gives the bytes sent."""
@@ -206,7 +207,8 @@ class _Copy:
         is_gone = isinstance(error, CheckpointChangedError) or any(
             cause.startswith(f"{name}:") for cause in causes
         )
-        await (attempt.abort() if is_gone else attempt.leave())
+        # of a checkpoint that the second tier has, an attempt owns nothing
+        await (attempt.abort() if is_gone and not self._was_there else attempt.leave())
 
     async def _read(self) -> Manifest:
         """Read what is to be copied."""
@@ -239,11 +241,11 @@ class _Copy:
         files = [i for i, entry in enumerate(manifest.files) if is_alone or entry.rank == rank]
         kept: set[int] = set()
         if rank == 0:
-            is_there = await self._is_there()
-            if is_there or job.resumes:
+            self._was_there = await self._is_there()
+            if self._was_there or job.resumes:
                 kept = await find_whole(job.target, manifest, files, context)
             self._attempt = await job.target.begin(
-                job.save_id, overwrite=job.overwrite or is_there, resumes=job.resumes
+                job.save_id, overwrite=job.overwrite or self._was_there, resumes=job.resumes
             )
         else:
             self._attempt = await job.target.join(job.save_id)

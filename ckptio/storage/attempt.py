@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import time
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
@@ -30,7 +29,7 @@ from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatErro
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
-from ckptio.storage.files import follow_pointer, read_regular
+from ckptio.storage.files import follow_pointer, read_regular, young_parents
 from ckptio.storage.leftovers import (
     ATTEMPT_PREFIX,
     NOTE_PREFIX,
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 NEW_MANIFEST_PREFIX = ".manifest-"
-#: What a directory was told this long ago, in seconds, any system has written by itself.
-_SETTLED_S = 3600.0
 #: How often a name may come and go between two looks at it before a save gives up.
 _MAX_TRIES = 100
 
@@ -296,11 +293,7 @@ class LocalAttempt:
         """
         parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
         above = [os.path.dirname(self._directory), *parents]
-        directory = above[-1]
-        while (parent := os.path.dirname(directory)) != directory:
-            directory = parent
-            if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
-                above.append(directory)
+        above += young_parents(above[-1])
         ours = {self._directory, *parents}
         for directory in dict.fromkeys((self._directory, *above)):
             try:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from typing import TYPE_CHECKING
 
 from ckptio.format.manifest import MAX_MANIFEST_NBYTES
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+#: What a directory was told this long ago, in seconds, any system has written by itself.
+_SETTLED_S = 3600.0
 
 
 class PosixFiles:
@@ -192,3 +195,13 @@ def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[by
     manifest = read_regular(files, f"{directory}/{pointer.pointer}", MAX_MANIFEST_NBYTES)
     pointer.check(manifest)
     return manifest, [pointer.pointer]
+
+
+def young_parents(directory: str) -> list[str]:
+    """Name the directories above one in which something changed within the hour, nearest first."""
+    found = []
+    while (parent := os.path.dirname(directory)) != directory:
+        directory = parent
+        if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
+            found.append(directory)
+    return found

@@ -1,0 +1,74 @@
+"""What an engine tells its observer while it works.
+
+An observer is any callable that takes one event. It is called where the event happens, on
+a thread of the engine or of the caller, at times on two at once, and must return soon.
+What it raises is logged and goes no further: a broken progress bar must not break a save.
+"""
+
+from ckptio.events.base import Event, Observer, notify
+from ckptio.events.loading import (
+    ExchangePlanned,
+    LoadFinished,
+    LoadStarted,
+    RanksAwaited,
+    ReadProgressed,
+    ReplicaSubstituted,
+    TierPassedOver,
+)
+from ckptio.events.saving import (
+    CopyCommitted,
+    CopyEvent,
+    CopyFailed,
+    CopyProgressed,
+    CopyQueued,
+    CopyStarted,
+    SaveCommitted,
+    SaveFailed,
+    SaveProgressed,
+    SaveQueued,
+    SaveStaged,
+    SaveStarted,
+    TieDropped,
+)
+from ckptio.events.storing import (
+    CheckpointRemoved,
+    CleanupFailed,
+    DirectIORefused,
+    LeftoversRemoved,
+    Preempted,
+    RequestRetried,
+    RetentionFailed,
+)
+
+__all__ = [
+    "CheckpointRemoved",
+    "CleanupFailed",
+    "CopyCommitted",
+    "CopyEvent",
+    "CopyFailed",
+    "CopyProgressed",
+    "CopyQueued",
+    "CopyStarted",
+    "DirectIORefused",
+    "Event",
+    "ExchangePlanned",
+    "LeftoversRemoved",
+    "LoadFinished",
+    "LoadStarted",
+    "Observer",
+    "Preempted",
+    "RanksAwaited",
+    "ReadProgressed",
+    "ReplicaSubstituted",
+    "RequestRetried",
+    "RetentionFailed",
+    "SaveCommitted",
+    "SaveFailed",
+    "SaveProgressed",
+    "SaveQueued",
+    "SaveStaged",
+    "SaveStarted",
+    "TieDropped",
+    "TierPassedOver",
+    "notify",
+]

@@ -1,0 +1,96 @@
+"""What happens to what is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptio.events.base import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectIORefused(Event):
+    """A file system does not take direct I/O; the page cache is used instead.
+
+    Attributes:
+        reason: What it answered.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRetried(Event):
+    """A request to an object store failed, and is tried again after a while.
+
+    Attributes:
+        operation: What it does.
+        object: Key of the object.
+        num_tries: How often it was tried.
+        wait_s: Seconds until it is tried again.
+        error: Why it failed.
+    """
+
+    operation: str
+    object: str
+    num_tries: int
+    wait_s: float
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoversRemoved(Event):
+    """Files that a killed save or a replaced checkpoint had left were removed.
+
+    Attributes:
+        files: Their names inside the checkpoint's directory.
+    """
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanupFailed(Event):
+    """A file that is no longer needed could not be removed; nothing else is wrong.
+
+    Attributes:
+        file: Its name inside the checkpoint's directory.
+        error: Why.
+    """
+
+    file: str
+    error: OSError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRemoved(Event):
+    """A checkpoint was removed because its retention policy no longer keeps it.
+
+    Attributes:
+        step: Its step.
+        nbytes: Bytes of its data files.
+    """
+
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionFailed(Event):
+    """It could not be decided which checkpoints under `path` to remove; none was.
+
+    Attributes:
+        error: Why.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(Event):
+    """A run is about to be ended: the next `should_save` asks every rank for the last save.
+
+    Attributes:
+        reason: What said so: the name of a signal.
+    """
+
+    reason: str
