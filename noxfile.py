@@ -48,7 +48,7 @@ def real_s3(session: nox.Session) -> None:
     if not all(map(shutil.which, CEPH)):
         session.skip(f"needs Ceph: {CEPH_INSTALL}")
     install(session, "tests", "real_s3")
-    session.run("python", "-m", "pytest", "-m", "real_s3", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "real_s3 and not stress", *session.posargs)
 
 
 @nox.session
