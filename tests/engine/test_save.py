@@ -613,7 +613,9 @@ def test_many_schedules_end_whole(seed: int) -> None:
             for storage, handle in handles:
                 with contextlib.suppress(StorageError, SaveAbortedError):
                     await handle
-                assert_nothing_left(storage)
                 assert handle.done()
+                assert storage.leftovers() == []
+            for storage in storages.values():
+                assert_nothing_left(storage)
 
     run_virtual(scenario(), seed=seed)
