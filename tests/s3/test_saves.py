@@ -14,6 +14,7 @@ from ckptio import Engine
 from ckptio.config import KiB, MiB
 from ckptio.errors import CheckpointError, CommitConflictError, StorageError
 from ckptio.events import RequestRetried
+from ckptio.storage.leftovers import ATTEMPT_PREFIX
 from tests.conftest import open_files
 from tests.rig import assert_same, random_state
 from tests.s3.proxy import Fault, Proxy, Request, answer
@@ -127,7 +128,9 @@ async def test_an_answer_that_is_lost_costs_a_try(
         manifest = await engine.inspect(url)
     keys, _ = left_at(server, url)
     names = {key.rpartition("/")[2] for key in keys}
-    assert names == {"manifest.json", *(file.name for file in manifest.files)}
+    # the mark stays where a late commit may come: these stores are not trusted with conditions
+    mark = {ATTEMPT_PREFIX + manifest.save_id} if where == "commit" else set()
+    assert names - mark == {"manifest.json", *(file.name for file in manifest.files)}
 
 
 @pytest.mark.parametrize("after", [False, True])
