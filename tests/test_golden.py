@@ -197,6 +197,7 @@ def test_there_is_a_checkpoint_of_every_version() -> None:
     assert names == {
         *(f"v{version}" for version in range(1, FORMAT_VERSION + 1)),
         *(f"v{version}-ranks" for version in range(2, FORMAT_VERSION + 1)),
+        "v2-dcp",
         "v2-pointer",
     }
 
