@@ -34,7 +34,7 @@ def install(session: nox.Session, *groups: str, extras: str = "cli,s3") -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
-    install(session, "tests")
+    install(session, "tests", "clouds")
     session.run("python", "-m", "pytest", "-m", "not stress and not real_s3", *session.posargs)
 
 
