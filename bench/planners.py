@@ -37,6 +37,7 @@ from ckptio.format.manifest import FileEntry, Manifest
 from ckptio.plan.exchange import decode_runs, plan_exchange
 from ckptio.plan.job import merge_tables, plan_job
 from ckptio.plan.save import plan_save
+from ckptio.ranks.frames import decode
 from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def measure_save(size: Size) -> dict[str, float]:
 
     def plan() -> JobPlan:
         with timed(figures, "decode_s"):
-            listed = [_leaves(msgspec.json.decode(message)) for message in messages]
+            listed = [_leaves(decode(message)) for message in messages]
         with timed(figures, "plan_s"):
             return plan_job(listed, hosts=size.hosts())
 
