@@ -36,10 +36,18 @@ class _Message:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def finish(self) -> None:
-        """Let the sender go on, unless everything broke meanwhile."""
+    def require_sender(self) -> None:
+        """Check that the slab still holds it: whose sender went away has broken.
+
+        Raises:
+            PeerLostError: The network broke meanwhile.
+        """
         if self.taken.done():
             self.taken.result()
+
+    def finish(self) -> None:
+        """Let the sender go on, unless everything broke meanwhile."""
+        self.require_sender()
         self.taken.set_result(None)
 
     def fail(self, error: PeerLostError) -> None:
@@ -171,6 +179,7 @@ class MemoryLink:
         try:
             slab = await message.offered
             await network.wait()
+            message.require_sender()
             if room is None:
                 yield slab
                 message.finish()
