@@ -69,6 +69,10 @@ class CheckpointConfig:
         dir_mode: Permission bits of directories made.
         cache_entries: Manifests kept by the metadata cache, at most.
         cache_nbytes: Bytes of manifests kept by the metadata cache, at most.
+        cache_ttl_s: Seconds for which a manifest that the cache has is taken on trust. At 0
+            every load asks whether it is still the same: a stat, or one HEAD request. Above,
+            a load may bring what was committed that much before the newest, if its files
+            are still there; `CheckpointChangedError` says that they are not.
         replicate: What many ranks do with tensors that several of them hold. `"once"`: one
             of them writes it. `"local"`: each writes its own copy of those of at most
             `local_replica_nbytes`, so that with the same ranks each reads one file, its
@@ -82,12 +86,12 @@ class CheckpointConfig:
             ever stands still.
         meet_timeout_s: Seconds for which ranks wait for a rank that is alive but does not
             come to what the others do together. Longer than the slowest rank takes to write
-            more than the fastest.
+            more than the fastest; a copy to a second tier may take as long as it will.
         storage_options: What fsspec takes by this name, for URLs: endpoints, credentials.
             Or a mapping of protocols to such options. Never shown or written anywhere.
         s3_client: What carries the bytes of `s3://`. `"s3fs"`: the client that s3fs makes.
-            `"obstore"`: obstore, of the extra `fast`, in half the CPU time; it tries parts of
-            an upload again on its own, without events.
+            `"obstore"`: obstore, of the extra `fast`; it tries parts of an upload again on its
+            own, without events.
         max_requests: Requests to an object store at a time; fewer while it asks for that.
         request_timeout_s: Seconds without an answer after which a request is given up, and
             tried again.
@@ -111,6 +115,7 @@ class CheckpointConfig:
     dir_mode: int = 0o700
     cache_entries: int = 64
     cache_nbytes: int = 256 * MiB
+    cache_ttl_s: float = 0.0
     replicate: Replicate = "once"
     local_replica_nbytes: int = 1 * MiB
     exchange: Exchange = "auto"
@@ -135,8 +140,9 @@ class CheckpointConfig:
             value = getattr(self, field.name)
             if isinstance(field.default, int) and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} must be a positive int, not {value!r}")
-            if isinstance(field.default, float) and not _is_positive(value):
-                raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
+            if isinstance(field.default, float) and not _is_seconds(value, field.default):
+                kind = "a positive number" if field.default else "a positive number or 0"
+                raise ConfigError(f"{field.name} must be {kind}, not {value!r}")
         self._check_sizes()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -216,5 +222,8 @@ class CheckpointConfig:
         return cls(**options)  # type: ignore[arg-type]  # checked by __post_init__
 
 
-def _is_positive(value: object) -> bool:
-    return type(value) in {int, float} and 0 < cast("float", value) < math.inf
+def _is_seconds(value: object, default: float) -> bool:
+    """Whether a value is a time; 0 is one where the option's default is 0."""
+    if type(value) not in {int, float}:
+        return False
+    return 0 < cast("float", value) < math.inf or value == default

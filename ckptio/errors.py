@@ -118,10 +118,12 @@ class MismatchError(TargetError):
             )
             if names
         ]
+        ways_out = "load_with_report(...) loads what fits and says what does not, strict='ignore'"
+        if self.unexpected and len(parts) == 1:
+            ways_out = f"select= says what to load, {ways_out}"
         super().__init__(
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
-            " load_with_report(...) loads what fits and says what does not, strict='ignore' just"
-            " loads it"
+            f" {ways_out} just loads it"
         )
 
 

@@ -82,6 +82,8 @@ def test_a_mismatch_lists_what_disagrees() -> None:
     assert "1 mismatched ('b: shape')" in str(error)
     assert "not in the target" not in str(error)
     assert (error.missing, error.unexpected, error.mismatched) == (("a",), (), ("b: shape",))
+    assert "select=" not in str(error)  # leaves nothing out of a target
+    assert "select= says what to load" in str(MismatchError("/c", [], ["a"], []))
 
 
 def test_an_unsupported_leaf_says_what_to_do() -> None:

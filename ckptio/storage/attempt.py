@@ -30,14 +30,8 @@ from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.files import follow_pointer, read_regular, young_parents
-from ckptio.storage.leftovers import (
-    ATTEMPT_PREFIX,
-    NOTE_PREFIX,
-    boot_id,
-    files_of,
-    find_leftovers,
-    notes_of,
-)
+from ckptio.storage.leftovers import boot_id, files_of, find_leftovers, notes_of
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

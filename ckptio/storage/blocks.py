@@ -134,13 +134,17 @@ class BlockWriter:
             return
         try:
             try:
-                self._files.truncate(fd, self._nbytes)
+                self._cut_off(fd)
                 if self._config.durability != "none":
                     self._files.fsync(fd)
             finally:
                 self._files.close(fd)
         except OSError as error:
             raise storage_error(error, self._path, "cannot finish the file") from error
+
+    def _cut_off(self, fd: int) -> None:
+        """Give the file its size: it has room for whole pages."""
+        self._files.truncate(fd, self._nbytes)
 
     def discard(self) -> None:
         """Close without finishing: the file is about to be removed."""

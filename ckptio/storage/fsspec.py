@@ -3,11 +3,7 @@
 Through fsspec's blocking calls, on threads that are given up when an answer does not come:
 so nothing they use is anybody else's, and a range is one copy more than it could be. Stores
 for which that matters have a module of their own. What a thread that was given up may still
-do to an object is waited for before that object is removed.
-
-Parts of an upload go through one file object, in order; what fsspec has begun to send it
-cannot send again, so the retries of a part are those of the file system itself. Small files
-and manifests are single requests, and tried again like everybody's.
+do to an object is waited for before that object is removed, or written again in place.
 
 Where files are written in place, a manifest is written beside and renamed, if the file
 system is known to do that in one step (local ones, SFTP). On others (HDFS, SMB) a save that is
@@ -26,9 +22,10 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import tokenize
 
-from ckptio._aio import Threads, run_blocking
+from ckptio._aio import Threads
 from ckptio.errors import ConfigError
 from ckptio.storage.fsspec_answers import how_to_create, info_of, secrets_of, told
+from ckptio.storage.fsspec_upload import FsspecUpload
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -86,15 +83,20 @@ class FsspecBackend:
     async def open(
         self, url: str, options: Mapping[str, Any], config: CheckpointConfig, executor: Executor
     ) -> FsspecStore:
-        """Make the file system, on a thread; see `stores.Backend`."""
-        del url
+        """Make the file system, on a thread of its own; see `stores.Backend`.
+
+        It may connect to its server as it is made: a thread that hangs is given up.
+        """
+        del url, executor
         own = {name: value for name, value in options.items() if name not in _LOOP_OPTIONS}
         made = self._class()
-        problem = ""
+        problem, thread = "", Threads(1, f"ckptio-{self._protocol}-open")
         try:
-            fs = await run_blocking(executor, lambda: made(**own))
+            fs = await asyncio.wrap_future(thread.submit(lambda: made(**own)))
         except Exception as error:  # what it says may hold the options: only its kind is told
             problem = type(error).__name__
+        finally:
+            thread.shutdown(wait=False)
         if problem:
             raise ConfigError(
                 f"fsspec cannot make a file system for {self._protocol}://"
@@ -179,21 +181,25 @@ class FsspecStore:
     def _note(self, key: str, future: Future[Any]) -> None:
         """Remember that a thread may still be at work on an object."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        events = self._given_up.setdefault(key, [])
+        events.append(ended)
+
+        def forget() -> None:
+            events.remove(ended)
+            if not events:
+                del self._given_up[key]
+            ended.set()
 
         def tell(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(ended.set)
+                loop.call_soon_threadsafe(forget)
 
-        self._given_up.setdefault(key, []).append(ended)
         future.add_done_callback(tell)
 
     async def settled(self, key: str) -> None:
         """Wait until no thread that was given up is at work on an object."""
-        events = self._given_up.get(key, [])
-        while events:
+        while events := self._given_up.get(key):
             await events[0].wait()
-            events.pop(0)
-        self._given_up.pop(key, None)
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
@@ -221,15 +227,20 @@ class FsspecStore:
 
         return await self.call(key, get)
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range; see `store.ObjectStore`."""
         stop = start + len(room)
 
         def get() -> bytes:
             data: bytes = self.fs.cat_file(key, start, stop)
+            if len(data) == stop - start and not match:
+                return data
+            info = self._head(key)
+            if match and info.etag != match:
+                raise ConditionFailedError("another object is there")
             if len(data) == stop - start:
                 return data
-            nbytes = self._head(key).nbytes
+            nbytes = info.nbytes
             if nbytes < stop:
                 raise RefusedError(f"it ends at byte {nbytes}")
             raise TransientError(f"{len(data)} bytes came instead of {stop - start}")
@@ -241,6 +252,8 @@ class FsspecStore:
     ) -> str:
         """Write an object; see `store.ObjectStore`. What the store cannot decide is looked at."""
         own = bytes(data)  # a thread that is given up may still be sending it
+        if not (self._renames or self._creating):  # it may be at work on the file itself
+            await self.settled(key)
 
         def put() -> str:
             if match and self._head(key).etag != match:
@@ -278,11 +291,13 @@ class FsspecStore:
 
     async def upload(self, key: str) -> FsspecUpload:
         """Open a file for writing; see `store.ObjectStore`."""
+        await self.settled(key)  # who opened it and was given up will remove it
         upload = FsspecUpload(self, key)
         try:
             await self.call(key, upload.begin)
         except asyncio.CancelledError:
-            upload.is_dropped = True
+            if upload.drop():
+                self._note(key, self._threads.submit(upload.discard))
             raise
         return upload
 
@@ -337,57 +352,3 @@ class FsspecStore:
     async def close(self) -> None:
         """Let the threads end, when they do."""
         self._threads.shutdown(wait=False)
-
-
-class FsspecUpload:
-    """A file object being written; see `store.Upload`.
-
-    Attributes:
-        is_dropped: Nobody waits for it any more.
-    """
-
-    def __init__(self, store: FsspecStore, key: str) -> None:
-        self.is_dropped = False
-        self._store = store
-        self._key = key
-        self._file: Any = None
-        self._is_cut = False
-
-    def begin(self) -> None:
-        """Open the file. Blocks."""
-        fs = self._store.fs
-        self._store.make_parent(self._key)
-        self._file = fs.open(self._key, "wb")
-        if self.is_dropped:
-            self._discard()
-
-    async def write(self, number: int, data: memoryview) -> None:
-        """Write a part, the next one; see `store.Upload`."""
-        own = bytes(data)  # a thread that is given up may still be sending it
-        if self._is_cut:
-            raise RefusedError(f"a part was cut short, and cannot be sent again: {number}")
-        self._is_cut = True
-        try:
-            await self._store.call(self._key, lambda: self._file.write(own))
-        except TransientError as error:
-            raise RefusedError(f"{error.problem} (part {number} cannot be sent again)") from error
-        self._is_cut = False
-
-    async def complete(self) -> None:
-        """Close the file."""
-        await self._store.call(self._key, self._file.close)
-
-    async def abort(self) -> None:
-        """Drop what was written."""
-        await self._store.settled(self._key)
-        await self._store.call(self._key, self._discard)
-
-    def _discard(self) -> None:
-        with contextlib.suppress(Exception):  # whatever is there is removed, below
-            self._file.discard()
-        try:
-            self._file.closed = True  # else its end would send what is left in its buffer
-        except AttributeError:
-            self._file.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._store.fs.rm_file(self._key)

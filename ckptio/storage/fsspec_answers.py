@@ -80,12 +80,30 @@ def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool
         error: What a file system raised.
         hidden: What must not be shown.
     """
-    text = str(error)
+    lines = f"{type(error).__name__}: {_shown(str(error), hidden)}".splitlines()
+    is_clean = all(_shown(str(part), hidden) == str(part) for part in _chain(error))
+    return _judged(error, lines[0][:_MAX_LENGTH]), is_clean
+
+
+def _shown(text: str, hidden: Sequence[str]) -> str:
+    """Cut out of a text what must not be shown."""
     shown = _QUERY.sub("?...", text)
     for secret in hidden:
         shown = shown.replace(secret, "...")
-    lines = f"{type(error).__name__}: {shown}".splitlines()
-    return _judged(error, lines[0][:_MAX_LENGTH]), shown == text
+    return shown
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Give an error and all that a traceback of it may show."""
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        part = left.pop()
+        if part is not None and part not in found:
+            found.append(part)
+            left += [part.__cause__, part.__context__]
+            left += part.exceptions if isinstance(part, BaseExceptionGroup) else ()
+    return found
 
 
 def _judged(error: Exception, problem: str) -> StoreError:

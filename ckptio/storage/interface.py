@@ -10,8 +10,9 @@ each. One that awaits (an object store) has `write` or `read_into`, for a whole 
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -65,10 +66,13 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
-class AwaitedSink(Protocol):
-    """A data file being written to where writing is awaited: an object store."""
+class AwaitedSink(abc.ABC):
+    """A data file being written to where writing is awaited: an object store.
 
+    No protocol, so that asking for it costs nothing: it is asked for each segment.
+    """
+
+    @abc.abstractmethod
     async def write(self, offset: int, data: memoryview) -> None:
         """Write a slab, of which `offset` is a multiple. Slabs come in any order, once each.
 
@@ -80,6 +84,7 @@ class AwaitedSink(Protocol):
         """
         ...
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """End the file after its last slab: it is there, whole, when this returns.
 
@@ -89,10 +94,10 @@ class AwaitedSink(Protocol):
         ...
 
 
-@runtime_checkable
-class AwaitedSource(Protocol):
-    """A data file being read from where reading is awaited."""
+class AwaitedSource(abc.ABC):
+    """A data file being read from where reading is awaited. No protocol, as `AwaitedSink`."""
 
+    @abc.abstractmethod
     async def read_into(self, offset: int, room: memoryview) -> None:
         """Read as many bytes as `room` has at `offset`, into it.
 
@@ -103,6 +108,7 @@ class AwaitedSource(Protocol):
         """
         ...
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """Release the file."""
         ...
@@ -170,7 +176,9 @@ class Attempt(Protocol):
     async def abort(self) -> None:
         """Remove everything this attempt made. Does nothing after a commit. Never raises.
 
-        On the rank that began it, files of ranks that died go with it.
+        On the rank that began it, files of ranks that died go with it. In an object store, what
+        a manifest of this very save names stays: an earlier attempt was committed, or another
+        process has copied the same.
         """
         ...
 
@@ -234,15 +242,16 @@ class Storage(Protocol):
         ...
 
     async def read_manifest(self) -> tuple[Hashable, bytes | Manifest]:
-        """Read the manifest, and the version of just these bytes.
-
-        Of a checkpoint that another program wrote, a manifest that was made of it.
+        """Read the manifest, or one made of what others wrote, and the version of just that.
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
             FormatError: It is larger than any manifest.
         """
         ...
+
+    def recall(self, manifest: Manifest) -> None:
+        """Be told what is there, by who has its manifest already. Touches nothing."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the size of each data file in bytes, `None` for what is no regular file."""
@@ -291,6 +300,14 @@ class Storage(Protocol):
 
     async def take_note(self, save_id: str) -> Note | None:
         """Take the note that a save left; `None` if there is none, or somebody holds it.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        ...
+
+    async def read_note(self, save_id: str) -> bytes | None:
+        """Read the note that a save left, held or not; `None` if there is none.
 
         Raises:
             StorageError: It cannot be read.

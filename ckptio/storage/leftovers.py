@@ -24,26 +24,17 @@ from typing import TYPE_CHECKING
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.files import follow_pointer, read_regular
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 
 if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
-ATTEMPT_PREFIX = ".attempt-"
-#: Of the note that a checkpoint is still to be copied; see `storage.notes`.
-NOTE_PREFIX = ".copy-"
-#: A save on another host writes something every few seconds; an hour without is its end.
-_QUIET_S = 3600.0
 _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
     r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})"
     r"(?:-\d{5}-\d{5}\.safetensors|-old|\.json)?"
 )
-
-
-def data_file_name(save_id: str, rank: int, index: int) -> str:
-    """Name a data file so that no two saves, ranks or buckets meet."""
-    return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"
 
 
 def files_of(directory: str, save_id: str) -> list[str]:
@@ -140,4 +131,4 @@ def _is_quiet(directory: str, names: list[str]) -> bool:
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-    return max(times, default=0.0) + _QUIET_S < time.time()
+    return max(times, default=0.0) + QUIET_S < time.time()

@@ -25,8 +25,8 @@ from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.files import PosixFiles, follow_pointer
-from ckptio.storage.leftovers import NOTE_PREFIX
-from ckptio.storage.notes import LocalNote, take_note
+from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.notes import LocalNote, read_note, take_note
 from ckptio.storage.resumed import ResumedAttempt
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.format.manifest import Manifest
 
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
@@ -133,6 +134,9 @@ class LocalStorage:
             raise CheckpointNotFoundError(self._path) from None
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot read the manifest") from error
+
+    def recall(self, manifest: Manifest) -> None:
+        """Be told what is there; it makes no difference to these."""
 
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Stat data files; see `interface.Storage`."""
@@ -238,6 +242,12 @@ class LocalStorage:
                 await note.release()
             raise
         return taken[0] if taken else None
+
+    async def read_note(self, save_id: str) -> bytes | None:
+        """Read a note; see `interface.Storage`."""
+        return await run_blocking(
+            self._executor, read_note, self._files, self._join(NOTE_PREFIX + save_id)
+        )
 
     async def has_note(self, save_id: str) -> bool:
         """Look for a note; see `interface.Storage`."""

@@ -10,7 +10,8 @@ checkpoint has one note or none.
 Who copies holds the note: a lock on the file, which the kernel frees with the process. So
 what a killed process owed can be taken over at once, and what a living one copies cannot.
 Where there are no locks (object stores, some mounts) two processes may copy one checkpoint
-at a time. They write the same bytes under the same names and remove nothing of each other.
+at a time. They write the same bytes under the same names, and who gives up removes nothing of
+what the other has committed; an upload that the other drops makes a copy fail, and be owed still.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.files import read_regular
+from ckptio.storage.names import NOTE_PREFIX
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -96,6 +98,20 @@ def take_note(
     except OSError as error:
         raise storage_error(error, path, "cannot read a note") from error
     return LocalNote(files, path, fd, data, executor)
+
+
+def read_note(files: PosixFiles, path: str) -> bytes | None:
+    """Read a note without holding it; `None` if there is none. Blocks.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    try:
+        return read_regular(files, path, MAX_NOTE_NBYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise storage_error(error, path, "cannot read a note") from error
 
 
 def _is_mine(files: PosixFiles, fd: int) -> bool:

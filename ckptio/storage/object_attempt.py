@@ -21,21 +21,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import shielded
+from ckptio._aio import run_all, shielded
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
-from ckptio.storage.object_commit import MAX_COMMIT_NBYTES
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
+from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, Commit
 from ckptio.storage.object_files import ObjectSink
-from ckptio.storage.object_place import QUIET_S
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.storage.object_place import ObjectPlace, Present
@@ -49,42 +47,6 @@ _MAX_SETTLING = 8
 def elapsed_s() -> float:
     """Give seconds since some moment; those of a suspended machine count."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-@dataclass(slots=True)
-class _Commit:
-    """A commit, and what may still be under way of it.
-
-    Attributes:
-        manifest: What is published.
-        replaced: What is there and should not be, afterwards.
-        problem: What went wrong with the last request.
-        is_sent: The store has said that it was written.
-        is_decided: The store has judged the condition in one step with the last write.
-        in_doubt: Nobody knows what became of a request.
-        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
-        in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
-    """
-
-    manifest: bytes
-    replaced: Present | None
-    problem: StoreError | None = None
-    is_sent: bool = False
-    is_decided: bool = False
-    in_doubt: bool = False
-    in_doubt_if_absent: bool = False
-    in_doubt_anyhow: bool = False
-
-    def note(self, problem: StoreError | None, conditional: str) -> None:
-        """Note how a request ended."""
-        self.problem = problem
-        self.is_sent = problem is None
-        absent = self.replaced is None
-        self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
-        if isinstance(problem, TransientError):
-            self.in_doubt = True
-            self.in_doubt_if_absent |= self.is_decided and absent
-            self.in_doubt_anyhow |= not self.is_decided
 
 
 class ObjectAttempt:
@@ -121,6 +83,7 @@ class ObjectAttempt:
         self._mark = place.key(ATTEMPT_PREFIX + save_id)
         self._marked_s: float | None = None
         self._sinks: list[ObjectSink] = []
+        self._kept: dict[str, int] = {}
         self._published = False
         self._committed = False
         self._doubt: StorageError | None = None
@@ -133,17 +96,12 @@ class ObjectAttempt:
             resumes: Uploads of an earlier attempt of this save are dropped, too.
 
         Raises:
-            StorageError: The place cannot be written. Nothing of this is left then.
+            StorageError: The place cannot be written. Whoever called aborts.
         """
-        try:
-            await self.stay()
-            await self._place.sweep(self._save_id)
-            if resumes:
-                for upload in (await self._place.listed()).of({self._save_id}).uploads:
-                    await self._place.drop(upload)
-        except BaseException:
-            await self.abort()
-            raise
+        await self.stay()
+        await self._place.sweep(self._save_id)
+        if resumes:
+            await self._place.drop((await self._place.listed()).of({self._save_id}).uploads)
 
     async def stay(self) -> None:
         """Say that this save is alive; see `interface.Attempt`."""
@@ -209,8 +167,30 @@ class ObjectAttempt:
         return sink
 
     async def keep(self, name: str, nbytes: int) -> None:
-        """Take over a data file: an object is there, whole, or not at all."""
-        del name, nbytes
+        """Take over a data file: an object is there, whole, or not at all.
+
+        It is looked at when it is committed: a sweep that was under way when this save marked
+        itself as alive may be removing it.
+        """
+        self._kept[name] = nbytes
+
+    async def _check_kept(self) -> None:
+        """Make sure that what was taken over is there.
+
+        Raises:
+            StorageError: It is not, or that cannot be told.
+        """
+
+        async def check(name: str, nbytes: int) -> None:
+            key = self._place.key(name)
+            try:
+                info = await self._requests.run("look at", key, lambda: self._store.head(key))
+            except ObjectMissingError:
+                info = None
+            if info is None or info.nbytes != nbytes:
+                raise StorageError(f"{key!r} is not there any more; copy it again", path=self._url)
+
+        await run_all([check(*file) for file in self._kept.items()], "look at a file")
 
     async def note(self, data: bytes) -> None:
         """Leave a note; see `interface.Attempt`."""
@@ -241,9 +221,10 @@ class ObjectAttempt:
             raise CommitConflictError(self._url)
         if len(manifest) > MAX_COMMIT_NBYTES:
             manifest = await self._write_apart(manifest)
+        await self._check_kept()
         # from here on it may be there, whatever the answers are
         self._published = True
-        commit = _Commit(manifest, replaced)
+        commit = Commit(manifest, replaced)
         for tries in range(1, _MAX_SETTLING + 1):
             if not commit.is_sent:
                 await self._send(commit)
@@ -273,7 +254,7 @@ class ObjectAttempt:
         await sink.close()
         return encode_pointer(self._save_id, manifest)
 
-    async def _send(self, commit: _Commit) -> None:
+    async def _send(self, commit: Commit) -> None:
         """Send the manifest once, and note what became of it."""
         key, old = self._place.key(MANIFEST_NAME), commit.replaced
         absent, match = old is None, "" if old is None else old.etag
@@ -286,7 +267,7 @@ class ObjectAttempt:
             problem = error
         commit.note(problem, self._store.traits.conditional)
 
-    async def _read_back(self, commit: _Commit) -> Present | None:
+    async def _read_back(self, commit: Commit) -> Present | None:
         """Look which manifest is there.
 
         Raises:
@@ -300,7 +281,7 @@ class ObjectAttempt:
             self._published = False
             raise
 
-    def _is_committed(self, found: Present | None, commit: _Commit) -> bool:
+    def _is_committed(self, found: Present | None, commit: Commit) -> bool:
         """Whether ours is there, or was, and another save has replaced it since."""
         if found is None or not found.save_id:
             return False
@@ -308,12 +289,12 @@ class ObjectAttempt:
         is_new = old is None or found.save_id != old.save_id
         return found.save_id == self._save_id or (commit.is_sent and commit.is_decided and is_new)
 
-    def _is_ours_perhaps(self, found: Present | None, commit: _Commit) -> bool:
+    def _is_ours_perhaps(self, found: Present | None, commit: Commit) -> bool:
         """Whether what was read is damaged, perhaps on the way, and new."""
         old = commit.replaced
         return found is not None and not found.save_id and (old is None or found.etag != old.etag)
 
-    def _go_on(self, found: Present | None, commit: _Commit) -> None:
+    def _go_on(self, found: Present | None, commit: Commit) -> None:
         """Judge what is there instead of ours: try again, or give up.
 
         A request that takes effect only where nothing is loses as long as the other's
@@ -342,7 +323,7 @@ class ObjectAttempt:
         )
         return self._doubt
 
-    async def _clean_up(self, commit: _Commit) -> None:
+    async def _clean_up(self, commit: Commit) -> None:
         """Remove what the commit made needless; an event, not an error, if it stays.
 
         Where a late request may bring a manifest back, the mark says so by staying, and what
@@ -357,7 +338,7 @@ class ObjectAttempt:
         await self._place.delete(keys)
 
     async def _may_come_back(self, replaced: Present) -> bool:
-        if self._store.traits.conditional == "atomic":
+        if self._store.traits.conditional == "atomic" or not replaced.save_id:
             return False
         mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)
         try:
@@ -375,20 +356,40 @@ class ObjectAttempt:
         await shielded(self._abort())
 
     async def _abort(self) -> None:
-        for sink in self._sinks:
-            await self._place.quietly(sink.key, sink.discard)
+        await self._discard(self._sinks)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
             ours = (await self._place.listed()).of({self._save_id})
             keys += [info.key for info in ours.objects]
-            for upload in ours.uploads:
-                await self._place.drop(upload)
+            await self._place.drop(ours.uploads)
+        if keys and await self._may_be_named():
+            keys.clear()
+        if self._leads:
             keys.append(self._mark)
         await self._place.delete(sorted(set(keys)))
+
+    async def _discard(self, sinks: Sequence[ObjectSink]) -> None:
+        """Drop what was sent of uploads, at once: a store that is away is waited for once."""
+        await run_all([self._place.quietly(s.key, s.discard) for s in sinks], "discard")
+
+    async def _may_be_named(self) -> bool:
+        """Whether a manifest names files of this save, or nobody can tell: then they stay.
+
+        An earlier attempt may have been committed, or another process that copies the same.
+        """
+        try:
+            present = await self._place.present()
+        except StorageError as error:
+            self._place.cannot(self._place.key(MANIFEST_NAME), error)
+            return True
+        if present is None or present.save_id:
+            return present is not None and present.save_id == self._save_id
+        problem = RefusedError("it cannot be read, and may name files of a save that was aborted")
+        self._place.cannot(self._place.key(MANIFEST_NAME), problem)
+        return True
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""
         self._left = True
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:  # of files that were ended nothing is left to discard
-            await self._place.quietly(sink.key, sink.discard)
+        await self._discard(sinks)  # of files that were ended nothing is left

@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
-from ckptio.storage.store import ObjectMissingError
+from ckptio.storage.store import ObjectMissingError, TransientError
 
 if TYPE_CHECKING:
+    from ckptio.storage.object_place import Present
     from ckptio.storage.requests import Requests
-    from ckptio.storage.store import ObjectInfo, ObjectStore
+    from ckptio.storage.store import ObjectInfo, ObjectStore, StoreError
 
 #: A larger manifest is written first, and the commit points to it.
 MAX_COMMIT_NBYTES = 8 << 20
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
+
+
+@dataclass(slots=True)
+class Commit:
+    """A commit, and what may still be under way of it.
+
+    Attributes:
+        manifest: What is published.
+        replaced: What is there and should not be, afterwards.
+        problem: What went wrong with the last request.
+        is_sent: The store has said that it was written.
+        is_decided: The store has judged the condition in one step with the last write.
+        in_doubt: Nobody knows what became of a request.
+        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
+        in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
+    """
+
+    manifest: bytes
+    replaced: Present | None
+    problem: StoreError | None = None
+    is_sent: bool = False
+    is_decided: bool = False
+    in_doubt: bool = False
+    in_doubt_if_absent: bool = False
+    in_doubt_anyhow: bool = False
+
+    def note(self, problem: StoreError | None, conditional: str) -> None:
+        """Note how a request ended."""
+        self.problem = problem
+        self.is_sent = problem is None
+        absent = self.replaced is None
+        self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
+        if isinstance(problem, TransientError):
+            self.in_doubt = True
+            self.in_doubt_if_absent |= self.is_decided and absent
+            self.in_doubt_anyhow |= not self.is_decided
 
 
 def join_key(prefix: str, name: str) -> str:

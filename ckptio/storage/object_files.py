@@ -6,7 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
-from ckptio.storage.store import ObjectMissingError, StoreError, TransientError
+from ckptio.storage.interface import AwaitedSink, AwaitedSource
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectMissingError,
+    StoreError,
+    TransientError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_COMPLETING = 6
 
 
-class ObjectSink:
+class ObjectSink(AwaitedSink):
     """A data file being written; see `interface.AwaitedSink`.
 
     A file of one slab is one request. A larger one is an upload in parts, a slab each, as
@@ -52,7 +58,7 @@ class ObjectSink:
         self._mark = mark
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
-        self._num_begun = 0
+        self._num_lost = 0
         self._turn = asyncio.Condition()
         self._num_done = 0
 
@@ -90,8 +96,9 @@ class ObjectSink:
             return self._upload
 
     async def _begin(self) -> Upload:
-        self._num_begun += 1
+        self._num_lost += 1  # unless its name comes
         self._upload = await self._store.upload(self.key)
+        self._num_lost -= 1
         return self._upload
 
     async def close(self) -> None:
@@ -105,7 +112,7 @@ class ObjectSink:
         if self._upload is not None:
             await self._complete(self._upload)
             self._upload = None
-            if self._num_begun > 1:
+            if self._num_lost:
                 await self._requests.must("clear", self.key, self._drop_lost)
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
@@ -153,7 +160,7 @@ class ObjectSink:
         if self._upload is not None:
             await self._upload.abort()
             self._upload = None
-        if self._num_begun > 0:
+        if self._num_lost:
             await self._drop_lost()
 
     async def _drop_lost(self) -> None:
@@ -162,18 +169,36 @@ class ObjectSink:
         Raises:
             StoreError: They may still be there.
         """
-        prefix = self.key[: self.key.rfind("/") + 1]
-        for upload in await self._store.uploads(prefix):
+        for upload in await self._store.uploads(self.key):
             if upload.key == self.key:
                 await self._store.drop_upload(upload)
+        self._num_lost = 0
 
 
-class ObjectSource:
-    """A data file being read by ranges; see `interface.AwaitedSource`."""
+class ObjectSource(AwaitedSource):
+    """A data file being read by ranges; see `interface.AwaitedSource`.
+
+    Args:
+        url: The checkpoint; for messages.
+        store: Where it is.
+        requests: Tries requests.
+        key: The object.
+        name: The file.
+        nbytes: Its size.
+        etag: What it has to have; anything if empty. Ours have names that are used once.
+    """
 
     def __init__(
-        self, url: str, store: ObjectStore, requests: Requests, key: str, name: str, nbytes: int
+        self,
+        url: str,
+        store: ObjectStore,
+        requests: Requests,
+        key: str,
+        name: str,
+        nbytes: int,
+        etag: str = "",
     ) -> None:
+        self._etag = etag
         self._url = url
         self._store = store
         self._requests = requests
@@ -196,9 +221,9 @@ class ObjectSource:
             await self._requests.run(
                 f"read [{offset}, {stop}) of",
                 self._key,
-                lambda: self._store.get_into(self._key, offset, room),
+                lambda: self._store.get_into(self._key, offset, room, match=self._etag),
             )
-        except ObjectMissingError:
+        except (ObjectMissingError, ConditionFailedError):
             raise CheckpointChangedError(self._url) from None
         except StorageError:
             await self._check_size(stop)
@@ -208,6 +233,7 @@ class ObjectSource:
         """Tell an object that is too short from one that cannot be read.
 
         Raises:
+            CheckpointChangedError: It is another one by now.
             CorruptionError: It ends before `stop`.
         """
         try:
@@ -216,6 +242,8 @@ class ObjectSource:
             )
         except (StorageError, StoreError):
             return  # the caller has the error that came first
+        if self._etag and info.etag != self._etag:
+            raise CheckpointChangedError(self._url)
         if info.nbytes < stop:
             raise CorruptionError(
                 f"the file ends at byte {info.nbytes} and should have {self._nbytes}",

@@ -21,19 +21,17 @@ from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 
     from ckptio.events import Event
     from ckptio.storage.requests import Requests
     from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
 
-#: A save under way sends something every few minutes; an hour without is its end.
-QUIET_S = 3600.0
 _OURS = re.compile(r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
 
 
@@ -128,19 +126,26 @@ class ObjectPlace:
     async def present(self) -> Present | None:
         """Look at the manifest that is there, if there is one.
 
+        One that cannot be read is read once more: it may have been damaged on its way, and
+        nobody would remove what it names when it is replaced.
+
         Raises:
             StorageError: It cannot be told.
         """
         key = self.key(MANIFEST_NAME)
-        try:
-            info, data, pointed = await read_commit(self.store, self.requests, self._prefix)
-            summary = decode_summary(data)
-        except ObjectMissingError:
-            return None
-        except FormatError:  # damaged, or of a newer version: what it needs stays
-            return await self._unreadable(key)
-        except ConditionFailedError as error:
-            raise self.requests.failed("read", key, error) from error
+        for is_last in (False, True):
+            try:
+                info, data, pointed = await read_commit(self.store, self.requests, self._prefix)
+                summary = decode_summary(data)
+            except ObjectMissingError:
+                return None
+            except FormatError:  # damaged, or of a newer version: what it needs stays
+                if is_last:
+                    return await self._unreadable(key)
+            except ConditionFailedError as error:
+                raise self.requests.failed("read", key, error) from error
+            else:
+                break
         names = (*(f.name for f in summary.files), *map(name_of, pointed))
         names += (NOTE_PREFIX + summary.save_id,)
         return Present(info.etag, summary.save_id, names)
@@ -200,9 +205,7 @@ class ObjectPlace:
             if not present.save_id:
                 return  # whatever a manifest that cannot be read may need stays
             needed = present.names
-        for upload in found.uploads:
-            if owner_of(upload.key) in dead:  # of what was committed, too: it was given up
-                await self.drop(upload)
+        await self.drop(found.of(dead).uploads)  # of what was committed, too: it was given up
         keys = [info.key for info in found.objects if owner_of(info.key) in dead]
         if present is not None:  # what it names stays, and whatever else it may need
             marks = self.key(ATTEMPT_PREFIX)
@@ -217,12 +220,14 @@ class ObjectPlace:
 
     async def remove(self, found: Listing) -> tuple[str, ...]:
         """Remove objects and abort uploads; gives the names of the objects that are gone."""
-        for upload in found.uploads:
-            await self.drop(upload)
+        await self.drop(found.uploads)
         return await self.delete([info.key for info in found.objects])
 
-    async def drop(self, upload: UploadInfo) -> None:
-        """Abort an upload; an event, not an error, if it stays."""
+    async def drop(self, uploads: Iterable[UploadInfo]) -> None:
+        """Abort uploads, at once; events, not errors, for what stays."""
+        await run_all([self._drop(upload) for upload in uploads], "drop")
+
+    async def _drop(self, upload: UploadInfo) -> None:
         await self.quietly(upload.key, lambda: self.store.drop_upload(upload))
 
     async def delete(self, keys: Sequence[str]) -> tuple[str, ...]:

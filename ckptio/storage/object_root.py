@@ -22,7 +22,6 @@ the store's: before anything goes, its clock is asked.
 from __future__ import annotations
 
 import errno
-import re
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -34,9 +33,9 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import decode_pointer, encode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.interface import Found
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, NOTE_PREFIX
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.object_commit import read_commit, read_whole
-from ckptio.storage.object_place import QUIET_S, ObjectPlace, name_of, owner_of
+from ckptio.storage.object_place import ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
 
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from ckptio.format.summary import Summary
     from ckptio.storage.store import ObjectInfo, ObjectStore
     from ckptio.storage.stores import OpenStore
-
-_TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
 
 
 class ObjectRoot:
@@ -176,22 +173,30 @@ class _Removal:
     async def _take_back(self, read: ObjectInfo) -> bool:
         """Remove the manifest that was read; `False` if somebody else has.
 
+        It is looked at before each try: between two of them, a save may have put its own there.
+
         Raises:
             StorageError: It could not be removed, or is another one by now.
         """
-        key = self._prefix + MANIFEST_NAME
-        try:
-            now = await self._requests.run("look at", key, lambda: self._store.head(key))
-        except ObjectMissingError:
-            return False
-        if (now.etag, now.nbytes) != (read.etag, read.nbytes):
-            raise StorageError(
-                "another save was committed there just now; it stays",
-                path=self._url,
-                code=errno.ESTALE,
-            )
-        await self._requests.run("remove", key, lambda: self._store.delete([key]))
-        return True
+        key, is_sent = self._prefix + MANIFEST_NAME, False
+
+        async def take() -> bool:
+            nonlocal is_sent
+            try:
+                now = await self._store.head(key)
+            except ObjectMissingError:
+                return is_sent
+            if (now.etag, now.nbytes) != (read.etag, read.nbytes):
+                raise StorageError(
+                    "another save was committed there just now; it stays",
+                    path=self._url,
+                    code=errno.ESTALE,
+                )
+            is_sent = True
+            await self._store.delete([key])
+            return True
+
+        return await self._requests.run("remove", key, take)
 
     async def _is_there(self, file: str = MANIFEST_NAME) -> bool:
         """Whether there is a manifest, or another file; yes if nobody can tell."""
@@ -222,7 +227,7 @@ class _Removal:
         found = await self._place.list()
         if not any(owner_of(key) for key, _ in found.signs()) or await self._is_there():
             return
-        tombs = [info.key for info in found.objects if _TOMB.fullmatch(name_of(info.key))]
+        tombs = [info.key for info in found.objects if TOMB.fullmatch(name_of(info.key))]
         for tomb in tombs:
             await self._bury_found(tomb)
         buried = {owner_of(tomb) for tomb in tombs}

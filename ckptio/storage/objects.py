@@ -18,17 +18,16 @@ from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
-    StorageError,
 )
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.names import NOTE_PREFIX
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.object_files import ObjectNote, ObjectSource
 from ckptio.storage.object_place import ObjectPlace
 from ckptio.storage.requests import Requests
-from ckptio.storage.store import ObjectMissingError, StoreError
+from ckptio.storage.store import ObjectMissingError
 
 if TYPE_CHECKING:
     import random
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.format.manifest import Manifest
     from ckptio.storage.store import ObjectStore
     from ckptio.storage.stores import OpenStore
 
@@ -111,6 +111,9 @@ class ObjectStorage:
             raise type(error)(f"{self._url!r}: {error}") from None
         return (info.etag, info.nbytes, info.modified_s), manifest
 
+    def recall(self, manifest: Manifest) -> None:
+        """Be told what is there; it makes no difference to these."""
+
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look at data files, at once; see `interface.Storage`."""
         store, requests = await self._ready()
@@ -172,13 +175,20 @@ class ObjectStorage:
 
     async def take_note(self, save_id: str) -> ObjectNote | None:
         """Take a note; see `interface.Storage`. Nothing keeps others from taking it, too."""
+        data = await self.read_note(save_id)
+        if data is None:
+            return None
+        return ObjectNote(*await self._ready(), self._join(NOTE_PREFIX + save_id), data)
+
+    async def read_note(self, save_id: str) -> bytes | None:
+        """Read a note; see `interface.Storage`."""
         store, requests = await self._ready()
         key = self._join(NOTE_PREFIX + save_id)
         try:
             _, data = await requests.run("read", key, lambda: store.get(key, MAX_NOTE_NBYTES))
         except ObjectMissingError:
             return None
-        return ObjectNote(store, requests, key, data)
+        return data
 
     async def has_note(self, save_id: str) -> bool:
         """Look for a note; see `interface.Storage`."""
@@ -210,10 +220,7 @@ class ObjectStorage:
         return *await self._ready(), self._prefix
 
     async def _ready(self) -> tuple[ObjectStore, Requests]:
-        try:
-            store, limit = await self._open_store.get()
-        except StoreError as error:
-            raise StorageError(f"cannot reach the store: {error}", path=self._url) from error
+        store, limit = await self._open_store.get()
         if self._requests is None:
             self._requests = Requests(self._url, self._config, limit, self._emit, self._rng)
         return store, self._requests

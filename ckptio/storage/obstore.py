@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import obstore.exceptions
 import obstore.store
+from botocore.exceptions import BotoCoreError
 
 from ckptio._aio import outlive, run_blocking
 from ckptio.errors import ConfigError
 from ckptio.storage.obstore_options import obstore_options
 from ckptio.storage.obstore_upload import ObstoreUpload, lend
 from ckptio.storage.s3 import S3Backend, S3Store, endpoint_of
-from ckptio.storage.s3_answers import told_by
-from ckptio.storage.store import RefusedError, StoreError, TransientError
+from ckptio.storage.s3_answers import has_etag, told_by
+from ckptio.storage.store import ConditionFailedError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,7 +67,15 @@ class ObstoreBackend:
         self, url: str, options: Mapping[str, Any], config: CheckpointConfig, executor: Executor
     ) -> ObstoreStore:
         """Make both clients; see `stores.Backend`."""
-        words = await run_blocking(executor, obstore_options, options, endpoint_of(options))
+        problem = ""
+        try:
+            words = await run_blocking(executor, obstore_options, options, endpoint_of(options))
+        except ConfigError:
+            raise
+        except (AttributeError, TypeError, ValueError, OSError, BotoCoreError) as error:
+            problem = type(error).__name__  # what it says may hold the options
+        if problem:
+            raise ConfigError(f"obstore cannot use the storage_options given: {problem}")
         small = await self._small.open(url, options, config, executor)
         bucket = url.partition("://")[2].partition("/")[0]
         try:
@@ -154,19 +163,23 @@ class ObstoreStore:
         """Read an object; see `store.ObjectStore`."""
         return await self._small.get(key, limit)
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range, copied once, as it comes; see `store.ObjectStore`."""
         try:
-            failure = await self._receive(key, start, room)
+            failure = await self._receive(key, start, room, match)
         except Exception as error:  # who asked gets it, in our words
             failure = told(error)
         if failure is not None:
             raise failure
 
-    async def _receive(self, key: str, start: int, room: memoryview) -> StoreError | None:
+    async def _receive(
+        self, key: str, start: int, room: memoryview, match: str
+    ) -> StoreError | None:
         """Read a range; gives what is wrong. An error would keep the answer, and a connection."""
         stop, position = start + len(room), 0
         answer = await obstore.get_async(self._once, key, options={"range": (start, stop)})
+        if not has_etag(answer.meta["e_tag"], match):
+            return ConditionFailedError("another object is there")
         if answer.meta["size"] < stop:
             return RefusedError(f"it ends at byte {answer.meta['size']}")
         async for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):

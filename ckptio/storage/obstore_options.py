@@ -105,6 +105,8 @@ class _Given:
         level: Any = self._left
         for key in outer:
             level = level.get(key, {})
+            if not isinstance(level, dict):
+                raise ConfigError(f"{key} of the storage_options has to be a mapping of options")
         return level.pop(name, None)
 
     def expect_nothing(self) -> None:
@@ -122,8 +124,11 @@ class _Given:
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy options; `None` is what s3fs takes for one that was not given."""
     return {
-        key: _copied(value) if isinstance(value, dict) else value for key, value in options.items()
+        key: _copied(value) if isinstance(value, dict) else value
+        for key, value in options.items()
+        if value is not None
     }
 
 

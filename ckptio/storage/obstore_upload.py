@@ -128,6 +128,7 @@ class ObstoreUpload:
         self._is_even = True
         self._has_gone = False
         self._is_given_up = False
+        self._stopped: asyncio.Future[Any] | None = None  # what was given up from here
         self._begin()
 
     def _begin(self) -> None:
@@ -156,11 +157,20 @@ class ObstoreUpload:
             return
         sending, parts = self._sending, self._parts
         # obstore lets go of a part only with all of them
-        await outlive(self._hand_over(number, data), on_cancel=lambda: parts.end(GivenUpError()))
+        await outlive(self._hand_over(number, data), on_cancel=lambda: self._stop(sending, parts))
         if parts.is_given_up:
             raise self._failure(sending)
         self._has_gone = True
         self._kept.clear()
+
+    def _stop(self, sending: asyncio.Future[Any], parts: Parts) -> None:
+        """Give up what is on its way; what obstore says of it then means nothing.
+
+        It drops the upload at once, and a part that is still under way finds none.
+        """
+        if not sending.done():
+            self._stopped = sending
+        parts.end(GivenUpError())
 
     def _hand_over(self, number: int, data: memoryview) -> asyncio.Future[None]:
         view, free = lend(data)
@@ -182,7 +192,8 @@ class ObstoreUpload:
         """Say why it has ended, and whether it can be begun again."""
         error = None if not sending.done() or sending.cancelled() else sending.exception()
         failure: StoreError = TransientError("it took too long, or was cancelled")
-        if isinstance(error, Exception) and not isinstance(error, GivenUpError):
+        is_ours = isinstance(error, GivenUpError) or sending is self._stopped
+        if isinstance(error, Exception) and not is_ours:
             failure = self._told(error)
         if self._has_gone or self._is_given_up:
             return RefusedError(f"{failure.problem} (what was sent cannot be sent again)")

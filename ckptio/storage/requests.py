@@ -6,7 +6,7 @@ drawn from nothing to twice as long as the last ("full jitter": Brooker, "Expone
 backoff and jitter", AWS architecture blog, 2015), so that ranks which were refused
 together do not come back together. A try has a limit of time, a request a budget of
 tries, and everything that is asked for one save or load a common deadline: when nothing
-has succeeded for that long since the first failure, nothing is tried again. Every further
+has been answered for that long since the first failure, nothing is tried again. Every further
 try is an event.
 
 The number of requests at a time follows what the store can take: half as many when it
@@ -174,6 +174,9 @@ class Requests:
                 await asyncio.sleep(wait_s)
             except RefusedError as error:
                 raise self.failed(what, key, error, tries) from error
+            except StoreError:  # an answer for the caller: the store is there
+                self._first_failure_s = None
+                raise
             else:
                 self._first_failure_s = None
                 return result

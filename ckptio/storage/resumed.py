@@ -1,28 +1,39 @@
 """An attempt that takes over what an earlier one of the very same save left.
 
 The copy of a checkpoint to another place has the save id and the file names of the
-checkpoint, so a copy that was cut off lies where the next one wants to write. What is
-whole is kept; what is not is made again; and if the earlier one died just after its
-commit, what it had no time to remove goes.
+checkpoint, and a conversion has an id that is made of what it converts. So one that was cut
+off lies where the next one wants to write. What is whole is kept; what is not is made again;
+and if the earlier one died just after its commit, what it had no time to remove goes.
+
+A file that is written again is compared as it is written: each range is read from the file
+that is there, and where the bytes are those that are to be written, nothing is. So nothing is
+trusted for its size or its date, and a file that was half written is finished.
 
 The lock on the attempt's file is that of every attempt (`storage.attempt`): while the
-earlier one lives, nobody takes it over, and nothing that it wrote is removed.
+earlier one lives, nobody takes it over, and nothing that it wrote is removed. An attempt that
+fails removes nothing that may be part of a checkpoint: of one that was committed under its id
+just before it began, or, where there are no locks, at any time.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import mmap
+import os
 
-from ckptio._aio import run_blocking
-from ckptio.errors import CommitConflictError
+from ckptio.config import PAGE_NBYTES
+from ckptio.errors import CommitConflictError, FormatError
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import NEW_MANIFEST_PREFIX, LocalAttempt
-
-if TYPE_CHECKING:
-    from ckptio.storage.blocks import BlockWriter
+from ckptio.storage.blocks import BlockWriter
+from ckptio.storage.files import follow_pointer, read_regular
 
 
 class ResumedAttempt(LocalAttempt):
     """An attempt that takes over an earlier one; see `interface.Storage.begin`."""
+
+    _is_alone = False
 
     def prepare(self) -> None:
         """Take the lock over, and clear what the earlier attempt left beside data. Blocks."""
@@ -45,9 +56,104 @@ class ResumedAttempt(LocalAttempt):
         if not is_mine:
             self._made_files.clear()  # the file is the other one's
             raise CommitConflictError(self._directory)
+        self._is_alone = True
         return True
 
     async def create(self, name: str, nbytes: int) -> BlockWriter:
-        """Begin a data file, in place of what the earlier attempt left."""
-        await run_blocking(self._executor, self._try_remove, self._path(name))
-        return await super().create(name, nbytes)
+        """Begin a data file, with what the earlier attempt left of it."""
+        path = self._path(name)
+        self._made_files.append(path)
+        writer = ResumedWriter(
+            self._files, path, nbytes, self._config, self._direct_refused, self._make_own_dir
+        )
+        self._writers.append(writer)
+        return writer
+
+    def _abort(self) -> None:
+        if not self._leads or (self._is_alone and not self._is_committed()):
+            super()._abort()
+        else:
+            self._leave()
+
+    def _is_committed(self) -> bool:
+        """Whether the checkpoint that is there is of this save, or may be."""
+        try:
+            commit = read_regular(self._files, self._path(MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+            data, _ = follow_pointer(self._files, self._directory, commit)
+            return decode_summary(data).save_id == self._save_id
+        except FileNotFoundError:
+            return False
+        except (FormatError, OSError):
+            return True
+
+
+class ResumedWriter(BlockWriter):
+    """A file that an earlier attempt may have begun; see `BlockWriter`."""
+
+    _is_new = True
+
+    def pwrite(self, offset: int, data: memoryview) -> None:
+        """Write `data` at `offset`, unless it is there; see `interface.Sink`."""
+        with contextlib.suppress(OSError):  # then it is written, or raised again
+            self._open()
+            if self._compare(offset, data):
+                return
+        super().pwrite(offset, data)
+
+    def _create(self) -> None:
+        """Open the file that is there; make one if none is, or if it is no file of its own."""
+        try:
+            fd = self._files.open(self._path, direct=False, writable=True)
+        except FileNotFoundError:
+            super()._create()
+            return
+        except OSError:  # a link, or a directory
+            fd = -1
+        if fd < 0 or os.fstat(fd).st_nlink != 1:
+            if fd >= 0:
+                self._files.close(fd)
+            self._files.unlink(self._path)
+            super()._create()
+            return
+        self._fd = fd
+        self._is_new = False
+        if self._direct:
+            with contextlib.suppress(OSError):  # refused: the page cache serves
+                self._fd = self._files.open(self._path, direct=True, writable=True)
+                self._files.close(fd)
+        if self._fd == fd:
+            self._direct = False
+        elif not self._is_aligned(self._fd):
+            self._files.set_buffered(self._fd)
+
+    def _cut_off(self, fd: int) -> None:
+        """Give the file its size, unless it has it: what is right is not touched."""
+        if os.fstat(fd).st_size != self._nbytes:
+            super()._cut_off(fd)
+
+    def _compare(self, offset: int, data: memoryview) -> bool:
+        """Compare, through the page cache where direct reads are refused only now."""
+        try:
+            return self._is_there(offset, data)
+        except OSError:
+            if not self._direct:
+                raise
+            with self._lock:
+                self._direct = False
+                self._files.set_buffered(self._fd)
+            return self._is_there(offset, data)
+
+    def _is_there(self, offset: int, data: memoryview) -> bool:
+        """Compare what the file has there, past the page cache where that is possible."""
+        nbytes = len(data)
+        if self._is_new:
+            return False
+        room = mmap.mmap(-1, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        with memoryview(room) as view:
+            done = 0
+            while done < nbytes:
+                count = self._files.pread(self._fd, view[done:], offset + done)
+                if count <= 0 or (done + count < nbytes and count % PAGE_NBYTES):
+                    return False  # it ends before
+                done += count
+            return bytearray(view[:nbytes]) == data

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import time
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,7 @@ from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, follow_pointer, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import find_leftovers, notes_of
+from ckptio.storage.names import TOMB
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.stores import Stores
 
-_TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -247,7 +246,7 @@ class LocalRoot:
         if MANIFEST_NAME in names or os.path.islink(directory):
             return
         is_quiet = self._newest_s(directory, names) + quiet_s < time.time()
-        tombs = [name for name in names if _TOMB.fullmatch(name)]
+        tombs = [name for name in names if TOMB.fullmatch(name)]
         for tomb in tombs:
             self._bury(directory, tomb)
         if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):

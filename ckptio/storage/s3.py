@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ import s3fs
 from botocore.config import Config
 
 from ckptio.errors import ConfigError
-from ckptio.storage.s3_answers import NotSupportedError, info_of, listed, receive, told
+from ckptio.storage.s3_answers import NotSupportedError, has_etag, info_of, listed, receive, told
 from ckptio.storage.s3_body import Body
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -44,7 +45,7 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -91,18 +92,30 @@ def endpoint_of(options: Mapping[str, Any]) -> str:
     """Give the endpoint that options or the environment name; empty for Amazon's own."""
     return str(
         options.get("endpoint_url")
-        or options.get("client_kwargs", {}).get("endpoint_url")
+        or _mapping(options, "client_kwargs").get("endpoint_url")
         or os.environ.get("AWS_ENDPOINT_URL_S3")
         or os.environ.get("AWS_ENDPOINT_URL")
         or ""
     )
 
 
+def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Give options that stand together under a name; none if it is not there, or `None`.
+
+    Raises:
+        ConfigError: It is something else; what, is not shown.
+    """
+    found = options.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} of the storage_options has to be a mapping of options")
+    return found
+
+
 def _client_config(
     options: Mapping[str, Any], endpoint: str, config: CheckpointConfig
 ) -> dict[str, Any]:
     """Give what botocore's `Config` takes; what the user says goes first."""
-    given: Mapping[str, Any] = options.get("config_kwargs", {})
+    given = _mapping(options, "config_kwargs")
     ours: dict[str, Any] = {
         "connect_timeout": config.request_timeout_s,
         "read_timeout": config.request_timeout_s,
@@ -111,10 +124,10 @@ def _client_config(
         # botocore has them since 1.36, and did before what they are set to
         **{option: "when_required" for option in _CHECKSUMS if option in Config.OPTION_DEFAULTS},
     }
-    use_ssl = options.get("client_kwargs", {}).get("use_ssl", options.get("use_ssl", True))
+    use_ssl = _mapping(options, "client_kwargs").get("use_ssl", options.get("use_ssl", True))
     if not endpoint.startswith("http://") and (endpoint or use_ssl):
         ours["s3"] = {"payload_signing_enabled": False}
-    return {**ours, **given, "s3": {**ours.get("s3", {}), **given.get("s3", {})}}
+    return {**ours, **given, "s3": {**ours.get("s3", {}), **_mapping(given, "s3")}}
 
 
 def _is_amazon(url: str) -> bool:
@@ -191,11 +204,13 @@ class S3Store:
             await receive(answer, room)
         return info, bytes(data)
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range; see `store.ObjectStore`."""
         stop = start + len(room)
         answer = await self.request("get_object", Key=key, Range=f"bytes={start}-{stop - 1}")
         problem = _problem_with(answer, start, stop)
+        if not has_etag(answer.get("ETag"), match):
+            problem = ConditionFailedError("another object is there")
         if problem is not None:
             answer["Body"].close()
             raise problem
@@ -333,7 +348,8 @@ def _problem_with(answer: Mapping[str, Any], start: int, stop: int) -> StoreErro
     total = given.rpartition("/")[2]
     if total.isdigit() and int(total) < stop:
         return RefusedError(f"it ends at byte {total}")
-    if given.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == stop - start:
+    nbytes = answer.get("ContentLength", stop - start)  # none of what comes in chunks
+    if given.startswith(f"bytes {start}-{stop - 1}/") and nbytes == stop - start:
         return None
     return TransientError("the answer is not the range that was asked for")
 

@@ -174,11 +174,19 @@ class ObjectStore(Protocol):
         """
         ...
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read as many bytes as `room` has, from `start` on, into it.
+
+        Args:
+            key: The object.
+            start: First byte.
+            room: Takes them.
+            match: The etag it has to have, by the answer that has the bytes; where an answer
+                has none, by a look at the object behind it.
 
         Raises:
             ObjectMissingError: There is no such object.
+            ConditionFailedError: It has another etag; what is in `room` is garbage.
             TransientError: Fewer bytes came.
             RefusedError: The object ends before.
         """
@@ -217,7 +225,11 @@ class ObjectStore(Protocol):
         ...
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
-        """List uploads that were begun and not ended; none where a store cannot say."""
+        """List uploads that were begun and not ended; none where a store cannot say.
+
+        Args:
+            prefix: What their keys begin with: as `list` takes it, or the key of one object.
+        """
         ...
 
     async def drop_upload(self, upload: UploadInfo) -> None:

@@ -11,6 +11,8 @@ register under the entry point group `ckptio.backends`, and else `fsspec`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -115,10 +117,11 @@ class Stores:
         return store, key[:-1]
 
     async def close(self) -> None:
-        """Close what is open. On the engine's loop."""
-        for store in list(self._open.values()):
-            await store.close()
-        self._open.clear()
+        """Close what is open, all of it even if one fails. On the engine's loop."""
+        async with contextlib.AsyncExitStack() as stack:
+            for store in self._open.values():
+                stack.push_async_callback(store.close)
+            self._open.clear()
 
 
 class OpenStore:
@@ -149,21 +152,30 @@ class OpenStore:
 
         Raises:
             ConfigError: It cannot be opened: a package is missing, or an option is wrong.
-            StorageError: It cannot be reached.
+            StorageError: It cannot be reached, or does not answer in time.
         """
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
             if self._store is None:
-                try:
-                    self._store = await self._backend.open(
-                        self._url, self._options, self._config, self._executor
-                    )
-                except StoreError as error:
-                    raise StorageError(
-                        f"cannot open it: {error.problem}", path=self._url
-                    ) from error
+                self._store = await self._opened()
         return self._store, self._limit
+
+    async def _opened(self) -> ObjectStore:
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._backend.open(
+                    self._url, self._options, self._config, self._executor
+                )
+        except StoreError as error:
+            raise StorageError(f"cannot open it: {error.problem}", path=self._url) from error
+        except TimeoutError as error:
+            raise StorageError(
+                f"cannot open it: no answer within {timeout_s:g} s",
+                path=self._url,
+                code=errno.ETIMEDOUT,
+            ) from error
 
     async def close(self) -> None:
         """Close the store, if it was opened."""

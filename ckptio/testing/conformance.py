@@ -144,6 +144,22 @@ class BackendConformance:
             assert bytes(room) == _DATA[100:1100]
             assert [found.key for found in await store.list(prefix)] == [key]
 
+    async def test_a_range_is_of_the_object_that_was_seen(self) -> None:
+        """One that was replaced since is told apart, though it has as many bytes."""
+        async with self.opened() as (store, prefix):
+            key = f"{prefix}a"
+            await store.put(key, _DATA)
+            seen = (await store.head(key)).etag
+            room = bytearray(1000)
+            await store.get_into(key, 100, memoryview(room), match=seen)
+            assert bytes(room) == _DATA[100:1100]
+            await store.put(key, _DATA[::-1])
+            try:
+                await store.get_into(key, 100, memoryview(room), match=seen)
+            except ConditionFailedError:
+                return
+            raise AssertionError("another object was read")
+
     async def test_what_is_not_there_is_missing(self) -> None:
         """Looking, reading and ranges say so; removing does not mind."""
         async with self.opened() as (store, prefix):

@@ -56,7 +56,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     Attributes:
         rng: Drawn from for every decision; tests may draw from it too.
-        num_turns: Turns of the loop so far.
         peak_calls: The most calls of each function that were in an executor at a time, by
             the function's qualified name.
         complaints: What was passed to `call_exception_handler`: errors nobody saw.
@@ -68,7 +67,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector.loop = self
         super().__init__(selector)
         self.rng = random.Random(seed)  # noqa: S311  # a schedule, nothing secret
-        self.num_turns = 0
         self.peak_calls: collections.Counter[str] = collections.Counter()
         self.complaints: list[dict[str, Any]] = []
         self.calls: collections.Counter[str] = collections.Counter()
@@ -85,7 +83,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         Raises:
             DeadlockError: Nothing is ready and no timer runs.
         """
-        self.num_turns += 1
         if timeout_s is None:
             raise DeadlockError(f"nothing is ready and no timer runs; waiting: {self._waiting()}")
         self._now_s += max(0.0, timeout_s)

@@ -31,6 +31,7 @@ from ckptio.testing.memory_files import MemoryNote, MemorySink, MemorySource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.format.manifest import Manifest
     from ckptio.testing.faults import Fault
 
 
@@ -187,6 +188,9 @@ class MemoryStorage:
         await self._wait()
         return read
 
+    def recall(self, manifest: Manifest) -> None:
+        """Be told what is there; it makes no difference to these."""
+
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the sizes of data files; see `interface.Storage`."""
         self.step("sizes")
@@ -249,6 +253,12 @@ class MemoryStorage:
             return None
         place.held.add(save_id)
         return MemoryNote(self, save_id, place.notes[save_id])
+
+    async def read_note(self, save_id: str) -> bytes | None:
+        """Read a note; see `interface.Storage`."""
+        self.step("read_note")
+        await self._wait()
+        return self._place.notes.get(save_id)
 
     async def has_note(self, save_id: str) -> bool:
         """Look for a note; see `interface.Storage`."""

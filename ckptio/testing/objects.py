@@ -204,12 +204,14 @@ class MemoryStore:
                 raise TransientError(f"{len(data) // 2} bytes came instead of {len(data)}")
             return info, _flipped(data) if fault == "corrupted" else data
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range, in two halves; see `store.ObjectStore`."""
         stop = start + len(room)
 
         def get() -> bytes:
             data = self.bucket.find(key).data
+            if match and self.bucket.info(key).etag != match:
+                raise ConditionFailedError("another object is there")
             if len(data) < stop:
                 raise RefusedError(f"it ends at byte {len(data)}")
             return data[start:stop]

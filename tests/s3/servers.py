@@ -231,10 +231,12 @@ mon_data = {dir}/mon.a
 osd_data = {dir}/osd.$id
 keyring = {dir}/osd.0/keyring
 osd_objectstore = memstore
-memstore_device_bytes = 4294967296
+memstore_device_bytes = 8589934592
 [client.admin]
 rgw_frontends = beast endpoint=127.0.0.1:{port}
 rgw_thread_pool_size = 32
+rgw_gc_obj_min_wait = 1
+rgw_gc_processor_period = 1
 rgw_data = {dir}/rgw
 """
 

@@ -14,7 +14,7 @@ from ckptio._aio import Threads
 from ckptio.checkpointer.steps import step_name
 from ckptio.config import CheckpointConfig, MiB
 from ckptio.events import CleanupFailed
-from ckptio.storage.object_place import QUIET_S
+from ckptio.storage.names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog
@@ -60,7 +60,8 @@ def keys(server: Server, url: str) -> list[str]:
     with contextlib.closing(server.client()) as client:
         found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
         uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
-    return [entry["Key"].removeprefix(prefix) for entry in [*found, *uploads]]
+    names = [entry["Key"] for entry in [*found, *uploads]]
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 async def test_a_checkpointer_keeps_steps_in_a_bucket(moto: Server, url: str) -> None:

@@ -12,9 +12,14 @@ import torch
 
 from ckptio import Engine
 from ckptio.config import KiB, MiB
-from ckptio.errors import CheckpointError, CommitConflictError, StorageError
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CommitConflictError,
+    StorageError,
+)
 from ckptio.events import RequestRetried
-from ckptio.storage.leftovers import ATTEMPT_PREFIX
+from ckptio.storage.names import ATTEMPT_PREFIX
 from tests.conftest import open_files
 from tests.rig import assert_same, random_state
 from tests.s3.proxy import Fault, Proxy, Request, answer
@@ -256,6 +261,26 @@ async def test_what_is_unchanged_costs_one_look(server: Server) -> None:
             await other.save(random_state([100], 2), url, overwrite=True)
         assert (await engine.inspect(url)).save_id != manifest.save_id
         assert proxy.count("GET", "manifest.json") == 1
+
+
+async def test_what_is_trusted_costs_no_look(server: Server) -> None:
+    """Within `cache_ttl_s` there is no request for the manifest; what was replaced is noticed."""
+    url = new_url()
+    async with (
+        Proxy(server) as proxy,
+        Engine(config_for(proxy.server, cache_ttl_s=3600)) as engine,
+        Engine(config_for(server)) as other,
+    ):
+        old, new = random_state([100], 1), random_state([100], 2)
+        await other.save(old, url)
+        assert_same(await engine.load(url), old)
+        proxy.requests.clear()
+        assert_same(await engine.load(url), old)
+        assert not [request for request in proxy.requests if "manifest.json" in request.key]
+        await other.save(new, url, overwrite=True)
+        with pytest.raises(CheckpointChangedError):  # its files are gone
+            await engine.load(url)
+        assert_same(await engine.load(url), new)
 
 
 async def test_requests_are_not_sent_by_the_trainers_thread(server: Server) -> None:

@@ -262,6 +262,20 @@ async def test_a_server_that_ignores_ranges_is_not_believed(moto: Server) -> Non
                 await store.get_into(key, start, memoryview(bytearray(nbytes)))
 
 
+async def test_a_range_may_come_without_its_length(moto: Server) -> None:
+    """What a proxy sends in chunks is whole when it says which range it is and has its bytes."""
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 2-5/9\r\nConnection: close\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    room = memoryview(bytearray(4))
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda _: Fault(answer=head + b"4\r\ncdef\r\n0\r\n\r\n")
+        await store.get_into("a/b", 2, room)
+        assert bytes(room) == b"cdef"
+        proxy.decide = lambda _: Fault(answer=head + b"3\r\ncde\r\n0\r\n\r\n")
+        with pytest.raises(TransientError):
+            await store.get_into("a/b", 2, room)
+
+
 async def test_a_part_that_is_cancelled_is_not_sent_any_more(server: Server) -> None:
     """Its memory is free at once, and an abort finds nothing in its way."""
     key = f"{new_prefix()}/a"

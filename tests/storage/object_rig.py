@@ -93,8 +93,10 @@ class DictStore:
         await self._request("get", key)
         return self._info(key), self.objects[key][:limit]
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         await self._request("get", key)
+        if match and self._info(key).etag != match:
+            raise ConditionFailedError("it is another one")
         self._info(key)
         room[:] = self.objects[key][start : start + len(room)]
 

@@ -276,6 +276,23 @@ def test_what_is_secret_is_cut_out_of_what_a_failure_says() -> None:
         assert "AbC" not in answer.problem
 
 
+@pytest.mark.parametrize("kind", ["cause", "context", "member"])
+def test_what_a_failure_came_from_is_not_shown_if_it_is_secret(kind: str) -> None:
+    """A traceback shows all of it: a server's answer, say, behind a plain error."""
+    inner = OSError("GET https://h/b?sv=1&sig=AbC%3D: 403")
+    error: Exception = OSError("it failed")
+    if kind == "cause":
+        error.__cause__ = ValueError("so did this")
+        error.__cause__.__cause__ = inner
+    elif kind == "context":
+        error.__context__ = inner
+        inner.__context__ = error  # what is raised anew may come around
+    else:
+        error = ExceptionGroup("they failed", [ValueError("one"), inner])
+    assert not told(error)[1]
+    assert told(ValueError("it failed"))[1]
+
+
 async def test_a_file_system_that_cannot_be_made_shows_no_options() -> None:
     """Not in the error, and not in what it came from."""
     fsspec.register_implementation("refusing", Refusing, clobber=True)
@@ -430,6 +447,22 @@ async def test_a_backend_of_another_package_is_found_by_its_entry_point(protocol
             await engine.load(f"{protocol}://run/{protocol}")
         await engine.save(state, f"{protocol}://run/{protocol}")
         assert_same(await engine.load(f"{protocol}://run/{protocol}"), state)
+
+
+@pytest.mark.usefixtures("third_party", "no_leaks")
+async def test_prewarm_opens_the_store_of_a_place(tmp_path: Path) -> None:
+    """Once, before the first save; local paths have none."""
+    async with Engine() as engine:
+        await engine.prewarm(1, at=tmp_path)
+        assert "somebodys_backend" not in sys.modules
+        await engine.prewarm(1, at="byclass://run/step-1")
+        (store,) = engine._core.context.stores._open.values()
+        client = store._store
+        assert client is not None
+        await engine.save({"a": 1}, "byclass://run/step-2")
+        assert store._store is client
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            await engine.prewarm(1, at="absent://run/step-1")
 
 
 @pytest.mark.usefixtures("third_party")

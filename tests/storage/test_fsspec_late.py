@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptio.storage.fsspec import FsspecStore
+from ckptio._aio import Threads
+from ckptio.config import CheckpointConfig
+from ckptio.storage.fsspec import FsspecBackend, FsspecStore
 from ckptio.storage.store import ObjectMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -65,3 +69,141 @@ async def test_what_is_removed_is_not_written_afterwards(slow: SlowFileSystem) -
             await store.head(key)
     finally:
         await store.close()
+
+
+class SlowToMake(MemoryFileSystem):  # type: ignore[misc]  # as above
+    """Is made when it is let go."""
+
+    cachable = False
+    begun = threading.Event()
+    let_go = threading.Event()
+
+    def __init__(self, **options: Any) -> None:
+        self.begun.set()
+        self.let_go.wait()
+        super().__init__(**options)
+
+
+class SlowToOpen(MemoryFileSystem):  # type: ignore[misc]  # as above
+    """The first file that is opened, or written, is when it is let go; counts them."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+        self.opened = threading.Event()
+        self.num_begun = 0
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":
+            self.wait()
+        file = super().open(path, mode, **options)
+        self.opened.set()
+        return file
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.wait()
+        super().pipe_file(path, value, mode=mode, **options)
+
+    def wait(self) -> None:
+        self.num_begun += 1
+        if self.num_begun == 1:
+            self.begun.set()
+            self.let_go.wait()
+
+
+async def write_in_parts(store: FsspecStore, key: str) -> None:
+    """Write an object as an upload."""
+    upload = await store.upload(key)
+    await upload.write(0, memoryview(b"whole"))
+    await upload.complete()
+
+
+async def write_at_once(store: FsspecStore, key: str) -> None:
+    """Write an object in one request."""
+    await store.put(key, b"whole")
+
+
+@pytest.mark.parametrize("write", [write_in_parts, write_at_once])
+async def test_what_is_written_again_is_not_undone_by_the_first_try(
+    write: Callable[[FsspecStore, str], Coroutine[Any, Any, None]],
+) -> None:
+    """A file is opened again when the thread that was given up has ended with it."""
+    fs, key = SlowToOpen(), f"/late/{secrets.token_hex(8)}/a"
+    store = FsspecStore(fs, "memory", 2)
+    try:
+        first = asyncio.create_task(write(store, key))
+        await asyncio.to_thread(fs.begun.wait)
+        first.cancel()
+        await asyncio.wait((first,))
+        second = asyncio.create_task(write(store, key))
+        await asyncio.sleep(0)
+        for _ in range(3):  # behind what `second` asks for: there is one thread left
+            with pytest.raises(ObjectMissingError):
+                await store.head("/late/nothing")
+        assert fs.num_begun == 1
+        fs.let_go.set()
+        await second
+        await store.settled(key)
+        assert (await store.get(key, 100))[1] == b"whole"
+    finally:
+        fs.let_go.set()
+        await store.delete([key])
+        await store.close()
+
+
+async def test_a_file_that_was_opened_for_nobody_is_dropped() -> None:
+    """Cancelled between the end of the thread and the loop's hearing of it."""
+    fs, key = SlowToOpen(), f"/late/{secrets.token_hex(8)}/a"
+    fs.let_go.set()
+    store = FsspecStore(fs, "memory", 2)
+    try:
+        task = asyncio.create_task(store.upload(key))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        fs.opened.wait()  # the loop stands still
+        task.cancel()
+        await asyncio.wait((task,))
+        assert task.cancelled()
+        await store.settled(key)
+        with pytest.raises(ObjectMissingError):
+            await store.head(key)
+    finally:
+        await store.close()
+
+
+async def test_any_number_may_wait_for_what_was_given_up(slow: SlowFileSystem) -> None:
+    """Each of them until the last thread has ended."""
+    store, key = FsspecStore(slow, "memory", 2), f"/late/{secrets.token_hex(8)}/a"
+    first, second = Future[None](), Future[None]()
+    store._note(key, first)
+    store._note(key, second)
+    waiters = [asyncio.create_task(store.settled(key)) for _ in range(3)]
+    await asyncio.sleep(0)
+    first.set_result(None)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(waiter.done() for waiter in waiters)
+    second.set_result(None)
+    await asyncio.gather(*waiters)
+    assert store._given_up == {}
+    await store.close()
+
+
+async def test_opening_a_file_system_is_given_up() -> None:
+    """One whose server does not answer holds nobody up."""
+    made, backend, threads = SlowToMake, FsspecBackend("late"), Threads(1, "test")
+    fsspec.register_implementation("late", made, clobber=True)
+    opening = asyncio.create_task(backend.open("late://a", {}, CheckpointConfig(), threads))
+    await asyncio.to_thread(made.begun.wait)
+    opening.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    is_over = opening.done()
+    made.let_go.set()
+    await asyncio.wait((opening,))
+    threads.shutdown()
+    assert is_over
+    assert opening.cancelled()

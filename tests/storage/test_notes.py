@@ -84,15 +84,19 @@ async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: 
     assert await storage.has_note(A)
     assert not await storage.has_note(B)
     assert await storage.take_note(B) is None
+    assert await storage.read_note(B) is None
     note = await storage.take_note(A)
     assert note is not None
     assert note.data == b"there"
+    assert await storage.read_note(A) == b"there"  # held or not
     await note.release()
+    assert await storage.read_note(A) == b"there"
     note = await storage.take_note(A)
     assert note is not None
     await note.drop()
     assert not await storage.has_note(A)
     assert await storage.take_note(A) is None
+    assert await storage.read_note(A) is None
 
 
 async def test_a_note_is_held_by_one(tmp_path: Path, executor: Executor) -> None:

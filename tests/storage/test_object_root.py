@@ -10,7 +10,7 @@ from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, Sto
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.interface import Found
-from ckptio.storage.object_place import QUIET_S
+from ckptio.storage.names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.root import resolve_root
 from ckptio.storage.store import RefusedError, TransientError, UploadInfo
@@ -233,6 +233,31 @@ async def test_a_checkpoint_that_was_replaced_meanwhile_stays(threads: Threads) 
     store.on_request = overtake
     with pytest.raises(StorageError, match="just now"):
         await root_at(store, threads).remove("a")
+    assert whole(store, "a", SAVE_IDS[2])
+    assert not [key for key in store.objects if key.endswith("-old")]
+
+
+@pytest.mark.parametrize("is_carried_out", [True, False])
+def test_a_removal_that_is_tried_again_looks_again(
+    threads: Threads, *, is_carried_out: bool
+) -> None:
+    """A save that was committed between the tries stays, whatever became of the first."""
+    store = DictStore()
+    write(store, "a")
+    tries: list[str] = []
+
+    def overtake(kind: str, key: str) -> None:
+        if kind == "delete" and key.endswith("manifest.json"):
+            tries.append(key)
+            if is_carried_out:
+                carry_out(store, kind, key)
+            write(store, "a", SAVE_IDS[2])
+            raise TransientError("no answer")
+
+    store.on_request = overtake
+    with pytest.raises(StorageError, match="just now"):
+        run_virtual(root_at(store, threads).remove("a"), seed=0)
+    assert len(tries) == 1
     assert whole(store, "a", SAVE_IDS[2])
     assert not [key for key in store.objects if key.endswith("-old")]
 

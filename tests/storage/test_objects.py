@@ -173,8 +173,6 @@ def test_a_save_survives_a_fault_of_any_request(
         else:
             kept = set(old)
             assert committed(bucket) == (old or None)
-        if kind == "corrupted" and not fresh:  # nobody knows what a damaged manifest names
-            kept |= set(old)
         if kind == "late":  # what comes long after it was given up can only be swept
             await asyncio.sleep(200)
             assert_same(await load(bucket), NEW)

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptio._aio import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
+from ckptio.storage.obstore import ObstoreBackend
 from ckptio.storage.obstore_options import obstore_options
 
 if TYPE_CHECKING:
@@ -127,3 +129,37 @@ def test_the_client_is_one_of_two() -> None:
     with pytest.raises(ConfigError, match="s3_client must be s3fs or obstore, not 'boto3'"):
         CheckpointConfig(s3_client="boto3")  # type: ignore[arg-type]  # what is tested
     assert CheckpointConfig.from_env({"CKPTIO_S3_CLIENT": "obstore"}).s3_client == "obstore"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile": "nobody"},
+        {**KEYS, "client_kwargs": {"verify": "/nobody/nowhere.pem"}},
+        {**KEYS, "s3_additional_kwargs": "nobody"},
+        {**KEYS, "config_kwargs": {"s3": "nobody"}},
+        {**KEYS, "client_kwargs": "nobody"},
+    ],
+)
+async def test_an_option_of_another_kind_is_a_typed_error(options: dict[str, Any]) -> None:
+    """Which does not repeat it."""
+    with pytest.raises(ConfigError) as caught:
+        await open_bucket(options)
+    assert "nobody" not in repr(caught.value)
+    assert caught.value.__context__ is None
+
+
+async def test_an_option_that_is_none_was_not_given() -> None:
+    """As s3fs has it."""
+    none = dict.fromkeys(("client_kwargs", "config_kwargs", "s3_additional_kwargs", "token"))
+    await open_bucket({**KEYS, **none})
+
+
+async def open_bucket(options: dict[str, Any]) -> None:
+    """Open a bucket, and close it."""
+    threads, backend = Threads(1, "test"), ObstoreBackend()
+    try:
+        backend.split("s3://bucket/a", options)
+        await (await backend.open("s3://bucket/a", options, CheckpointConfig(), threads)).close()
+    finally:
+        threads.shutdown()

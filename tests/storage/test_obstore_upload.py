@@ -151,6 +151,33 @@ async def test_what_fails_before_anything_is_gone_is_begun_again() -> None:
     assert fake.objects == [b"aaaab"]
 
 
+async def test_what_obstore_says_of_an_upload_that_was_given_up_means_nothing() -> None:
+    """It drops the upload at once, and a part that is still under way finds none."""
+
+    class Hasty(FakeObstore):
+        async def _take(self, parts: Parts) -> None:
+            try:
+                await super()._take(parts)
+            except GivenUpError:
+                raise LookupError("NoSuchUpload") from None
+
+        def upload(self) -> ObstoreUpload:
+            refused = RefusedError("NoSuchUpload (404)")
+            return ObstoreUpload(self.start, self.leftovers, lambda _: refused, PART_NBYTES)
+
+    fake = Hasty()
+    fake.is_slow = True
+    upload = fake.upload()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await upload.write(0, memoryview(b"aaaa"))
+    fake.is_slow = False
+    await upload.write(0, memoryview(b"aaaa"))
+    await upload.complete()
+    assert fake.objects == [b"aaaa"]
+    assert fake.num_begun == 2
+
+
 async def test_what_is_gone_cannot_be_sent_again() -> None:
     """So the failure of a later part is final, and said so by everything that follows."""
     fake = FakeObstore(fail_at=1)

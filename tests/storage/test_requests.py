@@ -147,6 +147,21 @@ def test_the_deadline_is_that_of_an_outage() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_an_answer_ends_an_outage() -> None:
+    """That there is no object, too: the store has said so."""
+
+    async def scenario() -> None:
+        run = requests(retry_timeout_s=100.0)
+        for _ in range(10):
+            with pytest.raises(ObjectMissingError):
+                await run.run(
+                    "look at", "a", failing(TransientError("a hiccup"), ObjectMissingError("x"))
+                )
+            await asyncio.sleep(90)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_request_that_is_never_answered_ends_and_says_which() -> None:
     """A stalled connection is an error that names the object, not a hang."""
 

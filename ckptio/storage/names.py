@@ -1,0 +1,25 @@
+"""The names of files beside a manifest, on disks and in object stores alike.
+
+data-SAVE-RANK-BUCKET.safetensors   tensors; no two saves, ranks or buckets meet
+.attempt-SAVE                       a save is under way, or was when it was killed
+.copy-SAVE                          a copy to a second tier is owed
+.manifest-SAVE, .manifest-SAVE-old  a manifest on its way to its place, or out of it
+"""
+
+from __future__ import annotations
+
+import re
+
+ATTEMPT_PREFIX = ".attempt-"
+#: Of the note that a checkpoint is still to be copied; see `storage.notes`.
+NOTE_PREFIX = ".copy-"
+#: The manifest of a checkpoint that is being removed.
+TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
+#: A save that is alive writes something every few seconds, or sends something every few
+#: minutes; an hour without is its end.
+QUIET_S = 3600.0
+
+
+def data_file_name(save_id: str, rank: int, index: int) -> str:
+    """Name a data file."""
+    return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"

@@ -1,0 +1,172 @@
+"""What an attempt removes when it ends without a commit, and what it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from ckptio.config import KiB
+from ckptio.errors import StorageError
+from ckptio.storage.interface import AwaitedSink
+from ckptio.testing import MemoryBucket, MemoryStore, hit, run_virtual
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    config_with,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    object_storage,
+    write_files,
+)
+from tests.storage.test_object_attempt import PREFIX, keys_of, winner
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+A, B = SAVE_IDS[:2]
+
+
+@pytest.mark.parametrize("kind", ["refused", "stalled"])
+def test_taking_up_a_save_that_was_committed_removes_nothing_of_it(kind: str) -> None:
+    """Whatever request fails, or is cancelled: what the manifest names stays."""
+
+    async def scenario(number: int) -> None:
+        bucket = MemoryBucket()
+        await write_files(object_storage(MemoryStore(bucket)), A, contents_of(A, 100, 5000))
+        store = MemoryStore(bucket, fault=hit(number, kind))  # type: ignore[arg-type]  # one of its kinds
+        task = asyncio.get_running_loop().create_task(
+            object_storage(store).begin(A, overwrite=True, resumes=True)
+        )
+        if kind == "stalled":
+            await asyncio.sleep(5)
+            task.cancel()
+        with contextlib.suppress(StorageError, asyncio.CancelledError):
+            await (await task).abort()
+        assert winner(bucket) == A
+
+    for number in range(12):
+        run_virtual(scenario(number), seed=number)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_save_that_another_process_committed_is_not_aborted(*, leads: bool) -> None:
+    """Two copy one checkpoint: who gives up leaves what the other has published."""
+
+    async def scenario() -> None:
+        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+        mine = object_storage(MemoryStore(bucket))
+        attempt = await (mine.begin(A, overwrite=False) if leads else mine.join(A))
+        await fill_attempt(attempt, contents)
+        other = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False, resumes=True)
+        await fill_attempt(other, contents)
+        await other.commit(manifest_of(A, contents))
+        await attempt.abort()
+        assert winner(bucket) == A
+        assert bucket.keys == keys_of(A, 100, 5000)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_abort_removes_what_it_made_beside_another_checkpoint() -> None:
+    """The checkpoint of another save is no reason to leave anything."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
+        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+        await fill_attempt(attempt, contents_of(A, 100))
+        await attempt.abort()
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_abort_costs_a_few_requests_for_each_file() -> None:
+    """Uploads are dropped by name, at once; only what lost its name is looked for."""
+
+    async def scenario(num: int) -> int:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        for number in range(num):
+            sink = await attempt.create(f"data-{A}-00000-{number:05d}.safetensors", 200 * KiB)
+            assert isinstance(sink, AwaitedSink)
+            await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        before = store.counts["uploads"]
+        await attempt.abort()
+        assert bucket.open_uploads == {}
+        assert bucket.keys == []
+        return store.counts["uploads"] - before
+
+    assert run_virtual(scenario(2), seed=0) == run_virtual(scenario(40), seed=0) == 1
+
+
+def test_an_abort_beside_a_store_that_is_away_ends() -> None:
+    """However many files there are, it takes a few timeouts and not one for each of them."""
+
+    async def scenario(num: int) -> float:
+        bucket, is_away = MemoryBucket(), False
+        store = MemoryStore(bucket, fault=lambda _: "stalled" if is_away else None)
+        attempt = await object_storage(store, config=config_with(max_requests=64)).begin(
+            A, overwrite=False
+        )
+        for number in range(num):
+            sink = await attempt.create(f"data-{A}-00000-{number:05d}.safetensors", 200 * KiB)
+            assert isinstance(sink, AwaitedSink)
+            await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        is_away = True
+        before_s = asyncio.get_running_loop().time()
+        await attempt.abort()
+        return asyncio.get_running_loop().time() - before_s
+
+    assert run_virtual(scenario(40), seed=0) < 2 * run_virtual(scenario(1), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["after", "stalled_after"])
+def test_an_upload_whose_name_never_came_is_dropped(kind: str) -> None:
+    """Another one was begun in its place: both are gone, or one is the object."""
+
+    async def scenario(*, ends: bool) -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, fault=hit(0, kind, operation="upload"))  # type: ignore[arg-type]  # as above
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        contents = contents_of(A, 200 * KiB)
+        await fill_attempt(attempt, contents)
+        if ends:
+            await attempt.commit(manifest_of(A, contents))
+            assert winner(bucket) == A
+        else:
+            await attempt.abort()
+            assert bucket.keys == []
+        assert bucket.open_uploads == {}
+
+    for ends in (True, False):
+        run_virtual(scenario(ends=ends), seed=0)
+
+
+def test_what_was_taken_over_is_there_when_it_is_committed() -> None:
+    """A sweep that had taken the save for dead may have removed it just then."""
+
+    async def scenario(*, is_swept: bool) -> None:
+        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+        first = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        await fill_attempt(first, contents)
+        await first.leave()
+        again = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False, resumes=True)
+        for name, data in contents.items():
+            await again.keep(name, len(data))
+        if is_swept:
+            del bucket.objects[PREFIX + min(contents)]
+            with pytest.raises(StorageError, match="is not there any more"):
+                await again.commit(manifest_of(A, contents))
+            assert not again.is_published
+            await again.abort()
+            assert bucket.keys == []
+        else:
+            await again.commit(manifest_of(A, contents))
+            assert winner(bucket) == A
+
+    for is_swept in (True, False):
+        run_virtual(scenario(is_swept=is_swept), seed=0)

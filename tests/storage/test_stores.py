@@ -1,0 +1,81 @@
+"""Stores are opened at the first use, and that ends, too."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.errors import StorageError
+from ckptio.storage.stores import OpenStore, Stores
+from ckptio.testing import MemoryBackend, MemoryStore, run_virtual
+from tests.rig import config_with
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from ckptio.storage.store import ObjectStore
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class SlowBackend(MemoryBackend):
+    """Its server does not answer, some of the time.
+
+    Attributes:
+        stalls: Whether it does not.
+    """
+
+    stalls = True
+
+    async def open(self, *arguments: Any) -> MemoryStore:
+        if self.stalls:
+            await asyncio.get_running_loop().create_future()
+        return await super().open(*arguments)
+
+
+def test_opening_a_store_ends_in_time() -> None:
+    """With an error that says so; and whoever comes later may have it."""
+
+    async def scenario(executor: Executor) -> None:
+        backend = SlowBackend(MemoryStore())
+        config = config_with(request_timeout_s=7.0)
+        opened = OpenStore("memory", "memory://a", backend, {}, config, executor)
+        with pytest.raises(StorageError, match="cannot open it: no answer within 7 s"):
+            await opened.get()
+        backend.stalls = False
+        store: ObjectStore = (await opened.get())[0]
+        assert await store.list("") == []
+
+    run_virtual(scenario(None), seed=0)  # type: ignore[arg-type]  # nothing runs on it
+
+
+class NotClosing(MemoryStore):
+    """Its end fails."""
+
+    async def close(self) -> None:
+        raise RuntimeError("the connection is gone")
+
+
+def test_a_store_that_cannot_be_closed_keeps_no_other_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever comes first."""
+
+    async def scenario(number: int) -> None:
+        made = [MemoryStore(), MemoryStore(), MemoryStore()]
+        made[number] = NotClosing()
+        backends = {f"m{i}": MemoryBackend(store) for i, store in enumerate(made)}
+        monkeypatch.setattr(
+            "ckptio.storage.stores.find_backend", lambda protocol, _: backends[protocol]
+        )
+        stores = Stores(config_with(), None)  # type: ignore[arg-type]  # nothing runs on it
+        for protocol in backends:
+            await stores.at(f"{protocol}://a")[0].get()
+        with pytest.raises(RuntimeError, match="the connection is gone"):
+            await stores.close()
+        assert [store.is_closed for store in made] == [i != number for i in range(3)]
+
+    for number in range(3):
+        run_virtual(scenario(number), seed=0)
