@@ -5,7 +5,8 @@ locks, and each of these holds by construction:
 
 * single flight: fifty readers of one checkpoint cause one read;
 * fresh: an answer is never older than the request. Who joins a read that had begun before
-  has its result checked once more by its version (a stat), not taken on trust;
+  has its result checked once more by its version (a stat), not taken on trust. With
+  `ttl_s`, an answer may be that much older, and costs no request;
 * failures are not kept: the next request tries again;
 * a waiter that is cancelled leaves; the read goes on for the others;
 * links are followed: `latest` and `step-3` are one entry, and a link that was moved is
@@ -42,7 +43,8 @@ class CacheStatistics:
         nbytes: Their bytes, as read.
         num_reads: Manifests read, ever.
         num_checks: Versions asked for, ever.
-        num_hits: Requests answered by an entry that a check found unchanged.
+        num_hits: Requests answered by an entry that a check found unchanged, or that was
+            checked less than `ttl_s` before.
     """
 
     num_entries: int
@@ -57,14 +59,22 @@ class _Entry:
     version: Hashable
     manifest: Manifest
     nbytes: int
+    asked_s: float  # when its version was last asked for, by the loop's clock
 
 
 @dataclass(slots=True)
 class _Key:
-    """What is going on for one checkpoint."""
+    """What is going on for one checkpoint.
+
+    Attributes:
+        waiting: Who waits for the next round.
+        busy: Whether there is a round now.
+        forgotten: Whether the checkpoint was forgotten since that began.
+    """
 
     waiting: deque[tuple[Storage, asyncio.Future[Manifest]]] = field(default_factory=deque)
     busy: bool = False
+    forgotten: bool = False
 
 
 class MetadataCache:
@@ -74,9 +84,18 @@ class MetadataCache:
         max_entries: Manifests kept, at most.
         max_nbytes: Bytes of manifests kept, at most.
         decode: Parses manifests; elsewhere than on the loop, if that takes long.
+        ttl_s: Seconds for which an entry is taken on trust.
     """
 
-    def __init__(self, max_entries: int, max_nbytes: int, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        max_entries: int,
+        max_nbytes: int,
+        decode: Decode | None = None,
+        *,
+        ttl_s: float = 0.0,
+    ) -> None:
+        self._ttl_s = ttl_s
         self._max_entries = max_entries
         self._max_nbytes = max_nbytes
         self._decode = decode or _decode_here
@@ -107,8 +126,12 @@ class MetadataCache:
         """Let `run` end once what is under way is done."""
         self._inbox.put_nowait(None)
 
-    async def get(self, storage: Storage) -> Manifest:
+    async def get(self, storage: Storage, *, fresh: bool = False) -> Manifest:
         """Give the manifest of a checkpoint as it is now, or newer.
+
+        Args:
+            storage: The checkpoint.
+            fresh: Whether `ttl_s` counts for nothing: somebody has reason to doubt.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -118,16 +141,23 @@ class MetadataCache:
         if not self._open:
             raise _closed()
         identity = storage.identity
-        future: asyncio.Future[Manifest] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        entry = self._entries.get(identity)
+        if entry is not None and not fresh and loop.time() - entry.asked_s < self._ttl_s:
+            self._num_hits += 1
+            self._entries.move_to_end(identity)
+            return entry.manifest
+        future: asyncio.Future[Manifest] = loop.create_future()
         self._keys.setdefault(identity, _Key()).waiting.append((storage, future))
         self._inbox.put_nowait(identity)
         return await future
 
     def forget(self, storage: Storage) -> None:
-        """Drop what is kept of a checkpoint."""
-        entry = self._entries.pop(storage.identity, None)
-        if entry is not None:
-            self._nbytes -= entry.nbytes
+        """Drop what is kept of a checkpoint, and keep nothing of what is being read of it."""
+        identity = storage.identity
+        self._drop(identity)
+        if identity in self._keys:
+            self._keys[identity].forgotten = True
 
     def statistics(self) -> CacheStatistics:
         """Say what the cache has and has done."""
@@ -148,6 +178,7 @@ class MetadataCache:
         while key.waiting:
             batch = list(key.waiting)
             key.waiting.clear()
+            key.forgotten = False
             try:
                 manifest = await self._fetch(identity, batch[0][0])
             except BaseException as error:  # each waiter raises it, a cancellation as our end
@@ -159,6 +190,8 @@ class MetadataCache:
                 if not isinstance(error, Exception):
                     raise
             else:
+                if key.forgotten:
+                    self._drop(identity)
                 for _, future in batch:
                     if not future.done():
                         future.set_result(manifest)
@@ -167,6 +200,7 @@ class MetadataCache:
 
     async def _fetch(self, identity: str, storage: Storage) -> Manifest:
         """Check the entry, or read."""
+        asked_s = asyncio.get_running_loop().time()
         entry = self._entries.get(identity)
         if entry is not None:
             self._num_checks += 1
@@ -177,6 +211,7 @@ class MetadataCache:
                 raise
             if version == entry.version:
                 self._num_hits += 1
+                entry.asked_s = asked_s
                 if identity in self._entries:
                     self._entries.move_to_end(identity)
                 return entry.manifest
@@ -184,13 +219,13 @@ class MetadataCache:
         self._num_reads += 1
         version, data = await storage.read_manifest()
         if not isinstance(data, bytes):  # of a foreign checkpoint, made in memory
-            self._keep(identity, _Entry(version, data, len(data.tree)))
+            self._keep(identity, _Entry(version, data, len(data.tree), asked_s))
             return data
         try:
             manifest = await self._decode(data)
         except FormatError as error:
             raise type(error)(f"{storage.path!r}: {error}") from None
-        self._keep(identity, _Entry(version, manifest, len(data)))
+        self._keep(identity, _Entry(version, manifest, len(data), asked_s))
         return manifest
 
     def _keep(self, identity: str, entry: _Entry) -> None:

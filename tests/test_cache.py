@@ -33,10 +33,12 @@ seeds = st.integers(0, 10_000)
 
 
 @contextlib.asynccontextmanager
-async def running_cache(entries: int = 8, nbytes: int = 1 << 20) -> AsyncIterator[MetadataCache]:
+async def running_cache(
+    entries: int = 8, nbytes: int = 1 << 20, ttl_s: float = 0.0
+) -> AsyncIterator[MetadataCache]:
     """Give a cache that serves, and check that closing it leaves no task."""
     before = asyncio.all_tasks()
-    cache = MetadataCache(entries, nbytes)
+    cache = MetadataCache(entries, nbytes, ttl_s=ttl_s)
     task = asyncio.create_task(cache.run(), name="cache")
     while not cache._open:
         await asyncio.sleep(0)
@@ -71,6 +73,52 @@ def test_fifty_readers_cause_one_read(seed: int) -> None:
             assert storage.counts.num_version_checks <= 1
 
     run_virtual(scenario(), seed=seed)
+
+
+@given(seed=seeds, ages=st.lists(st.floats(0, 4), max_size=12))
+def test_an_entry_is_trusted_for_its_time(seed: int, ages: list[float]) -> None:
+    """Within `ttl_s` of the last check nothing is asked for; after it, or in doubt, it is."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        now = asyncio.get_running_loop().time
+        async with running_cache(ttl_s=2.0) as cache:
+            await cache.get(storage)
+            asked_s = {storage.counts.num_version_checks: now()}
+            for age in ages:
+                await asyncio.sleep(age)
+                before, began_s = storage.counts.num_version_checks, now()
+                assert (await cache.get(storage)).save_id == A
+                asked = storage.counts.num_version_checks - before
+                assert asked <= 1
+                if asked:
+                    # an entry read at `asked_s` was asked for at most the delays before
+                    assert began_s - max(asked_s.values()) >= 2.0 - 0.1
+                    asked_s[storage.counts.num_version_checks] = began_s
+                else:
+                    assert began_s - max(asked_s.values()) < 2.0
+                    assert now() == began_s
+            before = storage.counts.num_version_checks
+            await cache.get(storage, fresh=True)
+            assert storage.counts.num_version_checks == before + 1
+            assert storage.counts.num_manifest_reads == 1
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_an_entry_that_is_not_trusted_any_more_is_read() -> None:
+    """A manifest replaced meanwhile is given when the time is over, and not before."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        async with running_cache(ttl_s=5.0) as cache:
+            assert (await cache.get(storage)).save_id == A
+            await write_files(storage, B, contents_of(B, 10), overwrite=True)
+            assert (await cache.get(storage)).save_id == A
+            await asyncio.sleep(5.0)
+            assert (await cache.get(storage)).save_id == B
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(seed=seeds, delays=st.lists(st.floats(0, 0.3), min_size=1, max_size=12))
@@ -253,6 +301,23 @@ def test_a_forgotten_entry_is_read_again() -> None:
             assert storage.counts.num_manifest_reads == 2
 
     run_virtual(scenario(), seed=0)
+
+
+@given(seed=seeds, delay_s=st.floats(0, 0.2))
+def test_what_is_read_while_it_is_forgotten_is_not_trusted(seed: int, delay_s: float) -> None:
+    """A commit of this engine is seen at once, whatever was being read when it came."""
+
+    async def scenario() -> None:
+        storage = await stored(seed=seed)
+        async with running_cache(ttl_s=60.0) as cache:
+            first = asyncio.create_task(cache.get(storage))
+            await asyncio.sleep(delay_s)
+            await write_files(storage, B, contents_of(B, 10), overwrite=True)
+            cache.forget(storage)
+            assert (await first).save_id in (A, B)
+            assert (await cache.get(storage)).save_id == B
+
+    run_virtual(scenario(), seed=seed)
 
 
 def test_a_cache_that_does_not_run_refuses() -> None:

@@ -322,7 +322,10 @@ class CheckpointerCore:
                 if self._second is not None and keeper is self.keeper and handle is not None:
                     await self._second.thin_out(keeper, self._exempt)
                 if self._sweep_after_s is not None and not self._is_in_a_hurry():
-                    await keeper.sweep(self._sweep_after_s, self._exempt, found)
+                    exempt = self._exempt
+                    if self._second is not None and keeper is self._second.keeper:
+                        exempt = await self._second.sparing(exempt, found, self.keeper.root)
+                    await keeper.sweep(self._sweep_after_s, exempt, found)
             except Exception as error:  # the observer is told; the run goes on
                 self.engine.emit(RetentionFailed(path=keeper.root.path, error=error))
 

@@ -70,7 +70,8 @@ class Checkpointer:
             the first that has a step whole. Both are looked after by `keep`, each by what
             is committed there; a step that is still to be copied stays.
         keep_local: With `then`: how many steps stay on the first tier once they are
-            copied, the newest. What `keep` keeps if not given.
+            copied, the newest. What `keep` keeps if not given. Further ones go when the
+            second tier has that very save of them, with all its files.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.

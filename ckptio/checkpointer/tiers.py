@@ -2,7 +2,8 @@
 
 Each tier is looked after by itself, with the same policy: what is committed there decides.
 But a step that is still to be copied stays on the first tier until it is, whatever the
-policy says; and so does the first tier's newest step.
+policy says; and so does the first tier's newest step. What was sent of it stays on the
+second tier, too, however old it is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.keeper import Keeper
-from ckptio.checkpointer.steps import step_name
-from ckptio.engine.tier_saves import finish_copies, is_owed
+from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.engine.tier_saves import finish_copies, is_copied, is_owed
 from ckptio.errors import CheckpointError, ConfigError, EngineClosedError
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.core import EngineCore
     from ckptio.plan.retention import StepRecord
-    from ckptio.storage.interface import Root
+    from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
 
 
@@ -100,7 +101,8 @@ class SecondTier:
     async def thin_out(self, first: Keeper, exempt: Callable[[], Collection[int]]) -> None:
         """Let go of what the first tier need not have any more, if so configured.
 
-        Of the steps that the second tier has; the newest stay.
+        Of the steps that the second tier has, the very same and with all files; the newest
+        stay.
 
         Args:
             first: Who looks after the first tier.
@@ -113,8 +115,32 @@ class SecondTier:
             await asyncio.sleep(0)
             if step in there and step not in exempt():
                 path = first.root.join(step_name(step))
-                if not await self.owes(path) and step not in exempt():
+                stays = await self.owes(path) or not await self._has(step, path)
+                if not stays and step not in exempt():
                     await first.remove(step)
+
+    async def _has(self, step: int, path: str) -> bool:
+        """Whether a step of the first tier is on this one, whole."""
+        engine = self.engine
+        first, second = engine.storage(path), engine.storage(self.path(step))
+        return await is_copied(first, second, engine.context)
+
+    async def sparing(
+        self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root
+    ) -> Callable[[], set[int]]:
+        """Exempt from a sweep what is here of steps that the first tier still owes, too.
+
+        Who goes on with such a copy needs it.
+
+        Args:
+            exempt: Gives the steps to leave alone.
+            found: What is on this tier.
+            first: The first tier.
+        """
+        begun = [item.name for item in found if item.version is None]
+        owed = {parse_name(name) for name in begun if await self.owes(first.join(name))}
+        steps = {step for step in owed if step is not None}
+        return lambda: steps | exempt()
 
 
 def second_tier_of(then: PathLike | None, keep_local: int | None) -> SecondTier | None:

@@ -104,6 +104,11 @@ class EngineContext:
         self.saves = asyncio.Semaphore(self.config.max_saves)
         self.copies = CopyLine(self.config.max_tier_copies, self.config.num_slabs)
 
+    def end_threads(self) -> None:
+        """Let the threads end."""
+        for threads in (self.executor, self.copiers, self.writers, self.readers, self.waiters):
+            threads.shutdown()
+
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""
         notify(self.observer, event)

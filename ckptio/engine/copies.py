@@ -15,7 +15,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import run_unless_cancelled
-from ckptio.engine.load import opened
+from ckptio.engine.landing import opened
 from ckptio.errors import CorruptionError
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.load import Wanted
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.load import Reading
+    from ckptio.engine.landing import Reading
     from ckptio.format.manifest import Chunk, Manifest, TensorEntry
     from ckptio.plan.load import Piece
     from ckptio.staging.cuda import PendingCopies

@@ -24,7 +24,7 @@ from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.engine.running import Running, call_into
+from ckptio.engine.running import Running, at_exit, call_into
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import notify
 from ckptio.foreign.storage import AnyStorage
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
-
 
 _NUM_WAITERS = 2
 #: Opening, closing and syncing files, planning, committing: many short waits for a system.
@@ -89,6 +88,7 @@ class EngineCore:
         self._context: EngineContext | None = None
         self._starting: Future[EngineContext] | None = None
         self._gives_up = False
+        self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
         self._handles: list[SaveHandle] = []
         self._side_streams: dict[bool, SideStreams] = {}
@@ -150,6 +150,7 @@ class EngineCore:
             self._portal_block.__exit__(None, None, None)
             raise
         self._portal = portal
+        self._stay = at_exit(self.close)
 
     def stop_starting(self) -> None:
         """Give up meeting other ranks: `start`, on another thread, ends with an error."""
@@ -161,9 +162,10 @@ class EngineCore:
         config = self.config
         executor = Threads(_NUM_ODD_JOBS, "ckptio")
 
-        async def decode(data: bytes) -> Manifest:
-            return await run_blocking(executor, decode_manifest, data)
+        def decode(data: bytes) -> Awaitable[Manifest]:
+            return run_blocking(executor, decode_manifest, data)
 
+        limits = (config.cache_entries, config.cache_nbytes)
         context = EngineContext(
             config=config,
             executor=executor,
@@ -172,13 +174,13 @@ class EngineCore:
             readers=Threads(config.max_reads, "ckptio-read"),
             waiters=Threads(_NUM_WAITERS, "ckptio-device"),
             pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
-            cache=MetadataCache(config.cache_entries, config.cache_nbytes, decode),
+            cache=MetadataCache(*limits, decode, ttl_s=config.cache_ttl_s),
             observer=self._observer,
         )
         try:
             context.ranks = await self._meet(executor)
         except BaseException:
-            _end_threads(context)
+            context.end_threads()
             raise
         return context
 
@@ -335,8 +337,8 @@ class EngineCore:
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
-        An interrupt (`KeyboardInterrupt`) while it waits aborts what is in flight, and is
-        raised when everything was given back.
+        The end of the program calls it if nobody did. An interrupt (`KeyboardInterrupt`)
+        while it waits aborts what is in flight, and is raised when everything was given back.
 
         Args:
             abort: Stop what is in flight first.
@@ -346,6 +348,7 @@ class EngineCore:
             in_flight = list(self._in_flight)
         if portal is None or self._portal_block is None:
             return
+        self._stay()
         if abort:
             self.abort_in_flight()
         try:
@@ -384,16 +387,4 @@ class EngineCore:
                 await asyncio.wait((asyncio.wrap_future(self._cache_task),))
             context.pool.close()
         finally:
-            _end_threads(context)
-
-
-def _end_threads(context: EngineContext) -> None:
-    """Let the engine's threads end."""
-    for threads in (
-        context.executor,
-        context.copiers,
-        context.writers,
-        context.readers,
-        context.waiters,
-    ):
-        threads.shutdown()
+            context.end_threads()

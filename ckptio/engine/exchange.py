@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio._aio import first_failure, shielded
 from ckptio.engine.context import settle
-from ckptio.engine.load import bring, close_source
+from ckptio.engine.landing import bring, close_source
 from ckptio.errors import PeerLostError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.load import Reading
+    from ckptio.engine.landing import Reading
     from ckptio.exchange.link import BulkLink
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import Unit

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.engine.group import Course, fetch_manifest, read_together
-from ckptio.engine.load import Reading, plan_and_read
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
 from ckptio.engine.restore import LoadReport, LoadRequest, may_be_meta, plan_restoration
@@ -324,7 +325,7 @@ def _prepare(
         reading, restoration, context, whole_files=whole
     )
     destinations = restoration.destinations()
-    streams = caller_streams([d.tensor for d in destinations], core, saving=False)
+    streams = caller_streams((d.tensor for d in destinations), core, saving=False)
     reading.target = TargetState(destinations, streams)
     return _Load(restoration, reading, reading.target, wanted, whole)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.exchange import SharedPart
-    from ckptio.engine.load import Reading
+    from ckptio.engine.landing import Reading
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted

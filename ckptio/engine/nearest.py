@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptio.engine.load import Reading, check_sizes
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    StorageError,
 )
 from ckptio.events import TierPassedOver
 from ckptio.ranks.interface import Same
@@ -34,6 +36,7 @@ async def find_nearest(first: Storage, second: Storage, context: EngineContext) 
 
     Raises:
         CheckpointNotFoundError: Neither has a checkpoint.
+        StorageError: The first has none, and the second cannot be reached.
         ConfigError: Its blocks do not fit the slabs of this engine.
     """
     try:
@@ -47,6 +50,10 @@ async def find_nearest(first: Storage, second: Storage, context: EngineContext) 
             if isinstance(error, CheckpointNotFoundError):
                 raise _missing(first, second) from None
             return first  # what is wrong with it is said by whoever reads it
+        except StorageError:
+            if isinstance(error, CheckpointNotFoundError):
+                raise  # nobody knows whether there is one
+            return first  # as above
         context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
         return second
     return first

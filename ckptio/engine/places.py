@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.load import Reading
+    from ckptio.engine.landing import Reading
     from ckptio.engine.regions import Place
     from ckptio.engine.restore import Restoration
     from ckptio.errors import CorruptionError
@@ -44,8 +44,7 @@ async def find_wanted(
     """
     manifest, ranks = reading.manifest, context.ranks
     place = choose_places(manifest, ranks.rank, ranks.hosts[ranks.rank])
-    chunks = [chunk for need in restoration.needs for chunk in need.chunks() if chunk.copies]
-    if not chunks:
+    if not any(chunk.copies for need in restoration.needs for chunk in need.entry.chunks):
         files = range(len(manifest.files)) if whole_files else restoration.files(place)
         await check_sizes(reading, files, context)
         return await run_blocking(context.executor, restoration.wanted, place)

@@ -44,11 +44,14 @@ class Need(NamedTuple):
             place: Chooses the place of each chunk; the first one if not given.
         """
         entry, destination, span, region = self
-        if len(entry.chunks) == 1 and region is None:
-            chunk = entry.chunks[0]
+        chunks = entry.chunks
+        if len(chunks) == 1 and region is None:
+            chunk = chunks[0]
             first, stop = span or (0, entry.nbytes)
             if first < stop:
-                file, start = (chunk.file, chunk.start) if place is None else place(chunk)
+                file, start = chunk.file, chunk.start
+                if place is not None and chunk.copies:
+                    file, start = place(chunk)
                 wanted.append(Wanted(file, start + first, stop - first, destination, 0))
             return
         found = wanted if span is None else []

@@ -87,7 +87,8 @@ class Restoration:
     """A load with its decisions made.
 
     Attributes:
-        makers: Give the tensors that take bytes, each once; new ones are made only then.
+        makers: The tensors that take bytes, or what gives each, once; new ones are made only
+            then.
         needs: What each takes; `Need.destination` counts `makers`.
         finish: Puts the result together once everything has landed. On the caller's thread.
         has_values: Whether something is loaded that is no tensor.
@@ -96,7 +97,7 @@ class Restoration:
         notes: Filled in by `finish`.
     """
 
-    makers: list[Callable[[], Destination]] = field(default_factory=list)
+    makers: list[Destination | Callable[[], Destination]] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     finish: Callable[[], Any] = lambda: None
     match: Match | None = None
@@ -131,7 +132,8 @@ class Restoration:
 
     def destinations(self) -> list[Destination]:
         """Make what is new, on the caller's thread, after the sizes of files were checked."""
-        return [make() for make in self.makers]
+        with collection_paused():
+            return [make if isinstance(make, Destination) else make() for make in self.makers]
 
 
 class _Kind(NamedTuple):
@@ -248,18 +250,22 @@ def _fill(
     manifest: Manifest, fill: Fill, restoration: Restoration, late: list[Callable[[], None]]
 ) -> None:
     """Want the bytes of one tensor of the target."""
-    entry = manifest.tensors[fill.index]
+    index, tensor, node, block = fill
+    entry = manifest.tensors[index]
     stored = torch_dtype(entry.dtype)
-    node = fill.view
     destination = len(restoration.makers)
+    if node is None and block is None and isinstance(tensor, torch.Tensor):
+        restoration.makers.append(Destination(tensor, stored))
+        restoration.needs.append(Need(entry, destination))
+        return
     if node is None:
-        region = None if fill.block is None else fill.block.box
+        region = None if block is None else block.box
         restoration.makers.append(lambda: Destination(fill.memory(), stored))
         restoration.needs.append(Need(entry, destination, region=region))
         return
     shape = tuple(node["s"])
     is_plain = list(row_major_strides(shape)) == node["r"]
-    if is_plain and fill.block is None and not node.get("conj") and not node.get("neg"):
+    if is_plain and block is None and not node.get("conj") and not node.get("neg"):
         dtype = torch_dtype(node["d"])
         restoration.makers.append(lambda: Destination(fill.memory(), dtype))
         first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize

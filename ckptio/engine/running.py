@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import functools
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -83,3 +86,23 @@ def call_into(future: Future[None], function: Callable[[], None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
+
+
+def at_exit(method: Callable[[], object]) -> Callable[[], object]:
+    """Have a method called when the program ends, if its object is still there.
+
+    Threads that are daemons, as those of an engine, still run then; soon after they do not,
+    and whoever waits for one waits forever.
+
+    Returns:
+        What calls it off.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        still = found()
+        if still is not None:
+            still()
+
+    atexit.register(call)
+    return functools.partial(atexit.unregister, call)

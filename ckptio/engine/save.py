@@ -27,24 +27,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio._aio import first_failure, run_blocking, run_unless_cancelled
+from ckptio._gc import collection_paused
 from ckptio._version import __version__
 from ckptio.engine.context import settle
+from ckptio.engine.endings import end_attempt
 from ckptio.engine.turns import place_for, turn
 from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
 from ckptio.storage.interface import AwaitedSink
-from ckptio.storage.leftovers import data_file_name
+from ckptio.storage.names import data_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.engine.turns import MyTurn
     from ckptio.format.manifest import Metadata
     from ckptio.handle import SaveHandle
     from ckptio.plan.save import Bucket, SavePlan, Segment
+    from ckptio.shards import LeafSpec, Part
     from ckptio.staging.copy import SourceState
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
@@ -65,6 +69,8 @@ class SaveJob:
         overwrite: Whether a checkpoint that is there may be replaced.
         handle: What the caller has of it; told of `submitted` and `staged` from here.
         started_s: When it was asked for, by `time.perf_counter`.
+        resumes: Whether a save of the same id, stopped earlier, may have left something
+            there; and whether what this one leaves when it is stopped stays for the next.
         metadata: What to say of it in the manifest; that of rank 0 counts.
         note: To be left beside the checkpoint: that it is to be copied, and where to.
         staged_s: Seconds from then until every byte was copied.
@@ -78,6 +84,7 @@ class SaveJob:
     overwrite: bool
     handle: SaveHandle
     started_s: float
+    resumes: bool = False
     metadata: Metadata | None = None
     note: bytes = b""
     staged_s: float = 0.0
@@ -192,10 +199,10 @@ async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> 
     plan = context.plans.get(job.flat.specs)
     reused = plan is not None
     if plan is None:
-        plan = await run_blocking(context.executor, plan_save, job.flat.specs, context.config)
+        plan = await run_blocking(context.executor, plan_files, job.flat.specs, context.config)
         context.plans.put(job.flat.specs, plan)
     announce(job, context, plan, reused=reused)
-    attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
+    attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite, resumes=job.resumes)
     try:
         files = await write_buckets(job, context, plan, attempt)
         manifest = await run_blocking(
@@ -206,8 +213,8 @@ async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> 
         await my_turn(attempt)
         await attempt.commit(manifest)
         context.cache.forget(job.storage)
-    except BaseException:
-        await attempt.abort()
+    except BaseException as error:
+        await end_attempt(attempt, job, error)
         raise
     return SaveReceipt(
         nbytes=plan.nbytes,
@@ -215,6 +222,14 @@ async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> 
         num_tensors=plan.num_tensors,
         plan_reused=reused,
     )
+
+
+def plan_files(
+    leaves: Sequence[LeafSpec], config: CheckpointConfig, parts: Sequence[Part] | None = None
+) -> SavePlan:
+    """Plan the files of one rank, as `plan_save` does. Blocks."""
+    with collection_paused():
+        return plan_save(leaves, config, parts)
 
 
 def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.engine.flow import caller_streams
-from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.errors import ConfigError, TargetError
 from ckptio.layout import Box
@@ -36,7 +37,7 @@ def slice_flow(
     """Load a part of one tensor; see `api.Engine.load_slice`."""
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
-    entry = find_tensor(manifest, name)
+    entry = find_tensor(storage.path, manifest, name)
     region, shape = region_of(entry, index)
     reading = Reading(storage, manifest)
     files = sorted({chunk.file for chunk in entry.chunks})
@@ -55,7 +56,7 @@ def slice_flow(
     return result.view(shape)
 
 
-def find_tensor(manifest: Manifest, name: str) -> TensorEntry:
+def find_tensor(path: str, manifest: Manifest, name: str) -> TensorEntry:
     """Find a tensor by its name in the state; a tied one by any of its names.
 
     Raises:
@@ -73,7 +74,7 @@ def find_tensor(manifest: Manifest, name: str) -> TensorEntry:
             raise TargetError(
                 f"{name!r} is stored as a part of {entry.name!r}; load it whole with select="
             )
-    raise TargetError(f"there is no tensor {name!r} in the checkpoint")
+    raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
 
 
 def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:

@@ -31,7 +31,6 @@ class CopyLine:
     Attributes:
         slabs: Slabs that copies may hold.
         max_slabs: How many these are.
-        num_copies: Copies under way now.
         under_way: Copies that this engine has begun or will begin: place and save id.
         seen: Directories whose unfinished copies this engine has looked for.
     """
@@ -39,10 +38,13 @@ class CopyLine:
     def __init__(self, max_copies: int, num_slabs: int) -> None:
         self.max_slabs = max(1, num_slabs // _SHARE)
         self.slabs = asyncio.Semaphore(self.max_slabs)
-        self.num_copies = 0
         self.under_way: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
+        self._max_copies = max_copies
         self._places = asyncio.Semaphore(max_copies)
+        self._first = 1  # of those that have not ended
+        self._ended: set[int] = set()
+        self._coming: dict[int, asyncio.Future[None]] = {}
         self._next = 1
         self._passed: set[int] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -69,15 +71,11 @@ class CopyLine:
             if self._places.locked():
                 on_wait()
             async with self._places:
-                self.num_copies += 1
-                try:
-                    if ticket is not None:
-                        self.let_pass(ticket)
-                    if before is not None:
-                        await asyncio.shield(before)
-                    yield
-                finally:
-                    self.num_copies -= 1
+                if ticket is not None:
+                    self.let_pass(ticket)
+                if before is not None:
+                    await asyncio.shield(before)
+                yield
         finally:
             self._end(target, before, end)
 
@@ -105,6 +103,38 @@ class CopyLine:
             await waiter
         finally:
             del self._waiting[ticket]
+
+    async def approach(self, ticket: int) -> None:
+        """Wait until another rank may have a place for this number.
+
+        Copies end on all ranks alike, so elsewhere none has a place but the lowest numbers
+        that have not ended here, as many as there are places.
+        """
+        if self._num_before(ticket) < self._max_copies:
+            return
+        waiter = self._coming[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await waiter
+        finally:
+            del self._coming[ticket]
+
+    def _num_before(self, ticket: int) -> int:
+        """Say how many with lower numbers have not ended."""
+        return sum(number not in self._ended for number in range(self._first, ticket))
+
+    def end(self, ticket: int) -> None:
+        """Take note that a copy has ended, whether or not it had a place. Repeatable."""
+        self.let_pass(ticket)
+        if ticket >= self._first:
+            self._ended.add(ticket)
+        while self._first in self._ended:
+            self._ended.discard(self._first)
+            self._first += 1
+        for number in sorted(self._coming):
+            if self._num_before(number) >= self._max_copies:
+                break
+            if not self._coming[number].done():
+                self._coming[number].set_result(None)
 
     def let_pass(self, ticket: int) -> None:
         """Let the next number come: this one has its place, or wants none. Repeatable."""

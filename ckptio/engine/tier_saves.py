@@ -6,19 +6,24 @@ the commit there, so that leaving the engine waits for both, and aborts both.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking, shielded
-from ckptio.engine.tiers import CopyJob, fail_copy, make_copy
+from ckptio.engine.tiers import CopyJob, make_copy
+from ckptio.engine.transfer import require_files
 from ckptio.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     FormatError,
+    RankError,
     SaveAbortedError,
 )
 from ckptio.events import CopyFailed
+from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import decode_note
 from ckptio.format.summary import decode_summary
 from ckptio.handle import CheckpointInfo
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
     Say = Callable[[], None]
+
+_TELL_S = 1.0
 
 
 def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
@@ -111,14 +118,14 @@ async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> S
                     path=job.source.path, to=job.target.path, save_id=job.save_id, error=error
                 )
             )
-            await shielded(fail_copy(job, context, error))
+            await shielded(_fail_copy(job, context, error))
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
         return functools.partial(_fail, handle, _cause(job, error))
     finally:
         copies.under_way.discard(job.name)
-        copies.let_pass(job.ticket or 0)
+        copies.end(job.ticket or 0)
     first = handle.committed.wait(0)
     info = CheckpointInfo(
         path=job.target.path,
@@ -131,6 +138,15 @@ async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> S
         plan_reused=first.plan_reused,
     )
     return functools.partial(handle.durable.reach, info)
+
+
+async def _fail_copy(job: CopyJob, context: EngineContext, error: BaseException) -> None:
+    """Tell the other ranks that this one does not come to copy."""
+    cause = error if isinstance(error, Exception) else SaveAbortedError("it was stopped there")
+    if context.ranks.world_size > 1:
+        with contextlib.suppress(RankError, TimeoutError, SaveAbortedError):
+            async with asyncio.timeout(_TELL_S), context.ranks.session(job.key):
+                raise cause
 
 
 def _nothing() -> None:
@@ -209,8 +225,11 @@ async def _finish(core: EngineCore, path: str) -> str | None:
         except BaseException:
             await shielded(note.release())
             raise
-        await make_copy(job, context, note)
-        return job.target.path
+        if job.target.identity == storage.identity:  # it was moved to where it is wanted
+            await shielded(note.drop())
+            return None
+        sent_nbytes = await make_copy(job, context, note)
+        return None if sent_nbytes is None else job.target.path
     finally:
         context.copies.under_way.discard((storage.identity, save_id))
 
@@ -243,6 +262,23 @@ async def is_owed(storage: Storage, context: EngineContext) -> bool:
     """Whether a checkpoint is still to be copied."""
     save_id = await committed_save(storage, context)
     return save_id is not None and await storage.has_note(save_id)
+
+
+async def is_copied(first: Storage, second: Storage, context: EngineContext) -> bool:
+    """Whether the second tier has the checkpoint of the first: that very one, and all files.
+
+    Where nobody can tell, it has not.
+    """
+    try:
+        _, data = await first.read_manifest()
+        _, there = await second.read_manifest()
+        if not isinstance(data, bytes) or data != there:
+            return False
+        manifest = await run_blocking(context.executor, decode_manifest, data)
+        await require_files(second, manifest)
+    except CheckpointError:
+        return False
+    return True
 
 
 def finishing(

@@ -13,7 +13,8 @@ tier and sends the rest. Between the second commit and the end of the note nothi
 either: the commit is repeated, which changes nothing.
 
 A copy that fails or is stopped leaves what it has sent: somebody will go on with it. Only
-where nobody can, since the checkpoint was overwritten or removed meanwhile, does it go.
+where nobody can, since the checkpoint was overwritten or removed meanwhile, does it go; so
+does what an earlier run owed to a place that has a newer checkpoint by now.
 
 Each rank copies the files that it wrote, and rank 0 commits when all have. A copy that an
 earlier run owed is made by rank 0 alone: the ranks of that run are gone.
@@ -27,9 +28,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import run_blocking, shielded
-from ckptio.engine.load import Reading, require_slabs
-from ckptio.engine.transfer import find_whole, transfer
+from ckptio._aio import first_failure, run_blocking, shielded
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import require_slabs
+from ckptio.engine.transfer import find_whole, require_files, transfer
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -37,7 +39,6 @@ from ckptio.errors import (
     ConfigError,
     FormatError,
     RankError,
-    SaveAbortedError,
     StorageError,
 )
 from ckptio.events import (
@@ -50,7 +51,7 @@ from ckptio.events import (
 )
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, encode_note
-from ckptio.format.summary import decode_summary
+from ckptio.format.summary import decode_summary, is_newer
 from ckptio.ranks.interface import Same
 from ckptio.ranks.solo import SoloRanks
 
@@ -59,10 +60,12 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
-    from ckptio.ranks.interface import Ranks
+    from ckptio.format.summary import Summary
+    from ckptio.ranks.interface import Ranks, Session
     from ckptio.storage.interface import Attempt, Note, Storage
 
-_TELL_S = 1.0
+#: How often ranks that copy meet, as a part of how long they are waited for.
+_BEAT = 0.25
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +106,11 @@ class CopyJob:
         return encode_note(CopyNote(copy_to=self.target.path, overwrite=self.overwrite))
 
 
-async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> int:
+class _OvertakenError(Exception):
+    """The second tier has a newer checkpoint, which is what stays."""
+
+
+async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> int | None:
     """Copy a committed checkpoint. When this returns, it exists at the second tier.
 
     Args:
@@ -113,7 +120,8 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
             of if it is not. On rank 0; the others have none.
 
     Returns:
-        Bytes that were sent, by this rank.
+        Bytes that were sent, by this rank; `None` if what an earlier run owed is owed no more,
+        since there is a newer checkpoint.
 
     Raises:
         CheckpointExistsError: There is another checkpoint and `overwrite` is off.
@@ -123,13 +131,11 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
         CheckpointError: The first failure of any part.
     """
     path, to = job.source.path, job.target.path
-
-    def on_wait() -> None:
-        context.emit(CopyQueued(path=path, to=to, save_id=job.save_id))
-
     try:
-        async with context.copies.place(job.ticket, job.target.identity, on_wait):
+        try:
             sent_nbytes = await _Copy(job, context).run()
+        except _OvertakenError:
+            sent_nbytes = None
         if note is not None:
             await _drop(note, job, context)
     except BaseException as error:
@@ -137,13 +143,12 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
         if note is not None:
             await shielded(note.release())
         raise
+    if sent_nbytes is None:
+        return None
+    elapsed_s = job.elapsed_s()
     context.emit(
         CopyCommitted(
-            path=path,
-            to=to,
-            save_id=job.save_id,
-            sent_nbytes=sent_nbytes,
-            elapsed_s=job.elapsed_s(),
+            path=path, to=to, save_id=job.save_id, sent_nbytes=sent_nbytes, elapsed_s=elapsed_s
         )
     )
     return sent_nbytes
@@ -177,34 +182,85 @@ class _Copy:
         self._was_there = False
 
     async def run(self) -> int:
-        """Copy, and commit with the other ranks; gives the bytes sent."""
-        try:
-            async with self._ranks.session(self._job.key) as session:
-                await self._send(await self._read())
+        """Copy, and commit with the other ranks; gives the bytes sent.
 
-                async def decide(messages: Sequence[Any]) -> Same:
-                    _check_alike(messages)
-                    await self._look_again()
-                    session.decisive(is_on=True)
-                    await self._commit(session)
-                    return Same(None)
-
-                message = [self._job.save_id, self._job.target.path, self._job.overwrite]
-                await session.round("copied", message, decide)
-        except BaseException as error:
-            if self._attempt is not None:
-                await shielded(self._end(self._attempt, error))
-            raise
+        Ranks meet before they wait for their places, so that one that is stopped in line
+        stops the others; a place is held until what was begun there has ended.
+        """
+        async with contextlib.AsyncExitStack() as place:
+            try:
+                async with self._ranks.session(self._job.key) as session:
+                    if self._ranks.world_size == 1:
+                        await self._work(place)
+                        await self._meet(session, is_done=True)
+                    else:
+                        await self._work_and_meet(session, place)
+            except BaseException as error:
+                if self._attempt is not None:
+                    await shielded(self._end(self._attempt, error))
+                raise
         if self._attempt is not None and self._ranks.rank != 0:
             await shielded(self._attempt.leave())
         self._context.cache.forget(self._job.target)
         return self._sent_nbytes
 
+    async def _work(self, place: contextlib.AsyncExitStack) -> None:
+        """Take a place, and bring this rank's files over."""
+        job, context = self._job, self._context
+
+        def on_wait() -> None:
+            context.emit(CopyQueued(path=job.source.path, to=job.target.path, save_id=job.save_id))
+
+        await place.enter_async_context(
+            context.copies.place(job.ticket, job.target.identity, on_wait)
+        )
+        await self._send(await self._read())
+
+    async def _work_and_meet(self, session: Session, place: contextlib.AsyncExitStack) -> None:
+        """Bring this rank's files over, and commit when all ranks have.
+
+        What one rank has to send may take hours longer than what another has, and its place
+        in line may be taken. So ranks meet often enough to be told from those that do not
+        come, and say whether they are done. Those far behind in line do not yet: nobody has
+        a place for them.
+        """
+        if self._job.ticket is not None:
+            await self._context.copies.approach(self._job.ticket)
+        beat_s = self._context.config.meet_timeout_s * _BEAT
+        try:
+            async with asyncio.TaskGroup() as group:
+                work = group.create_task(self._work(place), name=f"send {self._job.source.path}")
+                is_over = False
+                while not is_over:
+                    await asyncio.wait((work,), timeout=beat_s)
+                    if work.done():
+                        work.result()  # it may have failed just now
+                    is_over = await self._meet(session, is_done=work.done())
+        except BaseExceptionGroup as errors:
+            failure = first_failure(errors)
+            raise failure from failure.__cause__
+
+    async def _meet(self, session: Session, *, is_done: bool) -> bool:
+        """Go into a round; gives whether the copy is committed."""
+
+        async def decide(messages: Sequence[Any]) -> Same:
+            _check_alike([message[:-1] for message in messages])
+            if is_over := all(message[-1] for message in messages):
+                await self._look_again()
+                session.decisive(is_on=True)
+                await self._commit(session)
+            return Same(is_over)
+
+        job = self._job
+        message = [job.save_id, job.target.path, job.overwrite, is_done]
+        ended: bool = await session.round("copied", message, decide)
+        return ended
+
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
         """Leave what was sent to who goes on with it, if anybody can."""
         causes = error.causes.values() if isinstance(error, RankError) else ()
         name = CheckpointChangedError.__name__
-        is_gone = isinstance(error, CheckpointChangedError) or any(
+        is_gone = isinstance(error, (CheckpointChangedError, _OvertakenError)) or any(
             cause.startswith(f"{name}:") for cause in causes
         )
         # of a checkpoint that the second tier has, an attempt owns nothing
@@ -230,9 +286,19 @@ class _Copy:
         return data
 
     async def _look_again(self) -> None:
-        """Look whether the first tier still has what was copied."""
+        """Look whether the first tier still has what was copied, and the second has all of it.
+
+        Another rank may not see the same place; and what an earlier copy had brought, the
+        sweep of somebody else may have removed just before this one began.
+
+        Raises:
+            CheckpointChangedError: The first has not.
+            StorageError: The second has not.
+        """
         if await self._raw_manifest() != self._manifest:
             raise CheckpointChangedError(self._job.source.path)
+        manifest = await run_blocking(self._context.executor, decode_manifest, self._manifest)
+        await require_files(self._job.target, manifest)
 
     async def _send(self, manifest: Manifest) -> None:
         """Bring this rank's files over."""
@@ -241,12 +307,16 @@ class _Copy:
         files = [i for i, entry in enumerate(manifest.files) if is_alone or entry.rank == rank]
         kept: set[int] = set()
         if rank == 0:
-            self._was_there = await self._is_there()
-            if self._was_there or job.resumes:
-                kept = await find_whole(job.target, manifest, files, context)
+            there = await self._there()
+            self._was_there = there is not None and there.save_id == job.save_id
             self._attempt = await job.target.begin(
                 job.save_id, overwrite=job.overwrite or self._was_there, resumes=job.resumes
             )
+            if job.resumes and there is not None and is_newer(there.created, manifest.created):
+                raise _OvertakenError
+            # now that it counts as alive: what is there stays
+            if self._was_there or job.resumes:
+                kept = await find_whole(job.target, manifest, files, context)
         else:
             self._attempt = await job.target.join(job.save_id)
         for file in sorted(kept):
@@ -258,8 +328,8 @@ class _Copy:
         if rank != 0:
             await self._attempt.seal()
 
-    async def _is_there(self) -> bool:
-        """Whether the second tier has this very checkpoint already: nobody had time to say so.
+    async def _there(self) -> Summary | None:
+        """Look what the second tier has: this very checkpoint, if nobody had time to say so.
 
         Raises:
             CheckpointExistsError: It has another one, and that must not be replaced.
@@ -267,15 +337,15 @@ class _Copy:
         try:
             _, data = await self._job.target.read_manifest()
             if not isinstance(data, bytes):
-                return False
+                return None
             summary = await run_blocking(self._context.executor, decode_summary, data)
         except CheckpointNotFoundError:
-            return False
+            return None
         except FormatError:  # whatever it is: `begin` says what may be done about it
-            return False
+            return None
         if summary.save_id != self._job.save_id and not self._job.overwrite:
             raise CheckpointExistsError(self._job.target.path)
-        return summary.save_id == self._job.save_id
+        return summary
 
     def _announce(self, manifest: Manifest, missing: Sequence[int]) -> None:
         self._total_nbytes = sum(manifest.files[file].nbytes for file in missing)
@@ -302,7 +372,7 @@ class _Copy:
             )
         )
 
-    async def _commit(self, session: Any) -> None:
+    async def _commit(self, session: Session) -> None:
         """Publish the manifest, on rank 0."""
         attempt = self._attempt
         assert attempt is not None  # noqa: S101  # it has sent its files
@@ -326,12 +396,3 @@ def _check_alike(messages: Sequence[Any]) -> None:
                 f"rank {rank} copies to {message[1]!r} and rank 0 to {messages[0][1]!r}; pass"
                 " then= and overwrite= alike on all ranks"
             )
-
-
-async def fail_copy(job: CopyJob, context: EngineContext, error: BaseException) -> None:
-    """Tell the other ranks that this one does not come to copy."""
-    cause = error if isinstance(error, Exception) else SaveAbortedError("it was stopped there")
-    if context.ranks.world_size > 1:
-        with contextlib.suppress(RankError, TimeoutError, SaveAbortedError):
-            async with asyncio.timeout(_TELL_S), context.ranks.session(job.key):
-                raise cause

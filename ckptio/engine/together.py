@@ -29,13 +29,18 @@ import msgspec
 from ckptio._aio import run_blocking, shielded
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
-from ckptio.engine.save import SaveReceipt, announce, write_buckets
+from ckptio.engine.endings import end_attempt
+from ckptio.engine.save import (
+    SaveReceipt,
+    announce,
+    plan_files,
+    write_buckets,
+)
 from ckptio.engine.turns import place_for
 from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
-from ckptio.plan.save import plan_save
 from ckptio.plan.trees import take_tree
 
 if TYPE_CHECKING:
@@ -211,7 +216,7 @@ class _JointSave:
         if attempt is None:
             return None
         if self._leads:
-            await attempt.abort()  # removes nothing if the manifest is out
+            await end_attempt(attempt, self._job, error)  # removes nothing of a commit
         elif not self._vouched or (isinstance(error, RankError) and not error.in_doubt):
             await attempt.abort()
             return None
@@ -264,7 +269,7 @@ class _JointSave:
         specs = self._job.flat.specs
         parts = msgspec.convert(answer["parts"], Assignment).parts(specs)
         plan = await run_blocking(
-            self._context.executor, plan_save, specs, self._context.config, parts
+            self._context.executor, plan_files, specs, self._context.config, parts
         )
         return Agreement(
             plan_id=answer["plan"], plan=plan, sends_tree=answer["sends_tree"], is_new=True
@@ -277,7 +282,9 @@ class _JointSave:
         job, context = self._job, self._context
         announce(job, context, agreement.plan, reused=reused)
         if self._leads:
-            self._attempt = await job.storage.begin(job.save_id, overwrite=job.overwrite)
+            self._attempt = await job.storage.begin(
+                job.save_id, overwrite=job.overwrite, resumes=job.resumes
+            )
             self._decider.attempt = self._attempt
         else:
             self._attempt = await job.storage.join(job.save_id)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shielded
-from ckptio.engine.load import Reading, bring, close_source, opened
-from ckptio.errors import ConfigError
+from ckptio.engine.landing import Reading, bring, close_source, opened
+from ckptio.errors import ConfigError, StorageError
 from ckptio.plan.load import plan_load
 from ckptio.storage.interface import AwaitedSink, AwaitedSource
 
@@ -174,6 +174,20 @@ def _write(segment: ReadSegment, slab: Slab, block_nbytes: int, sink: Sink) -> N
     for start in range(0, segment.nbytes, block_nbytes):
         with slab.view[start : min(start + block_nbytes, segment.nbytes)] as block:
             sink.pwrite(segment.start + start, block)
+
+
+async def require_files(storage: Storage, manifest: Manifest) -> None:
+    """Check that every data file is there, with its size.
+
+    Raises:
+        StorageError: One is not, or that cannot be told.
+    """
+    sizes = await storage.sizes([entry.name for entry in manifest.files])
+    for entry, size in zip(manifest.files, sizes, strict=True):
+        if size != entry.nbytes:
+            raise StorageError(
+                f"{entry.name!r} is not there with its {entry.nbytes} bytes", path=storage.path
+            )
 
 
 async def find_whole(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio.engine.copies import CopyDigests, report_differences
-from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes, read_plan
 from ckptio.errors import FormatError
 from ckptio.plan.load import LoadPlan, plan_load
 
@@ -60,11 +61,12 @@ async def run_verify(
 
     Raises:
         CheckpointNotFoundError: There is none.
-        FormatError: Its manifest is damaged: nothing can be said of the rest.
+        FormatError: Its manifest is damaged: nothing can be said of the rest. Or it is of
+            another program, which keeps no checksums.
         CheckpointChangedError: It was overwritten meanwhile.
         StorageError: It cannot be read.
     """
-    manifest = await context.cache.get(storage)
+    manifest = await context.cache.get(storage, fresh=True)
     if manifest.is_foreign:
         raise FormatError(
             f"{storage.path!r} was written by {manifest.writer}, which keeps no checksums: there is"

@@ -11,8 +11,7 @@ follow by falling element size, so that each starts on a multiple of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,9 +30,8 @@ _METADATA = "__metadata__"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor inside a bucket.
+class StoredTensor(NamedTuple):
+    """A tensor inside a bucket. A tuple, as there are thousands.
 
     Attributes:
         name: Its name in the bucket's header.
@@ -71,14 +69,14 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
     """
     notes = dict(metadata)
     document: dict[str, object] = {_METADATA: notes}
-    for tensor in tensors:
-        dtype = DTYPES[tensor.dtype]
+    for name, dtype_name, shape, start in tensors:
+        dtype = DTYPES[dtype_name]
         if not dtype.is_native:
-            notes[f"ckptio.dtype.{tensor.name}"] = tensor.dtype
-        document[tensor.name] = {
+            notes[f"ckptio.dtype.{name}"] = dtype_name
+        document[name] = {
             "dtype": dtype.code,
-            "shape": (*tensor.shape, *dtype.inner),
-            "data_offsets": (tensor.start, tensor.start + tensor.nbytes),
+            "shape": (*shape, *dtype.inner),
+            "data_offsets": (start, start + numel(shape) * dtype.itemsize),
         }
     text = msgspec.json.encode(document)
     padded = -(-(_LENGTH_NBYTES + len(text)) // PAGE_NBYTES) * PAGE_NBYTES - _LENGTH_NBYTES

@@ -6,6 +6,7 @@ checksum covers the whole document all the same; what is skipped is only not tak
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 
 import msgspec
@@ -53,3 +54,14 @@ def decode_summary(data: bytes) -> Summary:
     if not _SAVE_ID.match(summary.save_id):
         raise FormatError(f"bad save id {summary.save_id!r} in the manifest")
     return summary
+
+
+def is_newer(created: str, other: str) -> bool:
+    """Whether a checkpoint was committed after another; no if nobody can tell."""
+    try:
+        one, two = (dt.datetime.fromisoformat(text) for text in (created, other))
+    except ValueError:  # it is no time
+        return False
+    if (one.tzinfo is None) != (two.tzinfo is None):
+        return False
+    return one > two

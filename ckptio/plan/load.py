@@ -9,6 +9,7 @@ most, or as the gap worth reading over.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,7 +141,7 @@ def plan_load(
     if whole_files:
         by_file = {file: [] for file in range(len(manifest.files))}
     in_order = sorted(dense(wanted, block))
-    for file, group in itertools.groupby(in_order, key=lambda want: want.file):
+    for file, group in itertools.groupby(in_order, key=operator.itemgetter(0)):
         by_file[file] = list(group)
     segments: list[ReadSegment] = []
     for file, members in by_file.items():
@@ -218,10 +219,16 @@ def _landings(wanted: Iterable[Wanted], block: int) -> dict[int, list[Piece]]:
     """Cut ranges of one file at its blocks, and say what lands from each that has any."""
     landings: dict[int, list[Piece]] = {}
     for want in wanted:
-        if want.rows > 1:
+        _, start, nbytes, destination, offset, rows, _, _ = want
+        number, at = divmod(start, block)
+        if rows > 1:
             _land_rows(want, block, landings)
-        else:
+        elif at + nbytes > block:
             _land(want, block, landings)
+        elif number in landings:  # small tensors, thousands of them
+            landings[number].append((at, destination, offset, nbytes, None))
+        else:
+            landings[number] = [(at, destination, offset, nbytes, None)]
     return landings
 
 

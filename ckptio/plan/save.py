@@ -119,7 +119,7 @@ def plan_save(
     places = [(0, 0)] * len(blocks)
     buckets = []
     notes: dict[str, str] = {}
-    for index, members in enumerate(_pack(blocks, sizes, config.bucket_nbytes)):
+    for index, members in enumerate(pack_buckets(blocks, sizes, config.bucket_nbytes)):
         members.sort(key=lambda i: _data_order(blocks[i], sizes[i]))
         if parts is None:
             names = [blocks[i].name for i in members]
@@ -131,11 +131,12 @@ def plan_save(
             stored.append(StoredTensor(name, blocks[i].dtype, blocks[i].shape, start))
             start += sizes[i]
         header = encode_header(stored, {"format": "pt", **notes})
+        nbytes = len(header)
         spans = []
-        for i, tensor in zip(members, stored, strict=True):
-            places[i] = (index, len(header) + tensor.start)
-            spans.append((len(header) + tensor.start, *origins[i], sizes[i]))
-        nbytes = len(header) + start
+        for i in members:
+            places[i] = (index, nbytes)
+            spans.append((nbytes, *origins[i], sizes[i]))
+            nbytes += sizes[i]
         segments = _cut(header, spans, nbytes, config.slab_nbytes)
         buckets.append(Bucket(index, nbytes, tuple(segments)))
     table = b""
@@ -146,36 +147,37 @@ def plan_save(
     return SavePlan(tuple(buckets), tuple(places), table, num_tensors)
 
 
-def pack_buckets(leaves: Sequence[LeafSpec], bucket_nbytes: int) -> list[list[int]]:
+def pack_buckets(
+    leaves: Sequence[LeafSpec], sizes: Sequence[int], bucket_nbytes: int
+) -> list[list[int]]:
     """Share leaves out among buckets of about `bucket_nbytes`, largest leaf first.
 
     Each goes to the bucket that has least (longest-processing-time-first; Graham, 1969),
     so that buckets differ by less than the largest leaf that is not alone in its bucket.
 
+    Args:
+        leaves: What to share out.
+        sizes: The bytes of each.
+        bucket_nbytes: Target size of a bucket, in bytes.
+
     Returns:
         Indices of leaves for each bucket, largest bucket first; none for no leaves.
     """
-    return _pack(leaves, [leaf.nbytes for leaf in leaves], bucket_nbytes)
-
-
-def _pack(leaves: Sequence[LeafSpec], sizes: Sequence[int], bucket_nbytes: int) -> list[list[int]]:
-    """Share leaves of these sizes out."""
-
-    def identity(i: int) -> tuple[str, tuple[int, ...] | None]:
-        return leaves[i].name, leaves[i].global_offset
-
-    order = sorted(range(len(leaves)), key=lambda i: (-sizes[i], *identity(i)))
+    ranking = [
+        (-nbytes, leaf.name, leaf.global_offset) for nbytes, leaf in zip(sizes, leaves, strict=True)
+    ]
+    order = sorted(range(len(leaves)), key=ranking.__getitem__)
     alone = [i for i in order if sizes[i] >= bucket_nbytes]
     shared = order[len(alone) :]
     num_shared = -(-sum(sizes[i] for i in shared) // bucket_nbytes) or bool(shared)
     heap = [(0, k) for k in range(num_shared)]
     packed: list[list[int]] = [[] for _ in heap]
     for i in shared:
-        load, k = heapq.heappop(heap)
+        load, k = heap[0]
         packed[k].append(i)
-        heapq.heappush(heap, (load + sizes[i], k))
+        heapq.heapreplace(heap, (load + sizes[i], k))
     packed += [[i] for i in alone]
-    packed.sort(key=lambda members: (-sum(sizes[i] for i in members), *identity(members[0])))
+    packed.sort(key=lambda members: (-sum(sizes[i] for i in members), *ranking[members[0]][1:]))
     return packed
 
 
@@ -249,6 +251,10 @@ def _cut(
     pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(-(-nbytes // slab_nbytes))]
     for start, leaf, offset, size in spans:
         stop = start + size
+        index, at = divmod(start, slab_nbytes)
+        if 0 < size <= slab_nbytes - at:  # small tensors, thousands of them
+            pieces[index].append((at, leaf, offset, size))
+            continue
         position = start
         while position < stop:
             index = position // slab_nbytes

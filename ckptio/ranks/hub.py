@@ -140,10 +140,6 @@ class Hub:
         """Sessions that some rank has not ended."""
         return len(self._meetings)
 
-    def is_lost(self, rank: int) -> bool:
-        """Whether a rank is lost."""
-        return rank in self._lost
-
     def say(self, rank: int, key: str, phase: str, message: Json) -> None:
         """Take a message of a round."""
         self.num_messages += rank != 0

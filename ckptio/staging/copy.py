@@ -7,8 +7,7 @@ by events behind the caller's stream; nothing ever waits for a whole device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -88,9 +87,8 @@ class SourceState:
             pending.append(self._streams.copy(on_device))
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """A tensor that takes bytes of a checkpoint.
+class Destination(NamedTuple):
+    """A tensor that takes bytes of a checkpoint. A tuple, as there are thousands.
 
     Attributes:
         tensor: Where they go; of the shape of what is stored.

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ckptio.errors import TargetError
-from ckptio.shards import Shard
+from ckptio.format.encode import join_fqn
+from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES
 from ckptio.state.rebuild import view_of
-from ckptio.state.sharded import is_dtensor, local_of, part_of
+from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptio.state.sharded import Block
 
     Json = Any
@@ -80,19 +83,18 @@ class Blank:
         return made.requires_grad_(template.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """A piece of memory of the target and what goes into it.
+class Fill(NamedTuple):
+    """A piece of memory of the target and what goes into it. A tuple, as there are thousands.
 
     Attributes:
-        index: The stored tensor.
+        stored: Index of the stored tensor.
         tensor: The target's memory.
         view: The node of the view, if the target takes a part of the stored tensor.
         block: The part of the memory that is filled, and the block of the tensor that it
             takes; all and all if not given.
     """
 
-    index: int
+    stored: int
     tensor: torch.Tensor | Blank
     view: Json | None = None
     block: Block | None = None
@@ -146,6 +148,25 @@ class Match:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
+    def forgive_tied(self, template: Mapping[str, Any]) -> None:
+        """Strike what is missing but is the same memory as what is filled.
+
+        Other programs (Hugging Face's) store tied parameters under one of their names.
+
+        Args:
+            template: Tensors of a module, by their whole names.
+        """
+        if not self.missing:
+            return
+        whole = [fill.tensor for fill in self.fills if fill.block is None]
+        tensors = [t.template if isinstance(t, Blank) else t for t in whole]
+        filled = {memory_of(tensor) for tensor in tensors if _is_plain(tensor)}
+        self.missing = [
+            name
+            for name in self.missing
+            if not (_is_plain(template.get(name)) and memory_of(template[name]) in filled)
+        ]
+
     def mark_written(self) -> None:
         """Tell autograd that wrapped tensors changed, as any in-place operation does."""
         for tensor in self.wrapped:
@@ -198,3 +219,18 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     strides = zip(target.shape, target.stride(), strict=True)
     if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
         raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
+
+
+def names_of(fqn: str, target: Any) -> list[str]:
+    """Name everything in a value of a target that is no container."""
+    if isinstance(target, PerRank):
+        return names_of(fqn, target.value)
+    if isinstance(target, dict) and target:
+        return [n for k, v in target.items() for n in names_of(join_fqn(fqn, k), v)]
+    if isinstance(target, (list, tuple)) and target:
+        return [n for i, v in enumerate(target) for n in names_of(join_fqn(fqn, i), v)]
+    return [fqn]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_sharded(value)

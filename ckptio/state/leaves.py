@@ -31,15 +31,16 @@ def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
     Raises:
         UnsupportedLeafError: It has none that is dense and holds its elements.
     """
-    if tensor.is_nested or is_lazy(tensor):
+    cls = type(tensor)
+    is_plain = cls is torch.Tensor or cls is torch.nn.Parameter
+    if tensor.is_nested or (not is_plain and is_lazy(tensor)):
         raise _refusal(fqn, tensor)
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or not (
         tensor.is_cpu or tensor.is_cuda
     ):  # fmt: skip
         raise _refusal(fqn, tensor)
-    cls = type(tensor)
-    if cls is not torch.Tensor and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+    if not is_plain and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
         raise _refusal(fqn, tensor)
     return dtype
 

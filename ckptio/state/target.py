@@ -9,7 +9,8 @@ filled, however the checkpoint is cut; shapes are those of whole tensors. A tens
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
 in place. A stateful object gives its state as a template, its tensors are filled in
 place, and what else the checkpoint has under it is made new (but a module takes no names
-that it does not have); then it takes the whole, unless nothing of it was selected.
+that it does not have, and lacks none that is tied to one it is given); then it takes the
+whole, unless nothing of it was selected.
 Any other value of the target is a placeholder for the checkpoint's.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
@@ -27,7 +28,7 @@ import torch
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import Blank, Fill, Match, check_fillable, take_over
+from ckptio.state.fills import Blank, Fill, Match, check_fillable, names_of, take_over
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     Assemble = Callable[[Rebuilder], Any]
 
 _DICT_TAGS = (None, "dict", "odict", "counter")
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Matcher:
@@ -150,17 +152,17 @@ class Matcher:
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        problem = self._differs(node, tuple(target.shape), target.dtype)
-        if problem is not None:
-            return self._mismatch(fqn, target, problem)
+        found = self._find(node, target.shape, target.dtype)
+        if isinstance(found, str):
+            return self._mismatch(fqn, target, found)
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         if target.is_meta:
             blank = self._blank(fqn, target, memory_of(target))
-            self.match.fills.append(Fill(_index(node), blank, view))
+            self.match.fills.append(Fill(found, blank, view))
             return lambda _: blank.value()
         check_fillable(fqn, target)
-        self.match.fills.append(Fill(_index(node), target, view))
+        self.match.fills.append(Fill(found, target, view))
         return lambda _: target
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
@@ -171,9 +173,9 @@ class Matcher:
             target,
             lambda problem, way_out: TargetError(f"cannot fill {fqn!r}: {problem}; {way_out}"),
         )
-        problem = self._differs(node, sharded.global_shape, sharded.dtype)
-        if problem is not None:
-            return self._mismatch(fqn, target, problem)
+        found = self._find(node, sharded.global_shape, sharded.dtype)
+        if isinstance(found, str):
+            return self._mismatch(fqn, target, found)
         blank = None
         if len(sharded.local) == 1 and sharded.local[0].is_meta:
             blank = self._blank(fqn, target, sharded.identity)
@@ -182,7 +184,7 @@ class Matcher:
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         self.match.fills += [
-            Fill(_index(node), blank or block.local, view, block) for block in sharded.blocks
+            Fill(found, blank or block.local, view, block) for block in sharded.blocks
         ]
         if blank is not None:
             return lambda _: blank.value()
@@ -190,21 +192,22 @@ class Matcher:
             self.match.wrapped.append(target)
         return lambda _: target
 
-    def _differs(self, node: Json, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-        """Say how a node differs from a tensor of the target, if it does."""
-        entry = self._entry(node)
-        if entry is None or node.get(TAG) in ("bytes", "bytearray", "np"):
+    def _find(self, node: Json, shape: tuple[int, ...], dtype: torch.dtype) -> int | str:
+        """Give the index of what a tensor of the target takes, or say how the node differs."""
+        index = tensor_index(node)
+        if index is None or node[TAG] in ("bytes", "bytearray", "np"):
             return "a tensor in the target, not in the checkpoint"
-        is_view = node.get(TAG) == "view"
-        if is_view:
+        entry = self._tensors[index]
+        stored_shape, stored_dtype = entry.shape, entry.dtype
+        if node[TAG] == "view":
             check_view(node, entry.nbytes)
-        stored_shape = tuple(node["s"]) if is_view else entry.shape
-        stored = torch_dtype(node["d"] if is_view else entry.dtype)
+            stored_shape, stored_dtype = tuple(node["s"]), node["d"]
+        stored = torch_dtype(stored_dtype)
         if shape != stored_shape:
-            return f"shape {shape} in the target, {stored_shape} in the checkpoint"
+            return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
         if dtype != stored and not (self._dtype == dtype and stored.is_floating_point):
             return f"{dtype} in the target, {stored} in the checkpoint"
-        return None
+        return index
 
     def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
         """Give what takes the place of a tensor on the meta device; tied ones get one."""
@@ -214,7 +217,8 @@ class Matcher:
     def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        if type(node) is not dict or node.get(TAG) != "np" or self._entry(node) is None:
+        index = tensor_index(node)
+        if index is None or node[TAG] != "np":
             return self._mismatch(fqn, target, "an array in the target, not in the checkpoint")
         if target.dtype.str != node["d"] or list(target.shape) != node["s"]:
             found = (
@@ -223,10 +227,13 @@ class Matcher:
             return self._mismatch(fqn, target, f"{found} in the checkpoint")
         if not target.flags.writeable:
             raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
-        tensor = as_tensor(target)
-        entry = self._entry(node)
-        if tensor is not None and entry is not None and entry.shape == target.shape:
-            self.match.fills.append(Fill(_index(node), tensor, None))
+        tensor, entry = as_tensor(target), self._tensors[index]
+        if (
+            tensor is not None
+            and entry.shape == target.shape
+            and torch_dtype(entry.dtype) == tensor.dtype
+        ):
+            self.match.fills.append(Fill(index, tensor))
             return lambda _: target
         assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
 
@@ -241,7 +248,10 @@ class Matcher:
             return lambda _: target
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
-        assemble = self._dict(fqn, target.state_dict(), node, closed=is_module, flat=is_module)
+        template = target.state_dict()
+        assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+        if is_module:
+            self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
         has_blanks = self._num_blanks > num_blanks
 
         def hand_over(rebuilder: Rebuilder) -> Any:
@@ -269,10 +279,7 @@ class Matcher:
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
-        found_here = {
-            identity_of(key): (key, name, item)
-            for key, (name, item) in zip(keys_of(node), children(fqn, node), strict=True)
-        }
+        found_here = _members(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
@@ -305,6 +312,8 @@ class Matcher:
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
+        if type(value) in _PLAIN_TENSORS and not is_ranks(node):
+            return self._tensor(fqn, value, node)  # by far the most, and there are thousands
         if isinstance(value, (PerRank, Shard)):
             return self.merge(fqn, value, node)
         if is_ranks(node):
@@ -362,9 +371,7 @@ class Matcher:
         if is_kept and isinstance(target, PerRank):
             self.match.kept.append(fqn)
             return
-        names = [
-            name for name in _target_names(fqn, target) if self._keep is None or self._keep(name)
-        ]
+        names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
         self.match.missing += names
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
@@ -375,25 +382,13 @@ class Matcher:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
 
-    def _entry(self, node: Json) -> TensorEntry | None:
-        index = tensor_index(node)
-        return (
-            self._tensors[index] if index is not None and 0 <= index < len(self._tensors) else None
-        )
 
-
-def _index(node: Json) -> int:
-    index = tensor_index(node)
-    assert index is not None  # noqa: S101  # the caller found an entry by it
-    return index
-
-
-def _target_names(fqn: str, target: Any) -> list[str]:
-    """Name everything in a value of the target that is no container."""
-    if isinstance(target, PerRank):
-        return _target_names(fqn, target.value)
-    if isinstance(target, dict) and target:
-        return [n for k, v in target.items() for n in _target_names(join_fqn(fqn, k), v)]
-    if isinstance(target, (list, tuple)) and target:
-        return [n for i, v in enumerate(target) for n in _target_names(join_fqn(fqn, i), v)]
-    return [fqn]
+def _members(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:
+    """Give key, name and node of what a mapping node holds, by what tells its key from others."""
+    if TAG not in node:  # plain keys stand for themselves
+        prefix = f"{fqn}." if fqn else ""
+        return {key: (key, prefix + key, item) for key, item in node.items()}
+    return {
+        identity_of(key): (key, name, item)
+        for key, (name, item) in zip(keys_of(node), children(fqn, node), strict=True)
+    }

@@ -40,8 +40,9 @@ def resolve_ties(
         What is stored, in order; and the names of tensors that may share memory but are
         stored apart.
     """
-    spans = [_span(o.tensor) for o in occurrences]
-    if not _any_shared(spans, occurrences):
+    sizes = [o.tensor.nbytes for o in occurrences]
+    spans = [_span(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
+    if not _any_shared(spans, sizes):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
         return list(occurrences), ()
@@ -72,19 +73,16 @@ def _in_order(
         yield bases.get(i, occurrence)
 
 
-def _any_shared(spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]) -> bool:
+def _any_shared(spans: Sequence[tuple[int, int]], sizes: Sequence[int]) -> bool:
     """Whether any memory overlaps, or a tensor has less memory than bytes: mostly not."""
     ordered = sorted(spans)
     if any(a[1] > b[0] for a, b in itertools.pairwise(ordered)):
         return True
-    return any(
-        stop - start < o.tensor.nbytes for (start, stop), o in zip(spans, occurrences, strict=True)
-    )
+    return any(stop - start < size for (start, stop), size in zip(spans, sizes, strict=True))
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
     """First and last byte (exclusive) of a tensor's elements; equal for none."""
-    nbytes = tensor.nbytes
     start = tensor.data_ptr()
     if nbytes and not tensor.is_contiguous():
         nbytes = tensor.itemsize * (

@@ -86,7 +86,7 @@ def is_ranks(node: Json) -> bool:
 
 def is_absent(node: Json) -> bool:
     """Whether a node of one rank's tree is a value that only other ranks had."""
-    return is_ranks(node) and node["v"] == [ABSENT]
+    return type(node) is dict and node.get(TAG) == RANKS_TAG and node["v"] == [ABSENT]
 
 
 def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool:

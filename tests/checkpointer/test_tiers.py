@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
+import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptio import (
     Checkpointer,
@@ -20,7 +24,7 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CopyStarted, TierPassedOver
-from ckptio.storage.leftovers import NOTE_PREFIX
+from ckptio.storage.names import NOTE_PREFIX
 from ckptio.testing import EventLog
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
@@ -40,8 +44,6 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "directory":
         yield str(tmp_path / "far")
         return
-    import fsspec  # noqa: PLC0415  # 50 ms
-
     root = f"/run-{uuid.uuid4().hex}"
     yield f"memory:/{root}"
     with contextlib.suppress(FileNotFoundError):
@@ -149,6 +151,67 @@ async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> Non
     assert await steps_in(far) == (2, 3, 4)
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
         assert_same(await ckpt.load(step=2), state_of(2))
+
+
+async def test_a_step_stays_that_the_second_tier_has_not(tmp_path: Path, far: str) -> None:
+    """Of the same name is not the same: a step that was saved again, without a second tier."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1).durable
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        await ckpt.save(state_of(11), 1, overwrite=True)
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        for step in (2, 3):
+            await ckpt.save(state_of(step), step).durable
+        assert_same(await ckpt.load(step=1), state_of(11))
+    assert await steps_in(near) == (1, 3)
+
+
+async def test_a_step_stays_whose_copy_has_lost_a_file(tmp_path: Path, far: str) -> None:
+    """What cannot be loaded is no reason to let go of what can."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1).durable
+    (data, *_) = [name for name in names_in(near / step_name(1)) if name.startswith("data-")]
+    url = f"{far}/{step_name(1)}/{data}"
+    fsspec.open(url).fs.rm(url.partition("://")[2] or url)
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        for step in (2, 3):
+            await ckpt.save(state_of(step), step).durable
+        assert_same(await ckpt.load(step=1), state_of(1))
+    assert await steps_in(near) == (1, 3)
+
+
+async def test_what_was_sent_of_an_owed_copy_is_not_swept(tmp_path: Path, far: str) -> None:
+    """However long ago: it will be gone on with. What no step on the first tier owes goes."""
+    near = tmp_path / "near"
+    await owe(near, far, 1)
+    (note,) = [name for name in names_in(near / step_name(1)) if name.startswith(NOTE_PREFIX)]
+    (near / step_name(1) / note).write_bytes(b"{}")  # so that nobody goes on with it just now
+    (data, *_) = [name for name in names_in(near / step_name(1)) if name.startswith("data-")]
+    content = (near / step_name(1) / data).read_bytes()
+    fs = fsspec.open(f"{far}/x").fs
+    for step in (1, 2):
+        path = f"{far}/{step_name(step)}/{data}".partition("://")[2] or (
+            f"{far}/{step_name(step)}/{data}"
+        )
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(path, content)
+        age(fs, path)
+    async with Checkpointer(near, then=far, sweep_after_s=1.0, config=SMALL) as ckpt:
+        await ckpt.save(state_of(3), 3).durable
+    left = [f"{far}/{step_name(step)}/{data}" for step in (1, 2)]
+    assert [fs.exists(url.partition("://")[2] or url) for url in left] == [True, False]
+
+
+def age(fs: Any, path: str) -> None:
+    """Let a file be of yesterday, and what it lies in."""
+    if isinstance(fs, MemoryFileSystem):
+        file = fs.store[fs._strip_protocol(path)]
+        file.created = file.modified = file.modified - dt.timedelta(days=1)
+        return
+    for name in (path, path.rpartition("/")[0]):
+        os.utime(name, (0, 0))
 
 
 async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(

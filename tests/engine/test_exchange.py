@@ -17,7 +17,7 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import SharedPart, plan_part, read_shared
-from ckptio.engine.load import Reading
+from ckptio.engine.landing import Reading
 from ckptio.errors import CheckpointError, CorruptionError, PeerLostError, StorageError
 from ckptio.events import ReadProgressed
 from ckptio.format.checksum import block_checksums

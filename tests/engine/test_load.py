@@ -69,7 +69,7 @@ def test_limits_hold(sizes: Sequence[int], seed: int, reads: int) -> None:
                 assert_same(load.result(), state)
             loop = cast("VirtualLoop", asyncio.get_running_loop())
             if any(sizes):
-                assert 0 < loop.peak_calls["check_and_land"] <= reads
+                assert 0 < loop.peak_calls["_read_turn"] <= reads
             assert engine.statistics().peak_leased_nbytes <= config.pool_nbytes
             assert storage.counts.num_open_sources == 0
 

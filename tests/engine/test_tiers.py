@@ -30,7 +30,7 @@ from ckptio.events import (
     SaveCommitted,
     TierPassedOver,
 )
-from ckptio.format.note import CopyNote, decode_note
+from ckptio.format.note import CopyNote, decode_note, encode_note
 from ckptio.testing import (
     EventLog,
     MemoryStorage,
@@ -622,5 +622,100 @@ def test_where_no_tier_has_it_that_is_said() -> None:
             near.files.pop(min(near.files))
             with pytest.raises(CorruptionError):
                 await load(engine)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_nothing_is_committed_that_is_not_there_any_more() -> None:
+    """What was found whole may be swept meanwhile: all files are looked at again, last."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("commit")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.files.pop(max(far.files))
+
+            def sweep(operation: Operation) -> None:
+                if operation.kind == "create":
+                    far.files.pop(min(far.files))
+
+            far.fault = sweep
+            with pytest.raises(StorageError, match="is not there"):
+                await engine.finish_copies("near/a")
+            assert far.manifest is None
+            assert near.notes
+            far.fault = None
+            assert await engine.finish_copies("near/a") == ("far/a",)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_owed_copy_does_not_replace_a_newer_checkpoint() -> None:
+    """Of two states for one place the newest stays, also if the older one was owed."""
+
+    async def scenario() -> None:
+        storages = two()
+        storages["near/b"] = MemoryStorage("near/b")
+        far = memory(storages, "far/a")
+        states = [filled_state(SIZES, value) for value in (1, 2)]
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("commit")
+            with pytest.raises(StorageError):
+                handle = engine.save(states[0], "near/a", overwrite=True, then="far/a")
+                await handle.durable
+            far.fault = None
+            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+            assert await engine.finish_copies("near") == ()
+            assert_same(await engine.load("far/a"), states[1])
+            assert_same(await engine.load("near/a"), states[0])
+            assert far.leftovers() == []
+        assert memory(storages, "near/a").notes == {}
+        assert_alike(storages, "near/b")
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_checkpoint_that_was_moved_to_where_it_is_wanted_is_copied() -> None:
+    """The note goes, and nothing else is touched."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.fault = None
+            (save_id,) = near.notes
+            near.notes[save_id] = encode_note(CopyNote(copy_to="near/a", overwrite=True))
+            before, num_operations = dict(near.files), len(near.operations)
+            assert await engine.finish_copies("near") == ()
+            assert (near.files, near.notes) == (before, {})
+            kinds = {operation.kind for operation in near.operations[num_operations:]}
+            assert not kinds & {"begin", "create", "commit"}
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_second_tier_out_of_reach_hides_nothing_of_the_first() -> None:
+    """What is wrong with the first tier is said; that nothing is there only if both say so."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            far.fault = fail_kind("version")
+            with pytest.raises(StorageError) as raised:
+                await engine.load("near/a", then="far/a")
+            assert raised.value.filename == "far/a"
+            await engine.save(random_state(SIZES), "near/a")
+            near.files.pop(max(near.files))
+            with pytest.raises(CorruptionError) as damaged:
+                await engine.load("near/a", then="far/a")
+            assert damaged.value.path == "near/a"
 
     run_virtual(scenario(), seed=0)

@@ -91,8 +91,9 @@ class Store:
         self.step()
         return self._info(key), self.bucket.objects.get(key, b"")[:limit]
 
-    async def get_into(self, key: str, start: int, room: memoryview) -> None:
+    async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         self.step()
+        assert not match
         room[:] = self.bucket.objects[key][start : start + len(room)]
 
     async def put(

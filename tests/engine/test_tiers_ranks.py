@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ckptio import Shard
-from ckptio.errors import CheckpointNotFoundError, RankError, StorageError
+from ckptio.errors import CheckpointNotFoundError, RankError, SaveAbortedError, StorageError
 from ckptio.events import CopyCommitted, TierPassedOver
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
-from tests.job_rig import job
+from tests.job_rig import DEADLINES, job
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
@@ -167,3 +169,93 @@ def test_ranks_that_copy_to_different_places_are_told() -> None:
             await ranks.all(differ)
 
     run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_copies_for_long_is_waited_for(seed: int) -> None:
+    """For as long as it lives: what one has to send takes longer than what another has."""
+    far = MemoryStorage("far", seed=seed)
+    config = config_with(meet_timeout_s=DEADLINES.meet_s)
+
+    async def scenario() -> float:
+        async with job(NUM_RANKS, config=config, seed=seed, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                twin = engine._core.storage("far")
+                assert isinstance(twin, MemoryStorage)
+                twin._max_delay_s = 500.0 * rank
+                await engine.save(state_of(rank), "memory", then="far").durable
+
+            await ranks.all(body)
+            assert ranks.place.manifest == far.manifest
+            assert ranks.place.files == far.files
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(scenario(), seed=seed) > 3 * DEADLINES.meet_s
+
+
+def test_a_copy_that_is_stopped_in_line_stops_on_all_ranks() -> None:
+    """At once: nobody waits for a rank that will not come."""
+    far = MemoryStorage("far")
+    config = config_with(max_tier_copies=1, meet_timeout_s=DEADLINES.meet_s)
+
+    async def scenario() -> None:
+        async with job(2, config=config, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                twin = engine._core.storage("far")
+                assert isinstance(twin, MemoryStorage)
+                twin._max_delay_s = 40.0  # of the first copy alone
+                state = {"step": 3, "t": torch.arange(10)}
+                first = engine.save(state, "memory", then="far")
+                await first
+                second = engine.save(state, "other", then="farther")
+                await second
+                assert not first.durable.done()
+                now_s = asyncio.get_running_loop().time()
+                if rank == 1:
+                    second.abort()
+                with pytest.raises(SaveAbortedError if rank == 1 else RankError):
+                    await second.durable
+                assert asyncio.get_running_loop().time() < now_s + 5.0
+                await first.durable
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
+    """However many wait in line: their number is not limited, that of meetings is."""
+    far = MemoryStorage("far")
+    config = config_with(max_tier_copies=2, meet_timeout_s=DEADLINES.meet_s)
+
+    async def scenario() -> int:
+        most = 0
+        async with job(2, config=config, far=far) as ranks:
+            table = ranks.ranks.ranks[0]._table  # type: ignore[attr-defined]  # the coordinator's
+
+            async def body(rank: int, engine: Engine) -> None:
+                nonlocal most
+                twin = engine._core.storage("far")
+                assert isinstance(twin, MemoryStorage)
+                twin._max_delay_s = 100.0 * rank
+                state = {"step": 3, "t": torch.arange(10)}
+                handles = []
+                for _ in range(6):
+                    handle = engine.save(state, "memory", overwrite=True, then="far")
+                    handles.append(handle)
+                    await handle
+                while not handles[-1].durable.done():
+                    most = max(most, table.num_meetings)
+                    await asyncio.sleep(1.0)
+                await handles[-1].durable
+                for handle in handles[:-1]:
+                    with contextlib.suppress(RankError):  # overtaken
+                        await handle.durable
+
+            await ranks.all(body)
+            assert ranks.place.manifest == far.manifest
+        return most
+
+    assert 1 <= run_virtual(scenario(), seed=0) <= 2

@@ -511,7 +511,9 @@ def test_a_refused_state_makes_all_ranks_plan_anew(refusing: int) -> None:
 
             await ranks.all(save)
             assert [info.plan_reused for info in await ranks.all(save)] == [True] * 3
-            assert all(isinstance(error, Exception) for error in await ranks.each(refused))
+            for rank, error in enumerate(await ranks.each(refused)):
+                kind = UnsupportedLeafError if rank == refusing else RankError
+                assert isinstance(error, kind)
             assert [info.plan_reused for info in await ranks.all(save)] == [False] * 3
             assert place.leftovers() == []
         async with inline_engine({"memory": place}) as engine:

@@ -20,7 +20,7 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import plan_part, read_shared
-from ckptio.engine.load import Reading
+from ckptio.engine.landing import Reading
 from ckptio.errors import PeerLostError
 from ckptio.exchange.gloo import StoreAddress, gloo_link, serve_store
 from ckptio.exchange.shared import shared_link

@@ -169,7 +169,7 @@ def test_the_plan_is_the_same_in_every_process() -> None:
 @given(leaves=leaf_lists(), bucket=st.integers(1, 1 << 18))
 def test_buckets_are_filled_evenly(leaves: list[LeafSpec], bucket: int) -> None:
     """They differ by less than the largest leaf that shares one; large leaves are alone."""
-    packed = pack_buckets(leaves, bucket)
+    packed = pack_buckets(leaves, [leaf.nbytes for leaf in leaves], bucket)
     assert sorted(i for members in packed for i in members) == list(range(len(leaves)))
     sizes = [sum(leaves[i].nbytes for i in members) for members in packed]
     assert sizes == sorted(sizes, reverse=True)

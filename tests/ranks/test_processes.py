@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ckptio.errors import PeerLostError
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
+from tests.groups import end_process_groups
 
 WORLD = 3
 DEADLINES = Deadlines(peer_s=2.0, meet_s=30.0)
@@ -46,7 +47,7 @@ async def live(rank: int, port: int) -> None:
         store = torch_store.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
         ranks = await ranks_of(environ={}, deadlines=DEADLINES, executor=threads)
-        dist.destroy_process_group()  # nobody needs it any more
+        end_process_groups()  # nobody needs it any more
         del store
         async with ranks:
             async with ranks.session("first") as session:

@@ -6,6 +6,7 @@ is taken apart in turn, and what they would have written is put together by hand
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -103,6 +105,13 @@ def mesh_of(mesh_shape: Sequence[int], names: Sequence[str] = "xyz") -> DeviceMe
     ranks = torch.arange(math.prod(mesh_shape)).view(*mesh_shape)
     own = tuple(f"{name}{dist.get_rank()}" for name in names[: len(mesh_shape)])
     return DeviceMesh("cpu", ranks, mesh_dim_names=own)
+
+
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Give this rank's part of a tensor, as torch cuts it; nothing is sent."""
+    if "src_data_rank" not in inspect.signature(distribute_tensor).parameters:
+        pytest.skip("torch 2.6 cannot distribute without collectives")
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def dtensor(

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptio import shards
@@ -23,7 +23,7 @@ from ckptio.errors import UnsupportedLeafError
 from ckptio.layout import numel
 from ckptio.shards import LeafSpec, PerRank
 from ckptio.state.flatten import flatten
-from tests.state.ranks import MeshShape, as_rank, dtensor, load, mesh_of, meshes, save
+from tests.state.ranks import MeshShape, as_rank, dtensor, load, mesh_of, meshes, save, spread
 from tests.strategies import assert_same, random_tensor
 
 
@@ -66,7 +66,7 @@ def test_what_torch_distributes_is_put_together_again(mesh: MeshShape) -> None:
     placements = [Replicate() if dim is None else Shard(dim - len(global_shape)) for dim in dims]
 
     def state_of(_: int) -> Any:
-        return distribute_tensor(tensor, mesh_of(mesh_shape), placements, src_data_rank=None)
+        return spread(tensor, mesh_of(mesh_shape), placements)
 
     assert_same(load(save(math.prod(mesh_shape), state_of))[0], tensor)
 
@@ -77,7 +77,7 @@ def test_a_strided_placement_on_its_own_is_several_blocks() -> None:
 
     def state_of(_: int) -> Any:
         placement = _StridedShard(0, split_factor=3)
-        return distribute_tensor(tensor, mesh_of((2,)), [placement], src_data_rank=None)
+        return spread(tensor, mesh_of((2,)), [placement])
 
     saved = save(2, state_of)
     assert [spec.global_offset for spec in saved.flats[1].specs] == [(2, 0), (6, 0), (10, 0)]
@@ -89,12 +89,8 @@ def test_a_rank_without_elements_still_names_the_tensor() -> None:
     tensor = torch.arange(3.0)
 
     def state_of(_: int) -> Any:
-        cut = distribute_tensor(
-            tensor, DeviceMesh("cpu", [0, 1, 2, 3]), [Shard(0)], src_data_rank=None
-        )
-        scalar = distribute_tensor(
-            tensor[0], DeviceMesh("cpu", [1]), [Replicate()], src_data_rank=None
-        )
+        cut = spread(tensor, DeviceMesh("cpu", [0, 1, 2, 3]), [Shard(0)])
+        scalar = spread(tensor[0], DeviceMesh("cpu", [1]), [Replicate()])
         return {"cut": cut, "scalar": scalar}
 
     saved = save(5, state_of)
@@ -145,8 +141,8 @@ def test_indices_of_a_tree_are_those_of_names() -> None:
     tensor = torch.arange(12.0)
     with as_rank(0, 2):
         placement = _StridedShard(0, split_factor=2)
-        strided = distribute_tensor(tensor, mesh_of((2,)), [placement], src_data_rank=None)
-        flat = flatten({"s": strided, "p": tensor, "t": strided + 1}, 0)
+        one, other = (spread(data, mesh_of((2,)), [placement]) for data in (tensor, tensor + 1))
+        flat = flatten({"s": one, "p": tensor, "t": other}, 0)
     assert flat.names == ("p", "s", "t")
     assert flat.tree == {"s": {"~": 1}, "p": {"~": 0}, "t": {"~": 2}}
     assert [spec.name for spec in flat.specs] == ["p", "s", "s", "t", "t"]
@@ -202,7 +198,7 @@ def test_fsdp_over_tensor_parallelism_is_put_together() -> None:
         mesh = mesh_of((4, 2))
         dp, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
         module = torch.nn.Linear(10, 9, bias=False)
-        weight = distribute_tensor(tensor, tp, [Shard(0)], src_data_rank=None)
+        weight = spread(tensor, tp, [Shard(0)])
         module.weight = torch.nn.Parameter(weight)
         fully_shard(module, mesh=dp)
         model, optimizer = get_state_dict(module, torch.optim.Adam(module.parameters()))

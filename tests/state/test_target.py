@@ -268,6 +268,35 @@ def test_a_module_takes_no_names_that_it_does_not_have() -> None:
     assert match_of(saved, {"m": module}).missing == ["m.bias"]
 
 
+class Tied(torch.nn.Module):
+    """Two names of one parameter, and a third name of another like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(2, 2, bias=False)
+        self.body = torch.nn.Linear(2, 2, bias=False)
+        self.apart = torch.nn.Linear(2, 2, bias=False)
+        self.head.weight = self.body.weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["head", "body"])
+def test_a_module_has_tied_parameters_by_any_of_their_names(name: str, device: str) -> None:
+    """As Hugging Face stores them; nothing else is taken for tied."""
+    with torch.device(device):
+        module = Tied()
+    saved = {"m": {f"{name}.weight": zeros(2, 2), "apart.weight": zeros(2, 2)}}
+    match, _ = matched(saved, {"m": module})
+    assert match.agrees
+    assert module.head.weight is module.body.weight
+    assert not module.head.weight.is_meta
+    other = next(n for n in ("m.head.weight", "m.body.weight") if n != f"m.{name}.weight")
+    select = [other, "m.apart.weight"]  # what it is tied to is not loaded
+    assert match_of(saved, {"m": Tied()}, select=select).missing == [other]
+    del saved["m"]["apart.weight"]
+    assert match_of(saved, {"m": Tied()}).missing == ["m.apart.weight"]
+
+
 class WithExtra(torch.nn.Linear):
     """A module with a state that is no tensor."""
 

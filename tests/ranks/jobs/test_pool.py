@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.groups import end_process_groups
 from tests.ranks.jobs.pool import JobError, Jobs, Stop
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_up(me: Me, start: int) -> dict[str, Any]:
         total = torch.tensor(start + me.rank)
         dist.all_reduce(total)
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
     return {"sum": int(total), "pid": os.getpid(), "job": os.environ["TORCHELASTIC_RUN_ID"]}
 
 

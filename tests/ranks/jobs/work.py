@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ckptio
+from tests.groups import end_process_groups
 from tests.rig import config_with
 from tests.strategies import bytes_of
 
@@ -59,7 +60,7 @@ def process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def tensor_named(

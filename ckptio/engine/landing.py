@@ -1,0 +1,202 @@
+"""Read ranges into slabs, verify them block by block, and land what is whole.
+
+A block lands only after its own checksum was verified, whoever reads it: a load, a rank
+that passes bytes on, a copy between tiers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ckptio._aio import run_blocking, run_unless_cancelled, shielded
+from ckptio.errors import CorruptionError
+from ckptio.format.checksum import crc32c
+from ckptio.layout import DTYPES, numel
+from ckptio.storage.interface import AwaitedSource
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.plan.load import Piece, ReadSegment
+    from ckptio.staging.cuda import PendingCopies
+    from ckptio.staging.pool import Slab
+    from ckptio.storage.interface import Source, Storage
+
+    OnDamage = Callable[[CorruptionError], None]
+
+
+class Target(Protocol):
+    """Takes verified blocks; `staging.copy.TargetState`, as a rule."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether `scatter` may leave copies pending, so that the slab must stay as it is."""
+        ...
+
+    def scatter(
+        self, pieces: Sequence[Piece], slab: Slab, start: int, pending: list[PendingCopies]
+    ) -> None:
+        """Take the pieces of a block that starts at `start` of a slab. Blocks; thread-safe."""
+        ...
+
+
+@dataclass(slots=True)
+class Reading:
+    """A checkpoint that is being read.
+
+    Attributes:
+        storage: Where it is.
+        manifest: What it is made of.
+        target: Takes verified blocks; nothing lands without it.
+        on_damage: Takes damaged blocks and missing files; without it the first one raises.
+        num_tensors: Tensors that are filled or made; for events.
+        read_nbytes: Bytes read so far.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    target: Target | None = None
+    on_damage: OnDamage | None = None
+    num_tensors: int = 0
+    read_nbytes: int = 0
+    _spans: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+    @property
+    def holds_slabs(self) -> bool:
+        """Whether the slab of a range has to stay as it is after the range has landed."""
+        return self.target is not None and self.target.is_async
+
+    def names_in(self, file: int, start: int, stop: int) -> list[str]:
+        """Name the tensors that have bytes in `[start, stop)` of a file."""
+        if file not in self._spans:
+            self._spans[file] = sorted(
+                (start, start + _chunk_nbytes(tensor, chunk), tensor.name)
+                for tensor in self.manifest.tensors
+                for chunk in tensor.chunks
+                for place, start in ((chunk.file, chunk.start), *chunk.copies)
+                if place == file
+            )
+        spans = self._spans[file]
+        # chunks of a file do not overlap, so the first that reaches in is the one before `start`
+        first = max(0, bisect.bisect_right(spans, (start,)) - 1)
+        last = bisect.bisect_left(spans, (stop,))
+        return [name for begin, end, name in spans[first:last] if begin < end and end > start]
+
+    def damaged(self, error: CorruptionError) -> None:
+        """Raise, or report to who collects."""
+        if self.on_damage is None:
+            raise error
+        self.on_damage(error)
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    storage: Storage, name: str, nbytes: int, context: EngineContext
+) -> AsyncIterator[Source | AwaitedSource]:
+    """Lend an open data file."""
+    source = await storage.open(name, nbytes)
+    try:
+        yield source
+    finally:
+        await shielded(close_source(source, context))
+
+
+async def close_source(source: Source | AwaitedSource, context: EngineContext) -> None:
+    """Release a data file."""
+    if isinstance(source, AwaitedSource):
+        await source.close()
+    else:
+        await run_blocking(context.executor, source.close)
+
+
+async def bring(
+    segment: ReadSegment,
+    slab: Slab,
+    source: Source | AwaitedSource | None,
+    reading: Reading,
+    context: EngineContext,
+    pending: list[PendingCopies],
+    *,
+    keep: bool = False,
+) -> list[CorruptionError]:
+    """Read, verify and land a range; arguments and result are those of `check_and_land`."""
+    if isinstance(source, AwaitedSource):
+        with slab.view[: segment.nbytes] as room:
+            await source.read_into(segment.start, room)
+        source = None
+    threads = context.copiers if source is None else context.readers
+    return await run_unless_cancelled(
+        threads, check_and_land, segment, slab, source, reading, pending, keep=keep
+    )
+
+
+def check_and_land(
+    segment: ReadSegment,
+    slab: Slab,
+    source: Source | None,
+    reading: Reading,
+    pending: list[PendingCopies],
+    *,
+    keep: bool = False,
+) -> list[CorruptionError]:
+    """Verify and land a range block by block, reading it first if it is not there. Blocks.
+
+    Where no device reads from the slab and nobody needs all of it, every block goes through
+    the same piece, so that it is still in the core's cache when it is summed and copied.
+
+    Args:
+        segment: The range.
+        slab: Holds or takes it, or a block of it at a time.
+        source: The file to read it from; `None` if the slab holds it.
+        reading: What is being read.
+        pending: Takes what devices still have to read from the slab, also when this raises.
+        keep: Whether the slab has to hold all of it in the end.
+
+    Returns:
+        What is damaged.
+    """
+    block = reading.manifest.block_nbytes
+    target = reading.target
+    spread = keep or source is None or reading.holds_slabs
+    damage: list[CorruptionError] = []
+    for index, expected in enumerate(segment.checksums):
+        nbytes = min(block, segment.nbytes - index * block)
+        start = segment.start + index * block
+        at = index * block if spread else 0
+        with slab.view[at : at + block] as room, room[:nbytes] as data:
+            if source is not None:
+                source.pread_into(start, room, nbytes)
+            # what a foreign checkpoint has not summed cannot be verified
+            found = expected if expected is None else crc32c(data)
+        if found is not None and found != expected:
+            damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
+        elif target is not None:
+            target.scatter(segment.pieces[index], slab, at, pending)
+    return damage
+
+
+def _damaged_block(
+    reading: Reading, file: int, start: int, nbytes: int, found: int
+) -> CorruptionError:
+    """Say which block does not have its checksum, and which tensors it holds."""
+    entry = reading.manifest.files[file]
+    expected = entry.checksums()[start // reading.manifest.block_nbytes]
+    return CorruptionError(
+        f"checksum {found:08x} instead of {expected:08x}",
+        path=reading.storage.path,
+        file=entry.name,
+        start=start,
+        stop=start + nbytes,
+        fqns=reading.names_in(file, start, start + nbytes),
+    )
+
+
+def _chunk_nbytes(tensor: TensorEntry, chunk: Chunk) -> int:
+    """Bytes of a chunk."""
+    shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
+    return numel(shape) * DTYPES[tensor.dtype].itemsize
