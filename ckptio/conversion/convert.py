@@ -101,8 +101,12 @@ def run_convert(
         select: Names to take, as in `ckptio.load`.
         strip: Take only what is below this name, and drop it from the names: `"model"` makes
             `layers.0.weight` of `model.layers.0.weight`.
-        overwrite: Replace what is there. Without it, files of `"safetensors"` and `"hf"` that
-            the same conversion wrote before it was stopped are kept, and the rest is written.
+        overwrite: Replace what is there. With it or without, a conversion that was stopped,
+            killed or refused by the system goes on when it is run again with the same
+            arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
+            `overwrite`; of `"ckptio"` and `"dcp"` what is right, byte by byte, is not written
+            again, but is compared with the source, which is read again. In object stores it
+            begins anew.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
         config: Options; the defaults if not given.

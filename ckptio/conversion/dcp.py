@@ -1,17 +1,25 @@
-"""Write a directory that stock torch.distributed.checkpoint loads, with its own writer.
+"""Write a directory that stock torch.distributed.checkpoint loads, by way of its own writer.
 
 It writes in place; so it writes to a directory inside, and what it wrote is moved when it is
-whole: until then, a checkpoint that is there stays.
+whole and synced: the data under a name that is free, then the metadata in one step over what
+is there, which stays a checkpoint until then. Its data goes last.
 
 `dcp.save` is given tensors without memory, and a planner that reads each one when the
 writer asks for it, which it does one at a time. Large tensors are cut into chunks, so that
-no more than one chunk is ever in memory.
+no more than one chunk is ever in memory. The data file is written here, since the stock
+writer keeps a tensor of each name until the file has ended.
+
+A conversion that was stopped leaves its data file. The next one compares it with what it
+would write, piece by piece, and writes only what differs; so it does not matter who wrote it,
+nor from what. The lock on the directory inside keeps two conversions apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import itertools
 import logging
 import os
 import re
@@ -22,20 +30,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from ckptio.conversion.own import take_lock
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
+from ckptio.engine.endings import may_go_on
 from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.dcp import METADATA
+from ckptio.storage.blocks import storage_error
+from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from ckptio.conversion.source import Part, Source
     from ckptio.format.manifest import TensorEntry
@@ -44,6 +58,101 @@ if TYPE_CHECKING:
 _ASIDE = ".ckptio-partial"
 #: What the stock writer calls its files.
 _DATA = re.compile(r"__\d+_\d+\.distcp")
+#: The data file in the directory inside, whatever it will be called.
+_FILE = "data"
+_PIECE_NBYTES = 1 << 20
+
+
+class _ComparedFile(io.RawIOBase):
+    """A file that is written from front to back, only where it has something else.
+
+    Args:
+        path: The file; made if there is none.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._position = 0
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Give the bytes so far."""
+        return self._position
+
+    def write(self, data: Any) -> int:
+        """Write some of `data`, unless it is there, and say how much."""
+        piece = memoryview(data).cast("B")[:_PIECE_NBYTES]
+        if bytearray(os.pread(self._fd, len(piece), self._position)) != piece:
+            piece = piece[: os.pwrite(self._fd, piece, self._position)]
+        self._position += len(piece)
+        return len(piece)
+
+    def end(self) -> None:
+        """Cut off what an earlier file had behind, and sync."""
+        if os.fstat(self._fd).st_size != self._position:
+            os.ftruncate(self._fd, self._position)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        super().close()
+
+
+class _Writer(FileSystemWriter):
+    """The stock writer, but for the data: one file, item after item.
+
+    Args:
+        path: The directory inside.
+        name: What its data file will be called.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__(path, single_file_per_rank=True, thread_count=1, overwrite=True)
+        self._name = name
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what is not there yet; see `dcp.StorageWriter`."""
+        results = []
+        with _ComparedFile(f"{self.path}/{_FILE}") as raw:
+            file = io.BufferedWriter(raw, _PIECE_NBYTES)
+            for item in plan.items:
+                start = file.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, torch.Tensor):
+                    _save_tensor(data, file)
+                else:
+                    file.write(data.getbuffer())
+                nbytes = file.tell() - start
+                where = _StorageInfo(self._name, start, nbytes)
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=where)
+                )
+            file.flush()
+            raw.end()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _save_tensor(tensor: torch.Tensor, file: io.BufferedWriter[_ComparedFile]) -> None:
+    """Write a tensor as a file of its own, without whatever else its memory has."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:  # it ends its archive whatever happened, and fails at that
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        raise first from None
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -129,6 +238,8 @@ def write_dcp(
         FormatError: The state is no dict.
     """
     if not overwrite and os.path.lexists(f"{path}/.metadata"):
+        with contextlib.suppress(OSError):  # of one that was killed when all was done
+            os.rmdir(f"{path}/{_ASIDE}")
         raise CheckpointExistsError(path)
     entries: dict[int, TensorEntry] = {}
     standing = []
@@ -141,21 +252,57 @@ def write_dcp(
         return tensor
 
     state = require_dict(source.values(stand_in), source.path)
-    aside = f"{path}/{_ASIDE}"
-    os.makedirs(path, exist_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)  # of a conversion that was killed
     try:
-        _save(state, aside, _LazyPlanner(source, entries, advance))
-        return _move(aside, path)
-    finally:
+        os.makedirs(path, exist_ok=True)
+        with _place_inside(path) as aside:
+            name = _free_name(path)
+            _save(state, aside, name, _LazyPlanner(source, entries, advance))
+            return _move(aside, path, name)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise storage_error(error, path, "cannot write the checkpoint") from error
+
+
+@contextlib.contextmanager
+def _place_inside(path: str) -> Iterator[str]:
+    """Lend the directory inside, with nothing but the data file of a conversion that was stopped.
+
+    Raises:
+        CommitConflictError: Another conversion has it.
+    """
+    aside = f"{path}/{_ASIDE}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(aside)
+    fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        take_lock(fd, aside, path)
+        try:
+            for name in set(os.listdir(aside)) - {_FILE}:
+                os.unlink(f"{aside}/{name}")
+            yield aside
+        except BaseException as error:
+            is_of_system = isinstance(error, OSError) and not isinstance(error, CheckpointError)
+            if not is_of_system and not may_go_on(error):
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
         shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        os.close(fd)
         with contextlib.suppress(OSError):  # what was there stays there
             os.rmdir(path)
 
 
-def _save(state: dict[str, Any], path: str, planner: DefaultSavePlanner) -> None:
+def _free_name(path: str) -> str:
+    """Name the data file as the stock writer does, and as nothing that is there."""
+    taken = set(os.listdir(path))
+    names = (f"__0_{number}.distcp" for number in itertools.count())
+    return next(name for name in names if name not in taken)
+
+
+def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlanner) -> None:
     """Let the stock writer write."""
-    writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, overwrite=True)
+    writer = _Writer(path, name)
     log = logging.getLogger("torch.distributed.checkpoint")
     level = log.level
     with warnings.catch_warnings():
@@ -173,32 +320,25 @@ def _save(state: dict[str, Any], path: str, planner: DefaultSavePlanner) -> None
             )
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
-            if isinstance(cause, CheckpointError):  # of what is read, say
+            # of what is read, say; or of who stops it
+            if isinstance(cause, (CheckpointError, OSError)) or not isinstance(cause, Exception):
                 raise cause from None
             raise
         finally:
             log.setLevel(level)
 
 
-def _move(aside: str, path: str) -> list[Written]:
-    """Put what was written in the place of what was there.
-
-    Without its metadata a directory is no checkpoint: so that goes first and comes last.
-    """
-    written = sorted(os.listdir(aside))
-    old = [name for name in os.listdir(path) if _DATA.fullmatch(name)]
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{path}/{METADATA}")
-    for name in sorted(written, key=METADATA.__eq__):
-        os.rename(f"{aside}/{name}", f"{path}/{name}")
-    for name in set(old) - set(written):
-        os.unlink(f"{path}/{name}")
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    sizes = [os.stat(f"{path}/{name}").st_size for name in written]
+def _move(aside: str, path: str, name: str) -> list[Written]:
+    """Put what was written in the place of what was there; one of both is there at any time."""
+    files = PosixFiles()
+    old = [other for other in os.listdir(path) if _DATA.fullmatch(other)]
+    os.rename(f"{aside}/{_FILE}", f"{path}/{name}")
+    files.fsync_dir(path)
+    os.rename(f"{aside}/{METADATA}", f"{path}/{METADATA}")
+    files.fsync_dir(path)
+    for other in old:
+        os.unlink(f"{path}/{other}")
     return [
-        Written(name, nbytes, was_there=False) for name, nbytes in zip(written, sizes, strict=True)
+        Written(written, os.stat(f"{path}/{written}").st_size, was_there=False)
+        for written in (METADATA, name)
     ]

@@ -3,25 +3,46 @@
 It is an ordinary save whose tensors are in files. A segment of the plan is filled by a load
 of just its bytes into its slab; the load has an engine of its own, so that no slab waits for
 another one of the same pool. Chunks stay chunks: nothing is put together on the way.
+
+On a local or mounted file system the id of the save is made of what is converted, how, and
+what it replaces. So a conversion that was stopped and is run again finds its own files by
+name, whoever stopped it; each range of them is compared with the source as it would be
+written, and is written only where it differs (`storage.resumed`). Rejected: to trust what a
+journal says of the files, which would spare the source a second reading and lose to a power
+cut; and ids of this kind in object stores, which have no locks that keep two runs apart. There
+a conversion begins anew, and what the stopped one left goes as that of any save does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from ckptio._version import __version__
 from ckptio.conversion.safetensors import Written
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.verify import run_verify
+from ckptio.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    SaveAbortedError,
+)
 from ckptio.format.encode import TAG
 from ckptio.handle import SaveHandle
 from ckptio.plan.load import Wanted
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState
 from ckptio.state.flatten import FlatState
+from ckptio.storage.leftovers import files_of
+from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,9 +53,13 @@ if TYPE_CHECKING:
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
     Json = Any
+
+#: Stands for the save id of a checkpoint that cannot be read.
+_UNREADABLE = "?"
 
 
 class _StoredState(SourceState):
@@ -66,7 +91,12 @@ class _StoredState(SourceState):
         if wanted:
             room = torch.frombuffer(slab.view, dtype=torch.uint8)
             self._source.fill(wanted, [Destination(room, torch.uint8)])
-            self._advance(sum(piece[3] for piece in segment.pieces))
+            try:
+                self._advance(sum(piece[3] for piece in segment.pieces))
+            except Exception:
+                raise
+            except BaseException as error:  # an exit, of which the loop of the engine would die
+                raise SaveAbortedError(f"progress= ended the conversion: {error!r}") from error
 
 
 def write_checkpoint(
@@ -77,7 +107,7 @@ def write_checkpoint(
     overwrite: bool,
     advance: Callable[[int], None],
 ) -> list[Written]:
-    """Write a checkpoint of ours.
+    """Write a checkpoint of ours, or go on with one.
 
     Args:
         source: What is written.
@@ -88,12 +118,24 @@ def write_checkpoint(
 
     Raises:
         CheckpointExistsError: There is one, and it may not go.
+        CommitConflictError: The same conversion is under way.
         StorageError: It cannot be written; what was there is untouched.
     """
     flat, places = _blocks_of(source)
     storage = core.storage(path)
+    there = _present(core, core.own_storage(path))
+    directory = local_path(path) if remote_url(path) is None else None
+    save_id, before = secrets.token_hex(16), None
+    if directory is not None and there != _UNREADABLE:
+        own_id = _save_id_of(source, flat, core, there if overwrite else "")
+        if there == own_id and not overwrite:
+            return _require_whole(core, storage)
+        if not os.path.lexists(f"{directory}/.manifest-{own_id}-old"):  # it is being removed
+            save_id = own_id
+            before = _stamps(directory, save_id)
+    if there and not overwrite:
+        raise CheckpointExistsError(storage.path)
     running: Running[None] = Running()
-    save_id = secrets.token_hex(16)
     handle = SaveHandle(storage.path, save_id, abort=running.abort, fence=lambda: None)
     job = SaveJob(
         save_id=save_id,
@@ -104,11 +146,64 @@ def write_checkpoint(
         overwrite=overwrite,
         handle=handle,
         started_s=time.perf_counter(),
+        resumes=before is not None,
     )
-    receipt = core.call_blocking(lambda context: run_save(job, context), f"convert {storage.path}")
-    del receipt
+    core.call_blocking(lambda context: run_save(job, context), f"convert {storage.path}")
     manifest = core.call_blocking(lambda context: context.cache.get(storage), "inspect")
-    return [Written(file.name, file.nbytes, was_there=False) for file in manifest.files]
+    after = {} if directory is None else _stamps(directory, save_id)
+    return [
+        Written(
+            file.name,
+            file.nbytes,
+            was_there=before is not None and before.get(file.name, ()) == after.get(file.name),
+        )
+        for file in manifest.files
+    ]
+
+
+def _present(core: EngineCore, storage: Storage) -> str:
+    """Give the save id of what is there; nothing if nothing is."""
+    try:
+        manifest = core.call_blocking(
+            lambda context: context.cache.get(storage, fresh=True), "inspect"
+        )
+    except CheckpointNotFoundError:
+        return ""
+    except FormatError:
+        return _UNREADABLE
+    return manifest.save_id
+
+
+def _save_id_of(source: Source, flat: FlatState, core: EngineCore, replaced: str) -> str:
+    """Name a conversion: the same for the same bytes in the same files."""
+    config = core.config
+    layout = (config.block_nbytes, config.slab_nbytes, config.bucket_nbytes)
+    what = (__version__, torch.__version__, source.manifest.save_id, layout, replaced, flat.specs)
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
+    digest.update(msgspec.json.encode(flat.tree))
+    return digest.hexdigest()
+
+
+def _require_whole(core: EngineCore, storage: Storage) -> list[Written]:
+    """Say of what a conversion has committed before that it is there.
+
+    Raises:
+        CheckpointExistsError: It is damaged: it is replaced only where that is asked for.
+    """
+    report = core.call_blocking(lambda context: run_verify(storage, context), "verify")
+    if not report.is_whole:
+        raise CheckpointExistsError(storage.path) from report.damage[0]
+    manifest = core.call_blocking(lambda context: context.cache.get(storage), "inspect")
+    return [Written(file.name, file.nbytes, was_there=True) for file in manifest.files]
+
+
+def _stamps(directory: str, save_id: str) -> dict[str, tuple[int, int]]:
+    """Tell the data files of a save, and when each was last written to."""
+    found = {}
+    for name in files_of(directory, save_id):
+        status = os.stat(f"{directory}/{name}", follow_symlinks=False)
+        found[name] = (status.st_ino, status.st_mtime_ns)
+    return found
 
 
 def _blocks_of(source: Source) -> tuple[FlatState, list[Chunk | None]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from ckptio.conversion.own import take_lock
 from ckptio.conversion.source import Leaf, batches, parts_of
 from ckptio.errors import CheckpointExistsError, ConfigError, FormatError, StorageError
 from ckptio.format.bucket import StoredTensor, encode_header
@@ -22,6 +23,7 @@ from ckptio.layout import DTYPES
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -278,27 +280,30 @@ def _replace(path: str, fill: Callable[[int], None]) -> None:
     """Write a file aside, and give it its name when it is whole and synced.
 
     Raises:
+        CommitConflictError: Another conversion is writing it.
         StorageError: It cannot be written; what was there is untouched.
     """
     folder, name = os.path.split(os.path.abspath(path))
     aside = f"{folder}/.{name}.partial"
+    fd = -1
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(aside, flags, 0o666)
+        # not cut before it is locked: another conversion may be writing it
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        take_lock(fd, aside, path)
         try:
+            os.ftruncate(fd, 0)
             fill(fd)
             os.fsync(fd)
-        finally:
+            os.rename(aside, path)
+        except BaseException:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+            raise
+        PosixFiles().fsync_dir(folder)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(error, path, "cannot write the file") from error
+    finally:
+        if fd >= 0:
             os.close(fd)
-        os.rename(aside, path)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException as error:
-        if os.path.lexists(aside):
-            os.unlink(aside)
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise storage_error(error, path, "cannot write the file") from error
-        raise

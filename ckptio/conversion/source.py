@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.engine.load import Reading, check_sizes, read_plan
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.encode import TAG

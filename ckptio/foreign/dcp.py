@@ -14,7 +14,6 @@ leaves it out succeeds, and one that wants it fails with its name before it fill
 from __future__ import annotations
 
 import functools
-import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.folder import range_name, require_apart, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
-from ckptio.foreign.pickles import Record, first_sentence, read_metadata, short
+from ckptio.foreign.pickles import Record, UnpicklingError, first_sentence, read_metadata, short
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
@@ -147,7 +146,7 @@ class DcpReader:
         """Load an item whole.
 
         Raises:
-            pickle.UnpicklingError: It is more than data.
+            UnpicklingError: It is more than data.
             FormatError: It is not whole.
         """
         from ckptio.foreign.values import load_bytes  # noqa: PLC0415  # imports torch
@@ -174,7 +173,7 @@ class DcpReader:
         """Say why a value cannot be loaded; `None` if it can."""
         try:
             self._loaded(name)
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             return first_sentence(error)
         return None
 
@@ -227,7 +226,7 @@ class DcpReader:
             raise self._bad(item, f"{item.nbytes} bytes of it lie in {_split(name)[2]}")
         try:
             return bytes_of(self._load(name), item.dtype, item.shape)
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             raise self._bad(item, f"it is more than data: {first_sentence(error)}") from None
         except FormatError as error:
             raise self._bad(item, error) from None

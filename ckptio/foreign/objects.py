@@ -3,6 +3,11 @@
 What is asked for in small pieces (headers, directories of archives, values) is read in
 blocks that are kept for a while: many small items of one file cost few requests. Tensors
 are read by the ranges that are wanted of them, straight to where they go.
+
+Anybody may write over such an object at any time. So it is looked at once, before anything of
+it is read, and every answer has to be of the object that was seen then: a load that meets
+another one fails, and never mixes the two. Not told apart are files of a checkpoint of which
+some were replaced before they were looked at; no format that is read here says that.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio.errors import CheckpointChangedError
+from ckptio.errors import CheckpointChangedError, StorageError
 from ckptio.foreign.folder import Folder, Status
+from ckptio.storage.interface import AwaitedSource
 from ckptio.storage.object_files import ObjectSource
-from ckptio.storage.store import ObjectMissingError
+from ckptio.storage.store import ConditionFailedError, ObjectMissingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,16 +90,21 @@ class ObjectFolder(Folder):
         return self._bridge.wait(self._read_blocks(name, start, stop, status.nbytes))
 
     async def _read(self, name: str, start: int, stop: int) -> bytes:
-        key = self._key(name)
+        key, status = self._key(name), self._seen[name]
+        etag = "" if status is None else str(status.version[0])
         room = bytearray(stop - start)
         try:
             await self._requests.run(
                 f"read [{start}, {stop}) of",
                 key,
-                lambda: self._store.get_into(key, start, memoryview(room)),
+                lambda: self._store.get_into(key, start, memoryview(room), match=etag),
             )
-        except ObjectMissingError:
+        except (ObjectMissingError, ConditionFailedError):
             raise CheckpointChangedError(self.root) from None
+        except StorageError:
+            if await self._look_at(name) != status:
+                raise CheckpointChangedError(self.root) from None
+            raise
         return bytes(room)
 
     async def _read_blocks(self, name: str, start: int, stop: int, nbytes: int) -> bytes:
@@ -120,10 +131,18 @@ class ObjectFolder(Folder):
         return block
 
     def open(self, name: str, nbytes: int, start: int = 0) -> AwaitedPart:
-        """Open an object, or a part of it; sends nothing. See `Folder`."""
-        self.join(name)
+        """Open an object, or a part of it; see `Folder`."""
+        status = self.status(name)
+        if status is None:
+            raise CheckpointChangedError(self.root)
         source = ObjectSource(
-            self.root, self._store, self._requests, self._key(name), name, start + nbytes
+            self.root,
+            self._store,
+            self._requests,
+            self._key(name),
+            name,
+            start + nbytes,
+            str(status.version[0]),
         )
         return AwaitedPart(source, start)
 
@@ -135,7 +154,7 @@ class ObjectFolder(Folder):
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-class AwaitedPart:
+class AwaitedPart(AwaitedSource):
     """A part of an object, as a source of its own.
 
     Args:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
+#: What torch raises, too, for a pickle of more than data; nobody else imports `pickle`.
+UnpicklingError = pickle.UnpicklingError
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"

@@ -14,7 +14,6 @@ import bisect
 import contextlib
 import functools
 import os
-import pickle
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError
 from ckptio.foreign.archive import LOCAL_HEADER_NBYTES, ZIP, Window, require_stored
 from ckptio.foreign.interface import at
-from ckptio.foreign.pickles import first_sentence
+from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.torchsave import TorchSaveReader, number_of
 from ckptio.foreign.values import load_bytes, source_of, take_apart
 from ckptio.format.encode import TAG
@@ -80,7 +79,7 @@ class RangedTorchSaveReader(TorchSaveReader):
                 self._memory = _mapped(fd)
             flat = take_apart(state)
             self._require_places(flat)
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
                 f" {first_sentence(error)}"
@@ -104,7 +103,7 @@ class RangedTorchSaveReader(TorchSaveReader):
                 with zipfile.ZipFile(window) as archive:
                     self._outline(archive, fd, nbytes)
                 yield fd
-            except (FormatError, pickle.UnpicklingError, OSError):
+            except (FormatError, UnpicklingError, OSError):
                 raise
             except Exception as error:  # a damaged file raises anything
                 raise FormatError(f"torch.load cannot read it: {error}") from None

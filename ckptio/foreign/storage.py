@@ -96,6 +96,11 @@ class AnyStorage:
         self._is_ours()
         return found
 
+    def recall(self, manifest: Manifest) -> None:
+        """Be told whose checkpoint it is, so that nobody has to look."""
+        if not manifest.is_foreign:
+            self._is_ours()
+
     async def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Give the size of each data file; see `storage.interface.Storage`."""
         reader = await self._recognised()
@@ -123,12 +128,16 @@ class AnyStorage:
         return await self._recognised() is None and await self._inner.is_cached(ranges)
 
     async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> Attempt:
-        """Begin a save, of ours."""
-        return await self._inner.begin(save_id, overwrite=overwrite, resumes=resumes)
+        """Begin a save, of ours; from here on, data files are those of ours."""
+        attempt = await self._inner.begin(save_id, overwrite=overwrite, resumes=resumes)
+        self._is_ours()
+        return attempt
 
     async def join(self, save_id: str) -> Attempt:
-        """Take part in a save, of ours."""
-        return await self._inner.join(save_id)
+        """Take part in a save, of ours; see `begin`."""
+        attempt = await self._inner.join(save_id)
+        self._is_ours()
+        return attempt
 
     def _is_ours(self) -> None:
         self._reader = None
@@ -137,6 +146,10 @@ class AnyStorage:
     async def take_note(self, save_id: str) -> Note | None:
         """Take a note, of ours."""
         return await self._inner.take_note(save_id)
+
+    async def read_note(self, save_id: str) -> bytes | None:
+        """Read a note, of ours."""
+        return await self._inner.read_note(save_id)
 
     async def has_note(self, save_id: str) -> bool:
         """Look for a note, of ours."""

@@ -7,7 +7,6 @@ allows more). The tensors stay in the file until they are copied to where they g
 from __future__ import annotations
 
 import functools
-import pickle
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from ckptio.errors import CheckpointChangedError, FormatError
 from ckptio.foreign.archive import ZIP, require_plain
 from ckptio.foreign.interface import at, make_manifest
-from ckptio.foreign.pickles import first_sentence
+from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.values import add_flat, source_of, take_apart
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class TorchSaveReader:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except FileNotFoundError:
             raise CheckpointChangedError(path) from None
-        except pickle.UnpicklingError as error:
+        except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
                 f" {first_sentence(error)}"

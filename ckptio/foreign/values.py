@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from ckptio.errors import FormatError, UnsupportedLeafError
 from ckptio.foreign.archive import require_plain
 from ckptio.foreign.folder import MemorySource
 from ckptio.foreign.interface import Encoded
+from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
@@ -30,14 +30,14 @@ def load_bytes(data: bytes) -> Any:
     """Load what `torch.save` wrote.
 
     Raises:
-        pickle.UnpicklingError: It is more than data.
+        UnpicklingError: It is more than data.
         FormatError: It is not whole.
     """
     file = io.BytesIO(data)
     require_plain(file)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+    except UnpicklingError:
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"torch.load cannot read it: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import warnings
 from concurrent.futures import Future
 from multiprocessing import resource_sharer
@@ -268,6 +269,7 @@ def save_async(me: Me, path: str, how: str) -> None:
             options: dict[str, Any] = {}
             if hasattr(state_dict_saver, "AsyncCheckpointerType"):
                 options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType(how)
+            if "async_stager" in inspect.signature(async_save).parameters:
                 options["async_stager"] = BlockingAsyncStager() if seed == 1 else None
             future = async_save(state, storage_writer=ours, **options)
             for tensor in state["model"].values():

@@ -32,9 +32,11 @@ from tests.adapters.rig import QUICK, blank, cause, load, same, save
 from tests.adapters.test_dcp_faults import Stumbling, state_of
 from tests.adapters.test_dcp_ranks import has
 from tests.conftest import open_files
+from tests.groups import end_process_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.ranks.jobs.pool import Jobs
 
@@ -219,7 +221,7 @@ def test_async_save_goes_there_too(place: Place) -> None:
             state["w"].zero_()
             future.result()  # type: ignore[union-attr]  # of one kind here
     finally:
-        torch.distributed.destroy_process_group()
+        end_process_groups()
     assert same(place.load(), state_of(5.0))
 
 
@@ -290,6 +292,21 @@ def test_what_is_no_place_is_refused() -> None:
     assert StorageWriter.validate_checkpoint_id("memory://x/y")
     with pytest.raises(CheckpointNotFoundError):
         StorageReader("memory://x/y").read_metadata()
+
+
+def test_not_to_sync_is_refused_at_a_url(tmp_path: Path) -> None:
+    """It would have no effect; at once where the URL is known, else when it is."""
+    with pytest.raises(ConfigError, match="sync_files"):
+        StorageWriter("memory://x/y", sync_files=False)
+    for given in (True, None):
+        assert StorageWriter("memory://x/y", sync_files=given).path == "memory://x/y"
+    assert StorageWriter(f"file://{tmp_path}/a", sync_files=False).path
+    writer = StorageWriter(tmp_path / "c", sync_files=False, config=QUICK)
+    save(state_of(1.0), storage_writer=writer)
+    with cause() as causes:
+        save(state_of(1.0), storage_writer=writer, checkpoint_id="memory://x/key:secret@y")
+    assert isinstance(causes[0], ConfigError)
+    assert "secret" not in str(causes[0])
 
 
 def test_ranks_save_together_and_each_for_itself(jobs: Jobs, s3: str) -> None:

@@ -208,8 +208,8 @@ def test_a_smaller_checkpoint_of_dcp_leaves_nothing_of_a_larger_one(tmp_path: Pa
     (tmp_path / "dcp" / "notes.txt").write_bytes(b"of the user")
     source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
     report = sync.convert(source, tmp_path / "dcp", to="dcp", overwrite=True, config=SMALL)
-    assert [file.name for file in report.files] == [".metadata", "__0_0.distcp"]
-    assert sorted(os.listdir(tmp_path / "dcp")) == [".metadata", "__0_0.distcp", "notes.txt"]
+    assert [file.name for file in report.files] == [".metadata", "__0_1.distcp"]
+    assert sorted(os.listdir(tmp_path / "dcp")) == [".metadata", "__0_1.distcp", "notes.txt"]
     target = {"x": torch.ones(2)}
     load_dcp(tmp_path / "dcp", target)
     assert not target["x"].any()

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MiB = 1 << 20
-NUM, NBYTES = 4, 96 * MiB
 PROGRAM = """
 import resource, sys
 from ckptio import sync
@@ -25,23 +24,26 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def write_sparse(path: Path, nbytes: int) -> None:
+def write_sparse(path: Path, num: int, nbytes: int) -> None:
     """Write a file of several tensors of zeros that takes no room."""
     header = {
         f"w{i}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [i * nbytes, (i + 1) * nbytes]}
-        for i in range(NUM)
+        for i in range(num)
     }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + NUM * nbytes)
+        file.truncate(8 + len(text) + num * nbytes)
 
 
 @pytest.mark.parametrize("to", ["ckptio", "hf", "dcp"])
-def test_memory_is_bounded_whatever_is_converted(to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num", "nbytes"), [(4, 96 * MiB), (24, 16 * MiB)])
+def test_memory_is_bounded_whatever_is_converted(
+    num: int, nbytes: int, to: str, tmp_path: Path
+) -> None:
     """Two pools and a few parts on their way; less than half of the state."""
-    write_sparse(tmp_path / "source", NBYTES)
-    write_sparse(tmp_path / "source-small", 1)
+    write_sparse(tmp_path / "source", num, nbytes)
+    write_sparse(tmp_path / "source-small", num, 1)
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-c", PROGRAM),
@@ -53,4 +55,4 @@ def test_memory_is_bounded_whatever_is_converted(to: str, tmp_path: Path) -> Non
         timeout=300,
     )
     grown_nbytes = int(done.stdout) * 1024
-    assert grown_nbytes < NUM * NBYTES * 0.55, grown_nbytes // MiB
+    assert grown_nbytes < num * nbytes * 0.55, grown_nbytes // MiB

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ckptio import sync
 from tests.foreign.golden import GOLDEN, make_sharded
 from tests.foreign.rig import assert_same_state, make_training_state, make_weights
+from tests.groups import end_process_groups
 
 
 def main(meeting: str, rank: int, world_size: int) -> None:
-    """Load into tensors that are sharded otherwise than they were saved, and as they are."""
+    """Load into tensors that are sharded otherwise than they were saved; save over one."""
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     whole = make_sharded()
@@ -31,7 +34,14 @@ def main(meeting: str, rank: int, world_size: int) -> None:
             assert torch.equal(target[name].full_tensor(), tensor), name
         assert_same_state(engine.load(GOLDEN / "hub"), make_weights())
         assert_same_state(engine.load(GOLDEN / "state.pt"), make_training_state())
-    dist.destroy_process_group()
+        over = Path(meeting).with_name("over")
+        if rank == 0:
+            shutil.copytree(GOLDEN / "dcp-2-ranks", over)
+        dist.barrier()
+        engine.load(over, {"model": target, "epoch": 0})
+        engine.save({"model": target, "epoch": 1}, over)  # our files lie beside theirs
+        assert engine.load(over, select="epoch") == {"epoch": 1}
+    end_process_groups()
 
 
 if __name__ == "__main__":

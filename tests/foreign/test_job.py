@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_job_of_ranks_loads_what_others_wrote(tmp_path: Path) -> None:
-    """Each rank its blocks; three ranks of what two saved."""
+def test_a_job_of_ranks_goes_on_from_what_others_wrote(tmp_path: Path) -> None:
+    """Each rank its blocks, three ranks of what two saved; and they save where it lies."""
     ranks = [
         subprocess.Popen(
             [

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import ckptio
 from ckptio import sync
 from ckptio.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
@@ -50,6 +51,7 @@ class CountedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
     read_nbytes: ClassVar[Counter[str]] = Counter()
     num_reads: ClassVar[Counter[str]] = Counter()
     fails: ClassVar[list[str]] = []
+    behind_read: ClassVar[list[Callable[[int], None]]] = []
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -62,6 +64,8 @@ class CountedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
         name = path.rpartition("/")[2]
         self.read_nbytes[name] += len(data)
         self.num_reads[name] += 1
+        for call in self.behind_read:
+            call(sum(self.num_reads.values()))
         return data
 
 
@@ -71,7 +75,7 @@ def store() -> Iterator[CountedFileSystem]:
     fsspec.register_implementation("counted", CountedFileSystem, clobber=True)
     fs = CountedFileSystem(skip_instance_cache=True)
     yield fs
-    for kept in (fs.store, fs.read_nbytes, fs.num_reads, fs.fails):
+    for kept in (fs.store, fs.read_nbytes, fs.num_reads, fs.fails, fs.behind_read):
         kept.clear()
     fs.pseudo_dirs[:] = [""]
 
@@ -287,6 +291,55 @@ def test_an_engine_sees_that_an_object_was_replaced(
         save_file({"x": torch.full((4,), 2.0)}, tmp_path / "a.safetensors")
         put(store, tmp_path / "a.safetensors")
         assert engine.load(url)["x"].sum() == 8
+
+
+def change(data: bytes, state: Any, *, is_shorter: bool) -> bytes:
+    """Make a file of another checkpoint of one: zeros for a tensor, or half of it."""
+    if is_shorter:
+        return data[: len(data) // 2]
+    want = bytes((state.get("model") or state)["embed.weight"].view(torch.uint8).numpy())
+    return data.replace(want, bytes(len(want)))
+
+
+@pytest.mark.parametrize("is_shorter", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_never_mixed(
+    kind: str, tmp_path: Path, store: CountedFileSystem, *, is_shorter: bool
+) -> None:
+    """Behind whichever read that happens: all of one, or an error that says so."""
+    path, state = save_as(kind, tmp_path)
+    url = put(store, path)
+    old = {name: bytes(store.cat_file(name)) for name in store.find("/top")}
+    new = {name: change(data, state, is_shorter=is_shorter) for name, data in old.items()}
+    assert old != new
+    outcomes: Counter[str] = Counter()
+    for number in range(1, 100):
+        for name, data in old.items():
+            store.pipe_file(name, data)
+        store.num_reads.clear()
+
+        def replace(num_reads: int, number: int = number) -> None:
+            for name, data in new.items() if num_reads == number else ():
+                store.pipe_file(name, data)
+
+        store.behind_read[:] = [replace]
+        try:
+            found = sync.load(url, config=SMALL)
+        except CheckpointChangedError:
+            outcomes["changed"] += 1
+            continue
+        except (FormatError, StorageError):
+            assert is_shorter
+            continue
+        weights = found.get("model") or found
+        found = weights["embed.weight"]
+        assert not found.any() or torch.equal(found, (state.get("model") or state)["embed.weight"])
+        outcomes["old" if found.any() else "new"] += 1
+        if sum(store.num_reads.values()) < number:
+            break
+    assert outcomes["changed"]
+    assert outcomes["old"]
+    assert not (is_shorter and outcomes["new"])
 
 
 def test_ours_at_a_url_comes_first_and_costs_nothing_more(store: CountedFileSystem) -> None:

@@ -30,7 +30,8 @@ from ckptio.adapters.dcp.regions import (
     tree_of,
 )
 from ckptio.engine.flow import caller_streams
-from ckptio.engine.load import Reading, check_sizes, plan_and_read, read_plan
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.manifest import DOCUMENT_NAME

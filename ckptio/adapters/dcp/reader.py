@@ -25,7 +25,8 @@ from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
 from ckptio.adapters.dcp.regions import Opened, files_of
 from ckptio.adapters.dcp.writer import place_of_rank
 from ckptio.config import CheckpointConfig
-from ckptio.engine.load import Reading, check_sizes
+from ckptio.engine.landing import Reading
+from ckptio.engine.load import check_sizes
 from ckptio.errors import ConfigError
 from ckptio.state.rebuild import torch_dtype
 

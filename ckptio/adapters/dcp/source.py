@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +26,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptio.errors import PlanError, UnsupportedLeafError
+from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.staging.copy import SourceState
 from ckptio.state.flatten import flatten, is_stateful
@@ -107,7 +107,7 @@ def _value_of(planner: SavePlanner, item: WriteItem) -> tuple[Word, Any]:
         return "opaque", data
     try:
         return _object(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise UnsupportedLeafError(
             item.index.fqn,
             f"the planner gave a pickle that is not only of plain values: {error}",

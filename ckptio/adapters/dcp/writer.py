@@ -18,6 +18,7 @@ from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
 from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointNotFoundError, ConfigError
+from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -56,8 +57,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         single_file_per_rank: Whether a rank writes tensors together, in files of about
             `config.bucket_nbytes`; otherwise each has a file of its own.
         sync_files: Whether a checkpoint survives a power cut; as in `config` if not given.
+            `False` is refused with the URL of an object store, which syncs as it does.
         thread_count: Slabs written at a time, and from 2 on the planner is asked for several
-            tensors at once; `config.max_writes` slabs and one tensor if not given.
+            tensors at once; `config.max_writes` slabs and one tensor if not given. To an
+            object store `config.max_requests` are sent at a time, whatever is given here.
         per_thread_copy_ahead: Refused: the pool of `config` is the limit.
         cache_staged_state_dict: Refused where staging is `async_save`'s, through `async_stager`.
             In versions of torch without that it is the writer's, as in the stock class.
@@ -105,8 +108,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             at_once=thread_count is not None and thread_count > 1,
             observer=observer,
         )
+        self._is_unsynced = sync_files is False
         if path is not None:
             require_path(path, self._options.config)
+            self._require_syncing(path)
         self._next_id: str | None = None
         self._save: RankSave | None = None
         self._last_will: weakref.finalize[Any, Any] | None = None
@@ -141,11 +146,12 @@ class StorageWriter(dcp.StorageWriter, _Stager):
 
         Raises:
             ConfigError: There is no path, or it is none; or ranks save each for itself where
-                a checkpoint of all ranks is.
+                a checkpoint of all ranks is; or an option would have no effect there.
         """
         self._end()
         if self.path is None:
             raise ConfigError("where to save? give the writer a path, or the call a checkpoint_id")
+        self._require_syncing(self.path)
         path = os.fspath(self.path)
         rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
@@ -153,6 +159,18 @@ class StorageWriter(dcp.StorageWriter, _Stager):
             path = place_of_rank(path, rank or 0)
         save_id, self._next_id = self._next_id or new_save_id(), None
         self._save = RankSave(path, save_id, rank, self._options)
+
+    def _require_syncing(self, path: PathLike) -> None:
+        """Refuse not to sync where nobody can say so.
+
+        Raises:
+            ConfigError: That was asked for, and `path` is a URL.
+        """
+        if self._is_unsynced and remote_url(path) is not None:
+            raise ConfigError(
+                "sync_files=False has no effect at a URL: an object store makes durable what it"
+                " takes; leave it out"
+            )
 
     def _require_free(self, path: str) -> None:
         """Refuse to save each rank for itself beside what would be found first.
