@@ -14,6 +14,7 @@ from ckptio._aio import in_own_thread
 from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ class Engine:
     Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
     the second save on it takes no memory and makes no plan. Leaving the block waits for
     what is in flight, and raises the error of a save that nobody waited for. Leaving it
-    by an error aborts what is in flight.
+    by an error aborts what is in flight. The end of the program waits for one left open.
 
     Args:
         config: Options; the defaults if not given.
@@ -133,7 +134,8 @@ class Engine:
                 Objects with `state_dict` and `load_state_dict` stand for their state.
             path: A directory that need not exist; its parents neither.
             overwrite: Replace a checkpoint that is there; it can be loaded until the new
-                one is committed, and goes then. On both tiers.
+                one is committed, and goes then. On both tiers. Without it, `await handle`
+                raises `CheckpointExistsError` where there is one of ours.
             then: A second tier: another path or URL, to which the checkpoint is copied in
                 the background once it is committed, from its files and verified.
                 `await handle.durable` is the commit there. What is not finished when the
@@ -155,7 +157,8 @@ class Engine:
         """Make the copies that earlier runs owed to a second tier (`save(..., then=)`).
 
         Files that are there whole are not sent again. A copy that somebody else makes just
-        now is left to them. With several ranks, call it on rank 0, or on all.
+        now is left to them; one whose place has a newer checkpoint by now is not owed any
+        more. With several ranks, call it on rank 0, or on all.
 
         Args:
             root: A checkpoint, or a directory of checkpoints.
@@ -318,7 +321,8 @@ class Engine:
 
         Raises:
             CheckpointNotFoundError: There is none.
-            FormatError: Its manifest is damaged: nothing can be said of the rest.
+            FormatError: Its manifest is damaged: nothing can be said of the rest. Or it is of
+                another program, which keeps no checksums.
             StorageError: It cannot be read.
         """
         storage = self._core.storage(path)
@@ -326,13 +330,20 @@ class Engine:
             lambda context: run_verify(storage, context, compare_copies=compare_copies), "verify"
         )
 
-    async def prewarm(self, nbytes: int | None = None) -> None:
+    async def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
         """Take memory for the staging pool now, so that the first save is as fast as the next.
 
         Args:
             nbytes: How much; the whole pool if not given.
+            at: A place that will be saved to or loaded from. The client of its object store
+                is made now: packages are imported, which for S3 takes most of a second of
+                the interpreter's time, and credentials are found. Nothing for local paths.
+
+        Raises:
+            ConfigError: There is no way to `at`, or a package is missing.
+            StorageError: Its store cannot be reached.
         """
-        await self._core.call(lambda context: prewarm_step(context, nbytes), "prewarm")
+        await self._core.call(lambda context: prewarm_step(context, nbytes, at), "prewarm")
 
     def statistics(self) -> PoolStatistics:
         """Say what the staging pool has and has done."""
@@ -343,6 +354,10 @@ class Engine:
         return self._core.context.cache.statistics()
 
 
-async def prewarm_step(context: EngineContext, nbytes: int | None) -> None:
-    """Touch the pool's memory. On the loop: nobody else may take slabs meanwhile."""
+async def prewarm_step(context: EngineContext, nbytes: int | None, at: PathLike | None) -> None:
+    """Touch the pool's memory, and open a store. On the loop: nobody else takes slabs then."""
+    url = None if at is None else remote_url(at)
+    if url is not None:
+        store, _ = context.stores.below(url)
+        await store.get()
     context.pool.prewarm(nbytes)

@@ -182,11 +182,11 @@ class Engine:
             lambda context: run_verify(storage, context, compare_copies=compare_copies), "verify"
         )
 
-    def prewarm(self, nbytes: int | None = None) -> None:
+    def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
         """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
         from ckptio.api import prewarm_step  # noqa: PLC0415
 
-        self._core.call_blocking(lambda context: prewarm_step(context, nbytes), "prewarm")
+        self._core.call_blocking(lambda context: prewarm_step(context, nbytes, at), "prewarm")
 
     def statistics(self) -> PoolStatistics:
         """Say what the staging pool has and has done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,12 +10,56 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 #: Commands of the tour, as modules: their scripts need not be on the path.
 MODULES = {"ckptio": "ckptio", "torchrun": "torch.distributed.run"}
+
+RESULTS = README.parent / "bench" / "results"
+#: Rows of the README's tables: each pair of cells after the name is ckptio's figure and the
+#: best peer's, divided by it. A case, a part of its group's title, and a metric.
+FIGURES = {
+    "durable save, 3.4 GB, GPT and optimizer": [("save_local", "durable", "elapsed_s")],
+    "the same, nothing synced": [("save_local", "nothing synced", "elapsed_s")],
+    "durable save, two tensors, 3.0 GB": [("one_huge", "", "elapsed_s")],
+    "durable save, 20,000 small tensors": [("many_small", "save", "elapsed_s")],
+    "cold load, 3.4 GB, in place": [("load_cold", "", "elapsed_s")],
+    "warm load, 1.7 GB, in place": [("load_warm", "", "elapsed_s")],
+    "async save, 2.4 GB: stall": [("stall", "", "stall_s")],
+    "async save, 2.4 GB: until durable": [("stall", "", "commit_s")],
+    "lag of the trainer's loop, 1 GiB saved and loaded, p99": [("loop_lag", "", "p99_s")],
+    "training time lost to one save of 2 GB": [("train_slowdown", "", "lost_s")],
+    "save": [("save_s3", "", "elapsed_s")],
+    "save: CPU of the client, a GiB": [("save_s3", "", "cpu_s_per_gib")],
+    "save: lag of the trainer's loop, p99": [("save_s3", "", "p99_s")],
+    "load": [("load_s3", "", "elapsed_s")],
+    "load: lag of the trainer's loop, p99": [("load_s3", "", "p99_s")],
+    "load of four tensors of 4 MiB": [("partial_s3", "", "elapsed_s")],
+    **{
+        name: [(case, title.format(n), "elapsed_s") for n in (2, 4)]
+        for name, case, title in (
+            ("durable save", "save_ranks", "by {} ranks"),
+            ("cold load, same layout", "load_ranks", "cold load by {} ranks"),
+            ("warm load, same layout", "load_ranks", "warm load by {} ranks"),
+            ("rows loaded as columns, cold", "reshard", "columns of {}, cold"),
+            ("rows loaded as columns, warm", "reshard", "columns of {}, warm"),
+            ("saved by the other number of ranks, cold", "reshard", "rows of {}, cold"),
+            (
+                "all of it on every rank, cold",
+                "replicated_load",
+                "cold load of everything by each of {}",
+            ),
+            (
+                "all of it on every rank, warm",
+                "replicated_load",
+                "warm load of everything by each of {}",
+            ),
+        )
+    },
+}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process is meant
@@ -56,3 +101,35 @@ def test_the_test_command_is_what_ci_runs() -> None:
     command = "python -m pip install nox && nox -s tests"
     assert command in README.read_text()
     assert command in (README.parent / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_tables_say_what_was_measured(name: str) -> None:
+    """To the last digit; and bold is what ckptio does not lead in."""
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README.read_text(), re.MULTILINE)
+    cells = row.split(" | ")
+    for i, (case, title, metric) in enumerate(FIGURES[name]):
+        own, best = measured(case, title, metric)
+        shown, peer = cells[2 * i : 2 * i + 2]
+        figure, unit = shown.split()
+        assert rounds_to(own * {"s": 1, "ms": 1000}[unit], figure), (own, shown)
+        found = re.match(r"(\*\*)?([0-9.]+)", peer)
+        assert found is not None
+        assert rounds_to(best, found[2]), (best, peer)
+        assert (found[1] is not None) is (best < 1)
+
+
+def measured(case: str, title: str, metric: str) -> tuple[float, float]:
+    """Give ckptio's figure, and the least of a peer's divided by it."""
+    groups = json.loads((RESULTS / f"{case}.json").read_text())["groups"]
+    (group,) = (group for group in groups if title in group["title"])
+    subjects: list[dict[str, Any]] = [s for s in group["subjects"] if metric in s["metrics"]]
+    own = next(s for s in subjects if s["kind"] == "ckptio")["metrics"][metric]["median"]
+    peers = [s["metrics"][metric]["median"] for s in subjects if s["kind"] == "peer"]
+    return own, min(peers) / own
+
+
+def rounds_to(value: float, text: str) -> bool:
+    """Whether a text is a value with fewer digits."""
+    _, _, digits = text.partition(".")
+    return abs(value - float(text)) <= 0.5001 / float(10 ** len(digits))

@@ -116,7 +116,8 @@ def ls(
 
     JSON: root; checkpoints, a list of path (relative to root), state ("committed",
     "damaged", "unreadable", "no_commit"), committed (ISO 8601, UTC), nbytes and num_files
-    (of data), num_tensors, format, writer, save_id, error; error, if ROOT cannot be listed.
+    (of data), num_tensors, format, writer, save_id, owed (whether a copy to a second tier
+    is still to be made), owed_to, error; error, if ROOT cannot be listed.
     """
     from ckptio.cli.ls import run  # noqa: PLC0415  # only what the command needs
 
@@ -156,7 +157,8 @@ def show(
     rank has its own; a rank that had none has no such line.
 
     JSON: path; state ("committed", "damaged", "missing", "unreadable"); committed, format,
-    writer, save_id (format and save_id are null of other programs' checkpoints); num_tensors
+    writer, save_id (format and save_id are null of other programs' checkpoints); owed
+    (whether a copy to a second tier is still to be made), owed_to; num_tensors
     and nbytes of what is selected, each stored tensor once; files, a list of name and nbytes;
     entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype, shape, nbytes,
     stored_as (its name in the files), tied_to, is_view, chunks (file, start, stop,
@@ -247,8 +249,9 @@ def convert(
     Read are checkpoints of ckptio, safetensors files, Hugging Face folders, directories of
     torch.distributed.checkpoint, and files of torch.save; nothing in them is run. Written
     are ckptio; safetensors, one file; hf, a folder of files with an index; dcp, a directory
-    for torch.distributed.checkpoint. A conversion to safetensors or hf that was stopped goes
-    on with the files that are missing.
+    for torch.distributed.checkpoint. A conversion that was stopped goes on when it is run
+    again: safetensors and hf with the files that are missing, ckptio and dcp with the bytes
+    that are not there yet; in an object store it begins anew.
 
     JSON: source; path; to; state ("converted", "failed"); num_tensors; nbytes (of tensors);
     files, a list of name, nbytes and was_there; error.
@@ -302,6 +305,10 @@ def prune(
             help="Keep this step; several times.",
         ),
     ],
+    even_owed: Annotated[
+        bool,
+        typer.Option("--even-owed", help="Also steps whose copy to a second tier is not made."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be removed.")] = False,
     storage_options: StorageOption,
     as_json: JsonOption = False,
@@ -309,13 +316,15 @@ def prune(
     """Remove steps of a run that are not kept, as a Checkpointer saves them.
 
     What one of the options keeps is kept. The highest step and the one committed last
-    always stay. Steps whose manifests cannot be read count for nothing and stay, as does
-    everything that is not called step-<number>. Whoever reads a step while it is removed
-    ends with an error. Exits with 2 if something could not be removed, and removes nothing
-    where a manifest cannot be read now or no step has a METRIC.
+    always stay. So does, without --even-owed, a step that is still to be copied to a second
+    tier: it is the only one there is. Steps whose manifests cannot be read count for nothing
+    and stay, as does everything that is not called step-<number>. Whoever reads a step while
+    it is removed ends with an error. Exits with 2 if something could not be removed, and
+    removes nothing where a manifest cannot be read now or no step has a METRIC.
 
     JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
-    (why it is still there); kept and unreadable, lists of step and path; error.
+    (why it is still there); owed, a list of step, path and owed_to (null if the note that
+    says so cannot be read); kept and unreadable, lists of step and path; error.
     """
     from ckptio.cli.prune import run  # noqa: PLC0415  # only what the command needs
 
@@ -326,6 +335,7 @@ def prune(
             every=every,
             best=best,
             pins=pins,
+            even_owed=even_owed,
             dry_run=dry_run,
             storage_options=storage_options,
             as_json=as_json,

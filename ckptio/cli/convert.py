@@ -8,7 +8,7 @@ from ckptio.cli.config import config_for
 from ckptio.cli.outcome import DAMAGED, FAILED, FINE, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
-from ckptio.errors import CheckpointError
+from ckptio.errors import CheckpointError, CheckpointExistsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,8 @@ def run(
     except CheckpointError as error:
         code = DAMAGED if state_of(error) == "damaged" else FAILED
         result["error"] = explain(error)
-        terminal.message(f"{source}: {explain(error)}")
+        where = target if isinstance(error, CheckpointExistsError) else source
+        terminal.message(f"{where}: {explain(error)}")
     else:
         result |= _done(report)
         if not as_json:

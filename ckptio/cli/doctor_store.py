@@ -134,7 +134,6 @@ class _Probe:
             place.url, self._prefix.rstrip("/"), self._store, self._requests, self._hear
         )
         self._is_left = False
-        self._etag = ""
 
     def _hear(self, event: Event) -> None:
         self._is_left = self._is_left or isinstance(event, CleanupFailed)
@@ -192,9 +191,9 @@ class _Probe:
     async def _run(self, what: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
         return await self._requests.run(what, key, request)
 
-    async def _put(self, name: str) -> str:
+    async def _put(self, name: str) -> None:
         key = self._prefix + name
-        return await self._run("write", key, lambda: self._store.put(key, _DATA))
+        await self._run("write", key, lambda: self._store.put(key, _DATA))
 
     async def _head(self, name: str) -> ObjectInfo:
         key = self._prefix + name
@@ -207,7 +206,7 @@ class _Probe:
         return "yes", "it is reached, and can be listed"
 
     async def _write(self) -> tuple[State, str]:
-        self._etag = await self._put("a")
+        await self._put("a")
         listed = await self._place.list()
         if [name_of(info.key) for info in listed.objects] != ["a"]:
             return "no", "what was written is not listed at once"

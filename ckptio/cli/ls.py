@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptio.cli.rows import Row
 
 _HEAD = ("PATH", "COMMITTED", "BYTES", "FILES", "TENSORS", "FORMAT")
+_OWED = "COPY OWED TO"
 _RIGHT = (2, 3, 4, 5)
 _EARLIEST = dt.datetime.min.replace(tzinfo=dt.UTC)
 
@@ -82,7 +83,11 @@ def layout(rows: Sequence[Row], width: int | None) -> list[str]:
     if not rows:
         return []
     cells = [_cells(row) for row in rows]
-    lines = table([_HEAD, *cells], _RIGHT, width)
+    head: tuple[str, ...] = _HEAD
+    if any(row.owed for row in rows):
+        head = (*_HEAD, _OWED)
+        cells = [(*line, _owed_to(row)) for line, row in zip(cells, rows, strict=True)]
+    lines = table([head, *cells], _RIGHT, width)
     if lines:
         return lines
     for row, (path, when, *_) in zip(rows, cells, strict=True):
@@ -95,8 +100,16 @@ def layout(rows: Sequence[Row], width: int | None) -> list[str]:
             parts.append(count(row.num_tensors, "tensor"))
         if row.format is not None:
             parts.append(f"format {row.format}")
+        if row.owed:
+            parts.append(f"copy owed to {_owed_to(row)}")
         lines += [path, *fold(parts, width, "  ")]
     return lines
+
+
+def _owed_to(row: Row) -> str:
+    if not row.owed:
+        return "-"
+    return "?" if row.owed_to is None else visible(row.owed_to)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -1,29 +1,45 @@
-"""`ckptio prune`: remove the steps of a run that nobody wants to keep."""
+"""`ckptio prune`: remove the steps of a run that nobody wants to keep.
+
+A step whose copy to a second tier is owed is the only one there is, whoever else may have
+seen it: it stays, as it does when a `Checkpointer` looks after the run. A note is older
+than the commit, so that a step without one will not get one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import Threads
+from ckptio._aio import Threads, run_blocking
 from ckptio.checkpointer.keeper import Keeper, Removal
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, FINE, explain
+from ckptio.cli.owed import Owed, read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, format_nbytes, visible
-from ckptio.errors import CheckpointError, ConfigError, StorageError
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatError,
+    StorageError,
+)
 from ckptio.events import CleanupFailed
+from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
+from ckptio.storage.resolve import resolve_storage
 from ckptio.storage.root import resolve_root
 from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
     from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.storage.interface import Storage
 
     Json = dict[str, Any]
 
@@ -37,13 +53,14 @@ def run(
     every: int | None,
     best: Sequence[str],
     pins: Sequence[int],
+    even_owed: bool,
     dry_run: bool,
     storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
     """Remove what is not kept, and give the exit code."""
     terminal = Terminal()
-    pruning = _Pruning(root, dry_run=dry_run)
+    pruning = _Pruning(root, even_owed=even_owed, dry_run=dry_run)
     error = None
     try:
         policy = make_policy(last, every, best, pins)
@@ -52,7 +69,7 @@ def run(
         error = explain(problem)
     if as_json:
         terminal.json(pruning.document(error))
-    else:
+    elif error is None or pruning.has_begun:
         terminal.lines(pruning.lines())
     for text in (*pruning.problems(), *([f"{root}: {error}"] if error else ())):
         terminal.message(text)
@@ -105,13 +122,20 @@ def _best(text: str) -> KeepBest:
 class _Pruning:
     """What is done, and what became of it."""
 
-    def __init__(self, root: str, *, dry_run: bool) -> None:
+    def __init__(self, root: str, *, even_owed: bool, dry_run: bool) -> None:
         self._root = root
+        self._even_owed = even_owed
         self._dry_run = dry_run
         self._kept: list[int] = []
         self._unreadable: list[int] = []
+        self._owed: list[tuple[int, Owed]] = []
         self._removals: list[Removal] = []
         self._leftovers: list[CleanupFailed] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was removed, or tried to be."""
+        return bool(self._removals)
 
     @property
     def has_failed(self) -> bool:
@@ -137,6 +161,13 @@ class _Pruning:
             self._kept = sorted(good - {*doomed})
             self._unreadable = [step for step in await keeper.steps() if step not in good]
             for step in doomed:
+                if not self._even_owed:
+                    path = root.join(step_name(step))
+                    storage = resolve_storage(path, config, threads, self._hear, stores)
+                    owed = await _owed(storage, threads)
+                    if owed is not None:
+                        self._owed.append((step, owed))
+                        continue
                 if self._dry_run:
                     self._removals.append(Removal(step=step, nbytes=await keeper.size(step)))
                 else:
@@ -163,6 +194,10 @@ class _Pruning:
                 }
                 for removal in self._removals
             ],
+            "owed": [
+                {"step": step, "path": step_name(step), "owed_to": owed.to}
+                for step, owed in self._owed
+            ],
             "kept": [{"step": step, "path": step_name(step)} for step in self._kept],
             "unreadable": [{"step": s, "path": step_name(s)} for s in self._unreadable],
             "error": error,
@@ -174,7 +209,11 @@ class _Pruning:
         gone = [removal for removal in self._removals if removal.error is None]
         lines = [f"{verb} {step_name(r.step)}  {format_nbytes(r.nbytes)}" for r in gone]
         nbytes = format_nbytes(sum(removal.nbytes for removal in gone))
-        lines.append(f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}")
+        left = "would leave" if self._dry_run else "left"
+        lines += [f"{left} {step_name(step)}  {visible(str(owed))}" for step, owed in self._owed]
+        total = f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}"
+        owed = f", left {len(self._owed)} whose copy is owed" if self._owed else ""
+        lines.append(total + owed)
         return lines
 
     def problems(self) -> list[str]:
@@ -190,6 +229,20 @@ class _Pruning:
             for step in self._unreadable
         ]
         return found
+
+
+async def _owed(storage: Storage, executor: Executor) -> Owed | None:
+    """Say whether the checkpoint that is somewhere is still to be copied."""
+    try:
+        _, data = await storage.read_manifest()
+        if not isinstance(data, bytes):
+            return None
+        save_id = (await run_blocking(executor, decode_summary, data)).save_id
+    except CheckpointNotFoundError:  # somebody else was faster
+        return None
+    except (FormatError, StorageError):
+        return Owed(None)
+    return await read_owed(storage, save_id)
 
 
 def _why(error: Exception | None) -> str | None:

@@ -13,21 +13,25 @@ from ckptio._aio import run_all
 from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
 from ckptio.cli.find_objects import find_objects, open_place
 from ckptio.cli.outcome import explain, state_of
+from ckptio.cli.owed import read_owed
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from ckptio.cli.find import Found
     from ckptio.cli.find_objects import FoundObjects, Place
     from ckptio.cli.outcome import State
+    from ckptio.cli.owed import Owed
     from ckptio.cli.terminal import Advance, Terminal
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
-    from ckptio.format.manifest import Manifest
+    from ckptio.storage.interface import Storage
 
 _LONG = 10  # manifests; fewer are read before a line of progress could be read
 
@@ -46,6 +50,8 @@ class Row:
         format: Version of the format.
         writer: Version of the package that wrote it.
         save_id: Id of the save.
+        owed: Whether its copy to a second tier is still owed.
+        owed_to: Where to; also `None` if the note that says so cannot be read.
         error: What is wrong.
     """
 
@@ -58,6 +64,8 @@ class Row:
     format: int | None = None
     writer: str | None = None
     save_id: str | None = None
+    owed: bool | None = None
+    owed_to: str | None = None
     error: str | None = None
 
 
@@ -106,15 +114,15 @@ def _row(core: EngineCore, path: str, found: Found) -> Row | None:
     if found.has_manifest:
         storage = core.storage(found.path)
         try:
-            manifest = core.call_blocking(lambda context: context.cache.get(storage), "inspect")
+            return core.call_blocking(
+                lambda context: _committed(path, storage, context, found.ours), "inspect"
+            )
         except CheckpointError as error:
             state = state_of(error)
             if state == "damaged" and is_foreign(found):
                 return None
             if state != "missing":  # removed meanwhile
                 return Row(path=path, state=state, error=explain(error))
-        else:
-            return _committed(path, manifest)
     if not found.ours:
         return None
     sizes = []
@@ -124,8 +132,24 @@ def _row(core: EngineCore, path: str, found: Found) -> Row | None:
     return Row(path=path, state="no_commit", nbytes=sum(sizes), num_files=len(sizes))
 
 
-def _committed(path: str, manifest: Manifest) -> Row:
-    """Describe a checkpoint."""
+async def _committed(
+    path: str, storage: Storage, context: EngineContext, names: Collection[str]
+) -> Row:
+    """Describe a checkpoint.
+
+    Args:
+        path: What it is called.
+        storage: Where it is.
+        context: The engine.
+        names: Of the files that lie there; a note that is not among them is not looked for.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    manifest = await context.cache.get(storage)
+    owed: Owed | None = None
+    if NOTE_PREFIX + manifest.save_id in names:
+        owed = await read_owed(storage, manifest.save_id)
     return Row(
         path=path,
         state="committed",
@@ -136,6 +160,8 @@ def _committed(path: str, manifest: Manifest) -> Row:
         format=manifest.ckptio,
         writer=manifest.writer,
         save_id=manifest.save_id,
+        owed=owed is not None,
+        owed_to=None if owed is None else owed.to,
     )
 
 
@@ -174,16 +200,15 @@ class _Below:
         """Describe one prefix; `None` if it is another program's."""
         if item.has_manifest:
             url = self._url if item.path == "." else f"{self._url}/{item.path}"
+            names = {name_of(info.key) for info in item.ours}
             try:
-                manifest = await context.cache.get(self._core.storage(url))
+                return await _committed(item.path, self._core.storage(url), context, names)
             except CheckpointError as error:
                 state = state_of(error)
                 if state == "damaged" and not item.ours and await _is_foreign(place, item):
                     return None
                 if state != "missing":  # removed meanwhile
                     return Row(path=item.path, state=state, error=explain(error))
-            else:
-                return _committed(item.path, manifest)
         if not item.ours:
             return None
         nbytes = sum(info.nbytes for info in item.ours)

@@ -9,18 +9,22 @@ from rich.cells import cell_len
 from ckptio.cli.config import config_for
 from ckptio.cli.entries import read_entries
 from ckptio.cli.outcome import exit_code, explain, state_of
+from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
+from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointError
 from ckptio.layout import DTYPES, numel
 from ckptio.state.tree import make_predicate
-from ckptio.sync import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckptio.cli.entries import Entry
+    from ckptio.cli.owed import Owed
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
 
     Json = dict[str, Any]
@@ -36,8 +40,7 @@ def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_
     terminal = Terminal()
     try:
         keep = make_predicate(select) if select else None
-        with Engine(config_for([path], storage_options), ranks="solo") as engine:
-            manifest = engine.inspect(path)
+        manifest, owed = _read(path, config_for([path], storage_options))
         entries = list(read_entries(manifest, keep))
     except CheckpointError as error:
         state, problem = state_of(error), explain(error)
@@ -46,12 +49,33 @@ def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_
         terminal.message(f"{path}: {problem}")
         return exit_code([state])
     if as_json:
-        terminal.json(_document(path, manifest, entries))
+        terminal.json(_document(path, manifest, entries, owed))
     else:
-        terminal.lines(layout(path, manifest, entries, terminal.width))
+        terminal.lines(layout(path, manifest, entries, terminal.width, owed))
     if keep is not None and not entries:
         terminal.message(f"{path}: no name matches {' '.join(select)}")
     return exit_code(["committed"])
+
+
+def _read(path: str, config: CheckpointConfig) -> tuple[Manifest, Owed | None]:
+    """Read a manifest, and whether a copy is owed.
+
+    Raises:
+        CheckpointError: The manifest cannot be read.
+    """
+    core = EngineCore(config, None, "solo")
+
+    async def read(context: EngineContext) -> tuple[Manifest, Owed | None]:
+        storage = core.storage(path)
+        manifest = await context.cache.get(storage)
+        is_ours = not manifest.is_foreign
+        return manifest, await read_owed(storage, manifest.save_id) if is_ours else None
+
+    core.start()
+    try:
+        return core.call_blocking(read, "inspect")
+    finally:
+        core.close()
 
 
 def _blank(path: str) -> Json:
@@ -63,6 +87,8 @@ def _blank(path: str) -> Json:
         "format": None,
         "writer": None,
         "save_id": None,
+        "owed": None,
+        "owed_to": None,
         "num_tensors": None,
         "nbytes": None,
         "files": [],
@@ -71,7 +97,7 @@ def _blank(path: str) -> Json:
     }
 
 
-def _document(path: str, manifest: Manifest, entries: Sequence[Entry]) -> Json:
+def _document(path: str, manifest: Manifest, entries: Sequence[Entry], owed: Owed | None) -> Json:
     """Give the JSON document of a checkpoint."""
     stored = _stored(entries)
     return {
@@ -80,6 +106,8 @@ def _document(path: str, manifest: Manifest, entries: Sequence[Entry]) -> Json:
         "format": None if manifest.is_foreign else manifest.ckptio,
         "writer": manifest.writer,
         "save_id": None if manifest.is_foreign else manifest.save_id,
+        "owed": owed is not None,
+        "owed_to": None if owed is None else owed.to,
         "num_tensors": len(stored),
         "nbytes": sum(manifest.tensors[i].nbytes for i in stored),
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
@@ -133,7 +161,11 @@ def _stored(entries: Sequence[Entry]) -> list[int]:
 
 
 def layout(
-    path: str, manifest: Manifest, entries: Sequence[Entry], width: int | None
+    path: str,
+    manifest: Manifest,
+    entries: Sequence[Entry],
+    width: int | None,
+    owed: Owed | None = None,
 ) -> Iterator[str]:
     """Lay a checkpoint out: what it is, its tree, the files that have it, and totals."""
     yield visible(path)
@@ -144,6 +176,8 @@ def layout(
         about.append(f"format {manifest.ckptio}")
         about += [f"ckptio {visible(manifest.writer)}", f"save {manifest.save_id}"]
     yield from fold(about, width)
+    if owed is not None:
+        yield from fold([visible(str(owed))], width)
     if entries:
         yield ""
         yield from _tree(manifest, entries, width)

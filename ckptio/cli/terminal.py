@@ -69,12 +69,12 @@ class Terminal:
 
     def json(self, document: dict[str, Any]) -> None:
         """Print the one document of a command, in ASCII."""
-        self._write(_without_credentials(json.dumps(document)) + "\n")
+        self._write(without_credentials(json.dumps(document)) + "\n")
 
     def message(self, text: str) -> None:
         """Say something on stderr; `text` may be anybody's."""
         with contextlib.suppress(OSError):  # nobody is left to be told
-            sys.stderr.write(f"ckptio: {visible(_without_credentials(text))}\n")
+            sys.stderr.write(f"ckptio: {visible(without_credentials(text))}\n")
 
     def _write(self, text: str) -> None:
         with self._piped():
@@ -114,5 +114,6 @@ class Terminal:
             yield advance
 
 
-def _without_credentials(text: str) -> str:
+def without_credentials(text: str) -> str:
+    """Hide what stands before the host in URLs."""
     return _CREDENTIALS.sub("://***@", text)

@@ -16,6 +16,7 @@ from ckptio.sync import Engine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.cli.outcome import State
     from ckptio.cli.terminal import Advance
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import CorruptionError
@@ -69,13 +70,23 @@ def _verify(engine: Engine, path: str, *, compare_copies: bool) -> Json:
     try:
         report = engine.verify(path, compare_copies=compare_copies)
     except CheckpointError as error:
-        return _failed(path, error)
+        state = state_of(error)
+        if state == "damaged" and _has_no_checksums(engine, path):
+            state = "unreadable"
+        return _failed(path, error, state)
     return _found(path, report)
 
 
-def _failed(path: str, error: CheckpointError) -> Json:
+def _has_no_checksums(engine: Engine, path: str) -> bool:
+    """Whether another program wrote it: there is no damage to be found then."""
+    try:
+        return engine.inspect(path).is_foreign
+    except CheckpointError:
+        return False
+
+
+def _failed(path: str, error: CheckpointError, state: State) -> Json:
     """Describe a checkpoint of which nothing could be read but perhaps a bad manifest."""
-    state = state_of(error)
     damage: Json = {
         "file": MANIFEST_NAME,
         "start": None,

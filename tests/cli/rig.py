@@ -17,6 +17,8 @@ from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import decode_manifest
+from ckptio.format.note import CopyNote, encode_note
+from ckptio.storage.names import NOTE_PREFIX
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -48,6 +50,14 @@ def save_at(path: Path, state: Any = None) -> Path:
     """Save a small checkpoint."""
     sync.save(make_state() if state is None else state, path, config=SMALL)
     return path
+
+
+def owe(path: Path, to: str = "s3://bucket/there") -> Path:
+    """Leave the note of a copy beside a checkpoint, as one that failed does; gives its path."""
+    save_id = decode_manifest((path / "manifest.json").read_bytes()).save_id
+    note = path / (NOTE_PREFIX + save_id)
+    note.write_bytes(encode_note(CopyNote(copy_to=to, overwrite=False)))
+    return note
 
 
 def data_file(path: Path) -> Path:

@@ -52,6 +52,8 @@ def test_convert_tells_wrong_usage_from_damage(
     assert code == 2
     assert document["state"] == "failed"
     assert "there is a committed checkpoint" in document["error"]
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"ckptio: {target}: there is")  # not the source
     assert main(["convert", str(tmp_path / "nowhere"), str(target), "--to=ckptio"]) == 2
     assert main(["convert", str(ckpt), str(target), "--to=zip"]) == 2
     flip(data_file(ckpt), 9000)

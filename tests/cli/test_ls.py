@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 from ckptio.__main__ import main
 from ckptio.format.manifest import decode_manifest
-from ckptio.storage.leftovers import ATTEMPT_PREFIX, data_file_name
+from ckptio.storage.names import ATTEMPT_PREFIX, data_file_name
 from tests.cli.rig import (
+    NARROW,
     data_file,
+    owe,
     run_json,
+    run_on_terminal,
     save_at,
 )
 
@@ -71,10 +74,32 @@ def test_ls_as_json_has_stable_keys(ckpt: Path, capsys: pytest.CaptureFixture[st
                 "format": 2,
                 "writer": manifest.writer,
                 "save_id": manifest.save_id,
+                "owed": False,
+                "owed_to": None,
                 "error": None,
             }
         ],
     }
+
+
+def test_ls_says_which_copies_are_owed(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where to, if the note can be read; nothing that would be a secret, or move the cursor."""
+    save_at(ckpt.parent / "step-8")
+    owe(ckpt, "s3://key:secret@bucket/\x1b[2J")
+    owe(save_at(ckpt.parent / "step-7")).write_bytes(b"[")
+    code, document = run_json(capsys, "ls", "--sort=name", str(ckpt.parent))
+    assert code == 0
+    assert [(row["owed"], row["owed_to"]) for row in document["checkpoints"]] == [
+        (True, None),
+        (False, None),
+        (True, "s3://***@bucket/\x1b[2J"),
+    ]
+    assert main(["ls", "--sort=name", str(ckpt.parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("FORMAT  COPY OWED TO")
+    assert [line.split()[-1] for line in lines[1:]] == ["?", "-", "s3://***@bucket/\\x1b[2J"]
+    _, sent = run_on_terminal(NARROW, "ls", str(ckpt.parent))
+    assert "copy owed to s3://***@bucket/\\x1b[2J" in sent.replace("\n", " ").replace("  ", " ")
 
 
 def test_ls_shows_what_has_no_commit_only_if_asked(

@@ -7,7 +7,8 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
-from tests.cli.rig import NARROW, run_json, run_on_terminal
+from ckptio.storage.names import NOTE_PREFIX
+from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
 from tests.rig import SMALL, names_in
 from tests.test_import import modules_after
 
@@ -42,7 +43,7 @@ def test_prune_removes_what_is_not_kept(root: Path, capsys: pytest.CaptureFixtur
     assert all(removed["nbytes"] > 0 for removed in document["removed"])
     assert {removed["error"] for removed in document["removed"]} == {None}
     assert (document["unreadable"], document["error"]) == ([], None)
-    assert list(document) == ["root", "dry_run", "removed", "kept", "unreadable", "error"]
+    assert list(document) == ["root", "dry_run", "removed", "owed", "kept", "unreadable", "error"]
 
 
 def test_prune_says_what_it_would_remove(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +92,37 @@ def test_what_cannot_be_removed_is_said(
     assert names_in(root) == [NAMES[0], NAMES[5]]
 
 
+def test_a_step_whose_copy_is_owed_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless that is asked for. The note of another save says nothing."""
+    owe(root / NAMES[0], "s3://key:secret@bucket/run/1")
+    (root / NAMES[1] / f"{NOTE_PREFIX}{'0' * 32}").write_bytes(b"of another save")
+    note = owe(root / NAMES[2])
+    note.write_bytes(b"{}")
+    argv = ("prune", str(root), "--keep-last", "1")
+    code, planned = run_json(capsys, *argv, "--dry-run")
+    assert code == 0
+    code, document = run_json(capsys, *argv)
+    assert (code, document) == (0, {**planned, "dry_run": False})
+    assert names_in(root) == [NAMES[0], NAMES[1], NAMES[2], NAMES[5]]
+    assert names_in(root / NAMES[1]) == [f"{NOTE_PREFIX}{'0' * 32}"]  # no checkpoint any more
+    assert [removed["step"] for removed in document["removed"]] == [2, 4, 5]
+    assert document["owed"] == [
+        {"step": 1, "path": NAMES[0], "owed_to": "s3://***@bucket/run/1"},
+        {"step": 3, "path": NAMES[2], "owed_to": None},
+    ]
+    assert document["kept"] == [{"step": 6, "path": NAMES[5]}]
+    assert main([*argv]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"left {NAMES[0]}  copy owed to s3://***@bucket/run/1",
+        f"left {NAMES[2]}  copy owed",
+        "removed 0 steps, 0 B; kept 1, left 2 whose copy is owed",
+    ]
+    code, document = run_json(capsys, *argv, "--even-owed")
+    assert (code, document["owed"]) == (0, [])
+    assert [removed["step"] for removed in document["removed"]] == [1, 3]
+    assert names_in(root) == [NAMES[1], NAMES[5]]
+
+
 def test_prune_that_keeps_nothing_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +131,8 @@ def test_prune_that_keeps_nothing_is_refused(
         code, document = run_json(capsys, "prune", str(root), *argv)
         assert code == 2
         assert document["error"]
+    assert main(["prune", str(root)]) == 2
+    assert not capsys.readouterr().out  # of what was kept nothing is known
     assert main(["prune", str(root), "--keep-last", "0"]) == 2
     assert names_in(root) == NAMES
 

@@ -14,6 +14,7 @@ from tests.cli.rig import (
     data_file,
     flip,
     make_state,
+    owe,
     rewrite,
     run_json,
     save_at,
@@ -47,6 +48,20 @@ def test_show_as_json_says_where_every_byte_is(
     assert entries["nan"]["value"] == {"~": "float", "v": "7ff8000000000000"}
     assert set(weight) == set(entries["epoch"])
     assert list(entries)[:3] == ["model.embed.weight", "model.blocks.0.bias", "model.blocks.1.bias"]
+
+
+def test_show_says_that_a_copy_is_owed(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And where to, without what stands before the host."""
+    _, document = run_json(capsys, "show", str(ckpt))
+    assert (document["owed"], document["owed_to"]) == (False, None)
+    note = owe(ckpt, "s3://key:secret@bucket/run")
+    _, document = run_json(capsys, "show", str(ckpt))
+    assert (document["owed"], document["owed_to"]) == (True, "s3://***@bucket/run")
+    assert main(["show", str(ckpt)]) == 0
+    assert "\ncopy owed to s3://***@bucket/run\n" in capsys.readouterr().out
+    note.write_bytes(b"")
+    assert main(["show", str(ckpt)]) == 0
+    assert "\ncopy owed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

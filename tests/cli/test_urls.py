@@ -16,6 +16,8 @@ import torch
 from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.config import CheckpointConfig
+from ckptio.format.note import CopyNote, encode_note
+from ckptio.storage.names import NOTE_PREFIX
 from tests.cli.rig import make_state, run_json
 from tests.rig import SMALL, assert_same
 
@@ -146,6 +148,25 @@ def test_prune_removes_steps_at_a_url(run_url: str, capsys: pytest.CaptureFixtur
     assert all(removed["nbytes"] > 0 for removed in document["removed"])
     code, document = run_json(capsys, "prune", f"{run_url}-x", "--keep-last", "1")
     assert (code, document["removed"]) == (0, [])
+
+
+def test_owed_copies_are_said_and_stay_at_a_url(
+    run_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a directory."""
+    code, document = run_json(capsys, "show", f"{run_url}/{NAMES[0]}")
+    note = f"{run_url}/{NAMES[0]}/{NOTE_PREFIX}{document['save_id']}"
+    put(note, encode_note(CopyNote(copy_to="s3://bucket/there", overwrite=False)))
+    code, document = run_json(capsys, "ls", "--sort=name", run_url)
+    assert [row["owed_to"] for row in document["checkpoints"]] == ["s3://bucket/there", *[None] * 3]
+    code, document = run_json(capsys, "show", f"{run_url}/{NAMES[0]}")
+    assert (document["owed"], document["owed_to"]) == (True, "s3://bucket/there")
+    argv = ("prune", run_url, "--keep-last", "1")
+    code, document = run_json(capsys, *argv)
+    assert (code, [removed["step"] for removed in document["removed"]]) == (0, [2, 3])
+    assert [owed["step"] for owed in document["owed"]] == [1]
+    code, document = run_json(capsys, *argv, "--even-owed")
+    assert {key.partition("/")[0] for key in keys(run_url)} == {NAMES[3]}
 
 
 def test_doctor_tries_a_store_and_leaves_nothing(

@@ -5,6 +5,7 @@ import re
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 
 from ckptio import sync
 from ckptio.__main__ import main
@@ -75,6 +76,18 @@ def test_verify_says_each_of_several(
     assert "no such regular file" in results[1]["damage"][0]["problem"]
     assert results[2]["damage"][0]["file"] == "manifest.json"
     assert results[3]["damage"] == []
+
+
+def test_what_has_no_checksums_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing wrong with what another program wrote; there is nothing to compare."""
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.ones(1)}, path)
+    code, document = run_json(capsys, "verify", str(path))
+    (result,) = document["checkpoints"]
+    assert (code, result["state"], result["damage"]) == (2, "unreadable", [])
+    assert "keeps no checksums" in result["error"]
 
 
 def test_verify_takes_options_from_the_environment(
