@@ -24,9 +24,9 @@ CEPH_INSTALL = (
 )
 
 
-def install(session: nox.Session, *groups: str, extras: str = "cli,s3") -> None:
+def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: str = TORCH) -> None:
     """Install torch, then the package with extras, and dependency groups."""
-    session.install(TORCH)
+    session.install(torch)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
     session.install("-e", f".[{extras}]", *needed)
 
@@ -35,7 +35,19 @@ def install(session: nox.Session, *groups: str, extras: str = "cli,s3") -> None:
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
     install(session, "tests", "clouds")
-    session.run("python", "-m", "pytest", "-m", "not stress and not real_s3", *session.posargs)
+    side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+    marks = ("-m", "not stress and not real_s3")
+    session.run("python", "-m", "pytest", *side_by_side, *marks, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", ["2.6", "2.8", "2.11"])
+def compat(session: nox.Session, torch: str) -> None:
+    """Run the tests of what torch has a part in with an earlier version of it."""
+    install(session, "tests", "clouds", torch=f"torch=={torch}.*")
+    parts = ("adapters", "conversion", "foreign", "staging", "state")
+    paths = session.posargs or [f"tests/{part}" for part in parts]
+    session.run("python", "-m", "pytest", "-m", "not stress and not real_s3", *paths)
 
 
 @nox.session

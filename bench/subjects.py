@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bench.disk import drop_cache, refuses_direct, refuses_drop, tree_nbytes, warm_cache
 from bench.harness import Subject, timed
-from bench.limits import MiB, read_blocks, write_direct
+from bench.limits import CopyTarget, MiB, read_blocks, read_verified, write_direct
 from bench.states import Proof, as_bytes, blank, state_nbytes
 from ckptio import CheckpointConfig
 
@@ -185,6 +185,7 @@ class Loads:
             self._load("ckptio", self._ours, ours, is_cold=is_cold, kind="ckptio"),
             *(self._peer(peer, is_cold=is_cold) for peer in self._peers),
             *(self._raw(*setting, is_cold=is_cold) for setting in RAW_SETTINGS),
+            *([] if is_cold else [self._verified(2)]),
         ]
 
     def _peer(self, peer: Loader, *, is_cold: bool) -> Subject:
@@ -253,6 +254,25 @@ class Loads:
             prepare=prepare,
             run=run,
             missing=refused or (refuses_direct(self._bench.directory) if is_cold else ""),
+        )
+
+    def _verified(self, num_threads: int) -> Subject:
+        target = CopyTarget(os.path.getsize(self._raw_file))
+
+        async def prepare() -> None:
+            _bring(self._raw_file, is_cold=False)
+
+        async def run() -> Figures:
+            figures: dict[str, float] = {}
+            with timed(figures):
+                read_verified(self._raw_file, target, block_nbytes=MiB, num_threads=num_threads)
+            return figures
+
+        return Subject(
+            name=f"limit: read, sum and copy, 1 MiB x {num_threads}",
+            kind="limit",
+            prepare=prepare,
+            run=run,
         )
 
 

@@ -25,6 +25,11 @@ FORGET = """
 import sys, torch, ckptio
 ckptio.save({"w": torch.ones(8_000_000)}, sys.argv[1])
 """
+LEFT_OPEN = """
+import sys, torch, ckptio.sync
+engine = ckptio.sync.Engine().__enter__()
+engine.start_save({"w": torch.ones(8_000_000)}, sys.argv[1])
+"""
 
 
 @pytest.mark.stress
@@ -54,8 +59,9 @@ def test_an_interrupt_at_any_time_ends_the_program(tmp_path: Path, delay_ms: int
         assert not path.exists() or sync.verify(path).is_whole
 
 
-def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path) -> None:
-    """A program that ends right after the call still commits."""
+@pytest.mark.parametrize("program", [FORGET, LEFT_OPEN])
+def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path, program: str) -> None:
+    """A program that ends right after the call still commits, and ends, engine closed or not."""
     path = tmp_path / "c"
-    subprocess.run([sys.executable, "-c", FORGET, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
     assert sync.verify(path).is_whole

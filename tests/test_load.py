@@ -474,7 +474,7 @@ def test_an_index_that_does_not_fit_is_refused(
     error: type[Exception],
 ) -> None:
     """With a typed error that says what is taken."""
-    with pytest.raises(error):
+    with pytest.raises(error, match=f"{name!r}|load_slice takes"):
         engine.load_slice(volumes[0], name, index)
 
 
