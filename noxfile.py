@@ -17,6 +17,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 CEPH = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 CEPH_INSTALL = (
@@ -35,9 +36,8 @@ def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: s
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
     install(session, "tests", "clouds")
-    side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
     marks = ("-m", "not stress and not real_s3")
-    session.run("python", "-m", "pytest", *side_by_side, *marks, *session.posargs)
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *marks, *session.posargs)
 
 
 @nox.session
@@ -83,9 +83,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def stress(session: nox.Session) -> None:
-    """Run what takes minutes: many seeds, kills, power cuts."""
+    """Run what takes long: kills, power cuts; then property tests with new examples, for an hour."""
     install(session, "tests")
     session.run("python", "-m", "pytest", "-m", "stress", *session.posargs)
+    properties = ("-m", "hypothesis and not stress and not real_s3", "--hypothesis-profile=many")
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *properties, *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
