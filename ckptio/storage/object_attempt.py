@@ -83,7 +83,6 @@ class ObjectAttempt:
         self._mark = place.key(ATTEMPT_PREFIX + save_id)
         self._marked_s: float | None = None
         self._sinks: list[ObjectSink] = []
-        self._kept: dict[str, int] = {}
         self._published = False
         self._committed = False
         self._doubt: StorageError | None = None
@@ -169,28 +168,9 @@ class ObjectAttempt:
     async def keep(self, name: str, nbytes: int) -> None:
         """Take over a data file: an object is there, whole, or not at all.
 
-        It is looked at when it is committed: a sweep that was under way when this save marked
-        itself as alive may be removing it.
+        Nothing is asked here: a sweep that was under way when this save marked itself as alive
+        may be removing it yet. Who resumes looks at all files before the commit.
         """
-        self._kept[name] = nbytes
-
-    async def _check_kept(self) -> None:
-        """Make sure that what was taken over is there.
-
-        Raises:
-            StorageError: It is not, or that cannot be told.
-        """
-
-        async def check(name: str, nbytes: int) -> None:
-            key = self._place.key(name)
-            try:
-                info = await self._requests.run("look at", key, lambda: self._store.head(key))
-            except ObjectMissingError:
-                info = None
-            if info is None or info.nbytes != nbytes:
-                raise StorageError(f"{key!r} is not there any more; copy it again", path=self._url)
-
-        await run_all([check(*file) for file in self._kept.items()], "look at a file")
 
     async def note(self, data: bytes) -> None:
         """Leave a note; see `interface.Attempt`."""
@@ -221,7 +201,6 @@ class ObjectAttempt:
             raise CommitConflictError(self._url)
         if len(manifest) > MAX_COMMIT_NBYTES:
             manifest = await self._write_apart(manifest)
-        await self._check_kept()
         # from here on it may be there, whatever the answers are
         self._published = True
         commit = Commit(manifest, replaced)

@@ -21,7 +21,7 @@ from tests.rig import (
     object_storage,
     write_files,
 )
-from tests.storage.test_object_attempt import PREFIX, keys_of, winner
+from tests.storage.test_object_attempt import keys_of, winner
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -144,29 +144,3 @@ def test_an_upload_whose_name_never_came_is_dropped(kind: str) -> None:
 
     for ends in (True, False):
         run_virtual(scenario(ends=ends), seed=0)
-
-
-def test_what_was_taken_over_is_there_when_it_is_committed() -> None:
-    """A sweep that had taken the save for dead may have removed it just then."""
-
-    async def scenario(*, is_swept: bool) -> None:
-        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
-        first = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
-        await fill_attempt(first, contents)
-        await first.leave()
-        again = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False, resumes=True)
-        for name, data in contents.items():
-            await again.keep(name, len(data))
-        if is_swept:
-            del bucket.objects[PREFIX + min(contents)]
-            with pytest.raises(StorageError, match="is not there any more"):
-                await again.commit(manifest_of(A, contents))
-            assert not again.is_published
-            await again.abort()
-            assert bucket.keys == []
-        else:
-            await again.commit(manifest_of(A, contents))
-            assert winner(bucket) == A
-
-    for is_swept in (True, False):
-        run_virtual(scenario(is_swept=is_swept), seed=0)
