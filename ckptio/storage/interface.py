@@ -139,8 +139,7 @@ class Attempt(Protocol):
     async def keep(self, name: str, nbytes: int) -> None:
         """Take over a data file that is there, whole: an earlier attempt of the save wrote it.
 
-        Who calls this looks at all files again when every rank is through, before `commit`: a
-        sweep that had begun before this attempt may remove what it took for abandoned.
+        Look at it again before `commit`: a sweep that began before this attempt may take it.
 
         Raises:
             StorageError: It is not there, where that is seen now, or cannot be made durable.
