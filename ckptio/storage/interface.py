@@ -26,8 +26,8 @@ class Sink(Protocol):
     def pwrite(self, offset: int, data: memoryview) -> None:
         """Write `data` at `offset`, all of it. Blocks; thread-safe.
 
-        `offset` and the address of `data` are multiples of the page. The storage does
-        not keep `data`: it is the caller's again when this returns or raises.
+        `offset` and the address of `data` are multiples of the page. `data` is the caller's
+        again when this returns or raises.
 
         Raises:
             StorageError: It could not be written.
@@ -51,7 +51,7 @@ class Source(Protocol):
 
         Args:
             offset: First byte; a multiple of the checksum block.
-            room: Page-aligned memory of at least `nbytes` rounded up to the page. What is
+            room: Page-aligned memory of `nbytes` rounded up to the page, at least; what is
                 behind the `nbytes` is garbage afterwards.
             nbytes: Bytes to read.
 
@@ -82,7 +82,6 @@ class AwaitedSink(abc.ABC):
         Raises:
             StorageError: It could not be written.
         """
-        ...
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -91,7 +90,6 @@ class AwaitedSink(abc.ABC):
         Raises:
             StorageError: It is not to be relied on.
         """
-        ...
 
 
 class AwaitedSource(abc.ABC):
@@ -106,12 +104,10 @@ class AwaitedSource(abc.ABC):
             CheckpointChangedError: It is not there any more.
             StorageError: It could not be read.
         """
-        ...
 
     @abc.abstractmethod
     async def close(self) -> None:
         """Release the file."""
-        ...
 
 
 class Attempt(Protocol):
