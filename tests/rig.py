@@ -24,12 +24,13 @@ from ckptio.format.checksum import block_checksums
 from ckptio.format.compose import encode_manifest, encode_tensors
 from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
-from ckptio.storage.interface import AwaitedSink, AwaitedSource, Found
+from ckptio.storage.interface import Found
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.names import data_file_name
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.resolve import local_path
 from ckptio.storage.stores import OpenStore
+from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBackend, MemoryStorage
 
 if TYPE_CHECKING:

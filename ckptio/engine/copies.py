@@ -19,7 +19,7 @@ from ckptio.engine.landing import opened
 from ckptio.errors import CorruptionError
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.load import Wanted
-from ckptio.storage.interface import AwaitedSource
+from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Piece
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-    from ckptio.storage.interface import Source
+    from ckptio.storage.streams import Source
 
 _DIGEST_NBYTES = 16
 

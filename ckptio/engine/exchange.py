@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptio.plan.exchange import Unit
     from ckptio.plan.load import ReadSegment, Wanted
     from ckptio.staging.cuda import PendingCopies
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 #: Lanes of a side for each reader of the engine: one in a read, one on its way to others.
 _LANES_PER_READER = 2

@@ -15,7 +15,7 @@ from ckptio._aio import run_blocking, run_unless_cancelled, shielded
 from ckptio.errors import CorruptionError
 from ckptio.format.checksum import crc32c
 from ckptio.layout import DTYPES, numel
-from ckptio.storage.interface import AwaitedSource
+from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Piece, ReadSegment
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-    from ckptio.storage.interface import Source, Storage
+    from ckptio.storage.interface import Storage
+    from ckptio.storage.streams import Source
 
     OnDamage = Callable[[CorruptionError], None]
 

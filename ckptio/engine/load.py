@@ -21,7 +21,7 @@ from ckptio.engine.landing import bring, check_and_land, opened
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
 from ckptio.events import LoadStarted, ReadProgressed
 from ckptio.plan.load import plan_load
-from ckptio.storage.interface import AwaitedSource
+from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections import deque
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptio.plan.load import LoadPlan, ReadSegment, Wanted
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-    from ckptio.storage.interface import Source
+    from ckptio.storage.streams import Source
 
 #: Ranges that a thread reads in one visit, at most: after them its slab goes to who waits.
 _TURN_SEGMENTS = 4

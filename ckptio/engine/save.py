@@ -36,8 +36,8 @@ from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
-from ckptio.storage.interface import AwaitedSink
 from ckptio.storage.names import data_file_name
+from ckptio.storage.streams import AwaitedSink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import Attempt, Sink, Storage
+    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.streams import Sink
 
 
 @dataclass(slots=True, kw_only=True)

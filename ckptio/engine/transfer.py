@@ -21,7 +21,7 @@ from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shiel
 from ckptio.engine.landing import Reading, bring, close_source, opened
 from ckptio.errors import ConfigError, StorageError
 from ckptio.plan.load import plan_load
-from ckptio.storage.interface import AwaitedSink, AwaitedSource
+from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import FileEntry, Manifest
     from ckptio.plan.load import ReadSegment
     from ckptio.staging.pool import Slab
-    from ckptio.storage.interface import Attempt, Sink, Source, Storage
+    from ckptio.storage.interface import Attempt, Storage
+    from ckptio.storage.streams import Sink, Source
 
 
 @dataclass(slots=True)

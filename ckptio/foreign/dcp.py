@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 METADATA = ".metadata"
 _MAX_METADATA_NBYTES = 1 << 30

@@ -19,7 +19,7 @@ from ckptio.storage.files import PosixFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -187,7 +187,7 @@ class _Part:
         self._start = start
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
-        """Read a range; see `storage.interface.Source`."""
+        """Read a range; see `storage.streams.Source`."""
         self._reader.pread_into(self._start + offset, room, nbytes)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class MemorySource:
         self._data = data
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
-        """Copy a range; see `storage.interface.Source`."""
+        """Copy a range; see `storage.streams.Source`."""
         room[:nbytes] = self._data[offset : offset + nbytes]
 
     def close(self) -> None:

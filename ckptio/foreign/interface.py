@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ckptio.format.manifest import TensorEntry
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 
 class ForeignReader(Protocol):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptio.errors import CheckpointChangedError, StorageError
 from ckptio.foreign.folder import Folder, Status
-from ckptio.storage.interface import AwaitedSource
 from ckptio.storage.object_files import ObjectSource
 from ckptio.storage.store import ConditionFailedError, ObjectMissingError
+from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -167,7 +167,7 @@ class AwaitedPart(AwaitedSource):
         self._start = start
 
     async def read_into(self, offset: int, room: memoryview) -> None:
-        """Read a range; see `storage.interface.AwaitedSource`."""
+        """Read a range; see `storage.streams.AwaitedSource`."""
         await self._source.read_into(self._start + offset, room)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 #: Of a member that is no tensor: pickled structure.
 _MAX_MEMBER_NBYTES = 1 << 30

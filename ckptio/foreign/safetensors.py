@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder, Status
     from ckptio.format.bucket import StoredTensor
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 #: Of an index: what a checkpoint of a hundred thousand tensors stays far below.
 _MAX_INDEX_NBYTES = 1 << 27

@@ -19,8 +19,8 @@ from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.interface import AwaitedSource
 from ckptio.storage.objects import ObjectStorage
+from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.interface import Attempt, Note, Source, Storage
+    from ckptio.storage.interface import Attempt, Note, Storage
+    from ckptio.storage.streams import Source
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 
 class TorchSaveReader:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio.state.flatten import FlatState
-    from ckptio.storage.interface import Source
+    from ckptio.storage.streams import Source
 
     Json = Any
 

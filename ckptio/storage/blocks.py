@@ -115,7 +115,7 @@ class BlockWriter:
         self._window_nbytes = 0
 
     def pwrite(self, offset: int, data: memoryview) -> None:
-        """Write `data` at `offset`; see `interface.Sink`."""
+        """Write `data` at `offset`; see `streams.Sink`."""
         try:
             self._open()
             if self._direct and self._write_direct(offset, data):
@@ -127,7 +127,7 @@ class BlockWriter:
             raise storage_error(error, self._path, f"cannot write at byte {offset}") from error
 
     def close(self) -> None:
-        """Cut off padding, sync as configured, and close; see `interface.Sink`."""
+        """Cut off padding, sync as configured, and close; see `streams.Sink`."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd < 0:
@@ -278,7 +278,7 @@ class BlockReader:
                 self._direct_fd = files.open(path, direct=True)
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
-        """Read a range; see `interface.Source`."""
+        """Read a range; see `streams.Source`."""
         try:
             if self._direct_fd >= 0 and not self._is_cached(offset, nbytes):
                 padded = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -6,13 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
-from ckptio.storage.interface import AwaitedSink, AwaitedSource
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
     StoreError,
     TransientError,
 )
+from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,7 +24,7 @@ _MAX_COMPLETING = 6
 
 
 class ObjectSink(AwaitedSink):
-    """A data file being written; see `interface.AwaitedSink`.
+    """A data file being written; see `streams.AwaitedSink`.
 
     A file of one slab is one request. A larger one is an upload in parts, a slab each, as
     they come; where a store wants them in order, a part waits for those before it.
@@ -63,7 +63,7 @@ class ObjectSink(AwaitedSink):
         self._num_done = 0
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write a slab; see `interface.AwaitedSink`."""
+        """Write a slab; see `streams.AwaitedSink`."""
         if self._nbytes <= self._part_nbytes:
             await self._requests.must("write", self.key, lambda: self._put(data), outlive=True)
         else:
@@ -176,7 +176,7 @@ class ObjectSink(AwaitedSink):
 
 
 class ObjectSource(AwaitedSource):
-    """A data file being read by ranges; see `interface.AwaitedSource`.
+    """A data file being read by ranges; see `streams.AwaitedSource`.
 
     Args:
         url: The checkpoint; for messages.
@@ -207,7 +207,7 @@ class ObjectSource(AwaitedSource):
         self._nbytes = nbytes
 
     async def read_into(self, offset: int, room: memoryview) -> None:
-        """Read a range; see `interface.AwaitedSource`."""
+        """Read a range; see `streams.AwaitedSource`."""
         stop = offset + len(room)
         if stop > self._nbytes:
             raise CorruptionError(

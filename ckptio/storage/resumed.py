@@ -93,7 +93,7 @@ class ResumedWriter(BlockWriter):
     _is_new = True
 
     def pwrite(self, offset: int, data: memoryview) -> None:
-        """Write `data` at `offset`, unless it is there; see `interface.Sink`."""
+        """Write `data` at `offset`, unless it is there; see `streams.Sink`."""
         with contextlib.suppress(OSError):  # then it is written, or raised again
             self._open()
             if self._compare(offset, data):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MemorySink:
-    """A data file being written; see `interface.Sink`."""
+    """A data file being written; see `streams.Sink`."""
 
     def __init__(self, storage: MemoryStorage, name: str, nbytes: int) -> None:
         self._storage = storage
@@ -23,7 +23,7 @@ class MemorySink:
         self._ended = False
 
     def pwrite(self, offset: int, data: memoryview) -> None:
-        """Write a range; see `interface.Sink`."""
+        """Write a range; see `streams.Sink`."""
         storage = self._storage
         storage.step("pwrite", self._name, len(data))
         with self._lock:
@@ -40,7 +40,7 @@ class MemorySink:
             storage.files[self._name][offset:end] = data
 
     def close(self) -> None:
-        """End the file; see `interface.Sink`."""
+        """End the file; see `streams.Sink`."""
         self._storage.step("close", self._name)
         self.release()
 
@@ -54,7 +54,7 @@ class MemorySink:
 
 
 class MemorySource:
-    """A data file being read; see `interface.Source`."""
+    """A data file being read; see `streams.Source`."""
 
     def __init__(self, storage: MemoryStorage, name: str, data: bytearray, nbytes: int) -> None:
         self._storage = storage
@@ -64,7 +64,7 @@ class MemorySource:
         storage.counts.num_open_sources += 1
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
-        """Read a range; see `interface.Source`."""
+        """Read a range; see `streams.Source`."""
         self._storage.step("pread_into", self._name, nbytes)
         if offset + nbytes > len(self._data):
             raise CorruptionError(
@@ -78,7 +78,7 @@ class MemorySource:
         self._storage.counts.read_nbytes += nbytes
 
     def close(self) -> None:
-        """Release the file; see `interface.Source`."""
+        """Release the file; see `streams.Source`."""
         self._storage.counts.num_open_sources -= 1
 
 

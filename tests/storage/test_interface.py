@@ -16,9 +16,9 @@ from ckptio.errors import (
     CorruptionError,
     StorageError,
 )
-from ckptio.storage.interface import AwaitedSink, AwaitedSource
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.store import StoreTraits
+from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBucket, MemoryStorage, MemoryStore
 from tests.rig import (
     SAVE_IDS,

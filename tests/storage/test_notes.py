@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.errors import CommitConflictError, StorageError
-from ckptio.storage.interface import AwaitedSink
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import resolve_storage
 from ckptio.storage.root import LocalRoot
 from ckptio.storage.stores import Stores
+from ckptio.storage.streams import AwaitedSink
 from ckptio.testing import EventLog, MemoryStorage
 from tests.rig import (
     SAVE_IDS,

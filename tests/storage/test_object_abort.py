@@ -9,7 +9,7 @@ import pytest
 
 from ckptio.config import KiB
 from ckptio.errors import StorageError
-from ckptio.storage.interface import AwaitedSink
+from ckptio.storage.streams import AwaitedSink
 from ckptio.testing import MemoryBucket, MemoryStore, hit, run_virtual
 from tests.rig import (
     SAVE_IDS,
