@@ -61,21 +61,26 @@ def read_blocks(path: str, *, block_nbytes: int, num_threads: int, is_direct: bo
 
 
 def read_verified(path: str, target: CopyTarget, *, block_nbytes: int, num_threads: int) -> None:
-    """Read a file through the page cache, sum every block, and copy it where it belongs.
+    """Sum every block of a file in the page cache, and copy it where it belongs, out of a map.
 
     What any load into given memory has to do if nothing may land unverified.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    numbers = itertools.count()  # `next` on it is atomic
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as pages,
+        memoryview(pages) as view,
+    ):
 
-        def read(room: memoryview, offset: int, size: int) -> None:
-            assert os.preadv(fd, [room[:size]], offset) == size
-            crc32c(room[:size])
-            target.put(room, offset, size)
+        def lane() -> None:
+            for number in numbers:
+                with view[number * block_nbytes : (number + 1) * block_nbytes] as block:
+                    if not block:
+                        return
+                    crc32c(block)
+                    target.put(block, number * block_nbytes, len(block))
 
-        _each_block(os.fstat(fd).st_size, block_nbytes, num_threads, read)
-    finally:
-        os.close(fd)
+        _in_threads([lane] * num_threads)
 
 
 def _each_block(

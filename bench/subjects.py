@@ -6,6 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from bench.baselines import SafetensorsPeer
 from bench.disk import drop_cache, refuses_direct, refuses_drop, tree_nbytes, warm_cache
 from bench.harness import Subject, timed
 from bench.limits import CopyTarget, MiB, read_blocks, read_verified, write_direct
@@ -183,10 +184,22 @@ class Loads:
 
         return [
             self._load("ckptio", self._ours, ours, is_cold=is_cold, kind="ckptio"),
+            *self._theirs(engine, is_cold=is_cold),
             *(self._peer(peer, is_cold=is_cold) for peer in self._peers),
             *(self._raw(*setting, is_cold=is_cold) for setting in RAW_SETTINGS),
             *([] if is_cold else [self._verified(2)]),
         ]
+
+    def _theirs(self, engine: Engine, *, is_cold: bool) -> list[Subject]:
+        """Load with ckptio what safetensors wrote: the same bytes, and no checksums to check."""
+        peers = [p for p in self._peers if isinstance(p, SafetensorsPeer) and not p.missing]
+        path = self._path(peers[0]) if peers else ""
+
+        async def load() -> None:
+            await engine.load(f"{path}/state.safetensors", into=self.target)
+
+        name = "ckptio, the file of safetensors"
+        return [self._load(name, path, load, is_cold=is_cold, kind="ckptio")] if path else []
 
     def _peer(self, peer: Loader, *, is_cold: bool) -> Subject:
         path = self._path(peer)
@@ -269,7 +282,7 @@ class Loads:
             return figures
 
         return Subject(
-            name=f"limit: read, sum and copy, 1 MiB x {num_threads}",
+            name=f"limit: sum and copy out of a map, 1 MiB x {num_threads}",
             kind="limit",
             prepare=prepare,
             run=run,

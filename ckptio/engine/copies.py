@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Piece
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-    from ckptio.storage.streams import Source
+    from ckptio.storage.streams import Memory, Source
 
 _DIGEST_NBYTES = 16
 
@@ -96,21 +96,21 @@ class CopyDigests:
         return False
 
     def scatter(
-        self, pieces: Sequence[Piece], slab: Slab, start: int, pending: list[PendingCopies]
+        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
     ) -> None:
         """Digest the pieces of a verified block. Blocks; thread-safe.
 
         Args:
             pieces: As `plan.load.ReadSegment` has them.
-            slab: Holds the block.
-            start: Where the block starts in the slab.
+            memory: Holds the block.
+            start: Where the block starts in it.
             pending: Takes nothing here.
         """
         del pending
         for position, destination, _, nbytes, rows in pieces:
             assert rows is None  # noqa: S101  # nothing of `wanted` has several
             begin = start + position
-            with slab.view[begin : begin + nbytes] as data:
+            with memory.view[begin : begin + nbytes] as data:
                 digest = hashlib.blake2b(data, digest_size=_DIGEST_NBYTES)
             self._digests[destination] = digest.digest()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
-    from ckptio.storage.streams import Source
+    from ckptio.storage.streams import Memory, Source
 
     OnDamage = Callable[[CorruptionError], None]
 
@@ -40,9 +40,9 @@ class Target(Protocol):
         ...
 
     def scatter(
-        self, pieces: Sequence[Piece], slab: Slab, start: int, pending: list[PendingCopies]
+        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
     ) -> None:
-        """Take the pieces of a block that starts at `start` of a slab. Blocks; thread-safe."""
+        """Take the pieces of a block that starts at `start` of some memory. Blocks; thread-safe."""
         ...
 
 
@@ -147,8 +147,9 @@ def check_and_land(
 ) -> list[CorruptionError]:
     """Verify and land a range block by block, reading it first if it is not there. Blocks.
 
-    Where no device reads from the slab and nobody needs all of it, every block goes through
-    the same piece, so that it is still in the core's cache when it is summed and copied.
+    Where no device reads from the slab and nobody needs all of it, blocks are summed and
+    copied where the storage has them, if it lends them; or every block goes through the same
+    piece of the slab, so that it is still in the core's cache when it is summed and copied.
 
     Args:
         segment: The range.
@@ -161,15 +162,32 @@ def check_and_land(
     Returns:
         What is damaged.
     """
+    if source is None or keep or reading.holds_slabs:
+        return _check_blocks(segment, slab, source, reading, pending, is_spread=True)
+    with source.lend(segment.start, segment.nbytes) as lent:
+        if lent is not None:
+            return _check_blocks(segment, lent, None, reading, pending, is_spread=True)
+        return _check_blocks(segment, slab, source, reading, pending, is_spread=False)
+
+
+def _check_blocks(
+    segment: ReadSegment,
+    memory: Memory,
+    source: Source | None,
+    reading: Reading,
+    pending: list[PendingCopies],
+    *,
+    is_spread: bool,
+) -> list[CorruptionError]:
+    """Do the work of `check_and_land` in memory that has room for the range, or for a block."""
     block = reading.manifest.block_nbytes
     target = reading.target
-    spread = keep or source is None or reading.holds_slabs
     damage: list[CorruptionError] = []
     for index, expected in enumerate(segment.checksums):
         nbytes = min(block, segment.nbytes - index * block)
         start = segment.start + index * block
-        at = index * block if spread else 0
-        with slab.view[at : at + block] as room, room[:nbytes] as data:
+        at = index * block if is_spread else 0
+        with memory.view[at : at + block] as room, room[:nbytes] as data:
             if source is not None:
                 source.pread_into(start, room, nbytes)
             # what a foreign checkpoint has not summed cannot be verified
@@ -177,7 +195,7 @@ def check_and_land(
         if found is not None and found != expected:
             damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
-            target.scatter(segment.pieces[index], slab, at, pending)
+            target.scatter(segment.pieces[index], memory, at, pending)
     return damage
 
 

@@ -7,6 +7,7 @@ file name at all, is refused. Links are followed: the caches of model hubs are m
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import re
 import stat
@@ -18,8 +19,9 @@ from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
-    from ckptio.storage.streams import AwaitedSource, Source
+    from ckptio.storage.streams import AwaitedSource, Memory, Source
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -190,6 +192,10 @@ class _Part:
         """Read a range; see `storage.streams.Source`."""
         self._reader.pread_into(self._start + offset, room, nbytes)
 
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
+        """Lend a range; see `storage.streams.Source`."""
+        return self._reader.lend(self._start + offset, nbytes)
+
     def close(self) -> None:
         """Release the file."""
         self._reader.close()
@@ -208,6 +214,11 @@ class MemorySource:
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
         """Copy a range; see `storage.streams.Source`."""
         room[:nbytes] = self._data[offset : offset + nbytes]
+
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[None]:
+        """Lend nothing: they are few."""
+        del offset, nbytes
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Let the bytes go."""

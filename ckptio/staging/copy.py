@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
     from ckptio.staging.pool import Slab
+    from ckptio.storage.streams import Memory
 
 #: Offset in the slab, tensor, offset in its row-major bytes, bytes.
 FlatPiece = tuple[int, int, int, int]
@@ -120,17 +121,17 @@ class TargetState:
         return self._streams is not None
 
     def scatter(
-        self, pieces: Sequence[Piece], slab: Slab, start: int, pending: list[PendingCopies]
+        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
     ) -> None:
         """Copy the pieces of a verified block where they belong. Blocks; thread-safe.
 
         Args:
             pieces: As `plan.load.ReadSegment` has them.
-            slab: Holds the block.
-            start: Where the block starts in the slab.
-            pending: Takes what devices still have to read from the slab.
+            memory: Holds the block.
+            start: Where the block starts in it.
+            pending: Takes what devices still have to read from it.
         """
-        base = slab.address + start
+        base = memory.address + start
         addresses = self._addresses
         slow = []
         for position, index, offset, nbytes, rows in pieces:
@@ -142,17 +143,17 @@ class TargetState:
             else:
                 move_rows(address + offset, base + position, nbytes, rows)
         if slow:
-            self._scatter_slow(slow, slab, pending)
+            self._scatter_slow(slow, memory, pending)
 
     def _scatter_slow(
-        self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
+        self, pieces: Sequence[FlatPiece], memory: Memory, pending: list[PendingCopies]
     ) -> None:
         """Copy what one memmove cannot: strided, converted and device tensors."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
             tensor = destination.tensor.detach()
-            flat = window(slab, position, nbytes, destination.dtype)
+            flat = window(memory, position, nbytes, destination.dtype)
             start = offset // destination.dtype.itemsize
             if tensor.dtype == destination.dtype and is_physical(tensor):
                 tensor, flat = bits_of(tensor), bits_of(flat)

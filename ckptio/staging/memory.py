@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptio.plan.load import Rows
-    from ckptio.staging.pool import Slab
+    from ckptio.storage.streams import Memory
 
 _memmove_free = ctypes.CDLL(None).memmove
 _memmove_held = ctypes.PyDLL(None).memmove
@@ -85,9 +85,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(integer) if integer is not None and is_physical(tensor) else tensor
 
 
-def window(slab: Slab, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """View `nbytes` of a slab as a flat tensor. Holds no lease: use it inside the slab's."""
-    raw = torch.frombuffer(slab.view, dtype=torch.uint8, count=nbytes, offset=start)
+def window(memory: Memory, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """View some memory as a flat tensor. Holds no lease: use it inside the memory's own."""
+    raw = torch.frombuffer(memory.view, dtype=torch.uint8, count=nbytes, offset=start)
     return raw.view(dtype)
 
 

@@ -8,7 +8,8 @@ cut off at the end. Where a file system refuses (tmpfs, some network mounts), th
 cache is used with early write-back, in windows, so that the final sync finds little to do.
 
 Reads look first: blocks that are in the page cache are taken from there, at memory
-speed; others are read directly, which leaves other people's pages alone.
+speed, or lent where they lie; others are read directly, which leaves other people's pages
+alone.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import TYPE_CHECKING
 from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import linux
+from ckptio.storage.lending import Lender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from ckptio.config import CheckpointConfig
     from ckptio.storage.files import PosixFiles
+    from ckptio.storage.streams import Memory
 
 _WINDOW_NBYTES = 64 * MiB
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -272,6 +276,7 @@ class BlockReader:
         self._name = name
         self._nbytes = nbytes
         self._fd = files.open(path, direct=False)
+        self._lender = Lender(files, self._fd)
         self._direct_fd = -1
         if direct:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
@@ -294,6 +299,10 @@ class BlockReader:
             if isinstance(error, StorageError):
                 raise
             raise storage_error(error, self._path, f"cannot read at byte {offset}") from error
+
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
+        """Lend a range that is in the page cache; see `streams.Source`."""
+        return self._lender.lend(offset, nbytes)
 
     def close(self) -> None:
         """Release the file."""

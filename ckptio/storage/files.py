@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import time
@@ -156,6 +157,40 @@ class PosixFiles:
         except BlockingIOError:
             return False
         return True
+
+    def take_lease(self, fd: int) -> bool:
+        """Keep others from opening a file for writing; false if that cannot be had.
+
+        Only on file systems that no other host can write to.
+        """
+        return linux.is_of_this_host(fd) and linux.take_read_lease(fd)
+
+    def has_lease(self, fd: int) -> bool:
+        """Whether the lease is still held, and nobody waits for its end."""
+        return fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+    def end_lease(self, fd: int) -> None:
+        """Let others go on."""
+        with contextlib.suppress(OSError):  # taken away
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def map(self, fd: int, offset: int, nbytes: int) -> mmap.mmap:
+        """Map a range of a file, with every page of it there.
+
+        Private, so that it is a buffer which `ctypes` takes; nobody writes to it.
+
+        Raises:
+            OSError: A page cannot be read, or the system cannot tell.
+            ValueError: The file ends before.
+        """
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        pages = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=prot, offset=offset)
+        try:
+            pages.madvise(linux.MADV_POPULATE_READ)
+        except OSError:
+            pages.close()
+            raise
+        return pages
 
 
 def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import signal
 from dataclasses import dataclass
 
 _AT_EMPTY_PATH = 0x1000
@@ -20,6 +22,12 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_ALL = 7
+
+#: Advice to read pages of a map in now, and to say if that cannot be done; Linux 5.14.
+MADV_POPULATE_READ = 22
+_STATFS_NBYTES = 256
+#: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
+_LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,6 +67,27 @@ def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
         _SYS_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(result), ctypes.c_uint(0)
     )
     return None if failed else int(result[0])
+
+
+def is_of_this_host(fd: int) -> bool:
+    """Whether a file is on a file system that is known to be written to by this host alone."""
+    buffer = (ctypes.c_uint64 * (_STATFS_NBYTES // 8))()
+    # struct statfs: f_type is its first word
+    return _libc.fstatfs(fd, ctypes.byref(buffer)) == 0 and buffer[0] in _LOCAL_FILE_SYSTEMS
+
+
+def take_read_lease(fd: int) -> bool:
+    """Take a read lease of a file; false if somebody has it open for writing, or it is not ours.
+
+    Who waits for its end is announced by SIGURG, which does nothing unless the program says
+    so: left alone it would be SIGIO, which ends the program.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    return True
 
 
 def allocate(fd: int, nbytes: int) -> bool:

@@ -8,7 +8,22 @@ sums and moves many blocks in one thread without a hop to the loop for each. One
 from __future__ import annotations
 
 import abc
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Memory(Protocol):
+    """Memory that holds some bytes: a slab, or pages that are lent.
+
+    Attributes:
+        view: They.
+        address: Where they start; a multiple of 64.
+    """
+
+    view: memoryview
+    address: int
 
 
 class Sink(Protocol):
@@ -49,6 +64,20 @@ class Source(Protocol):
         Raises:
             CorruptionError: The file ends before.
             StorageError: It could not be read.
+        """
+        ...
+
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
+        """Lend a range where it lies, if nothing can change it meanwhile. Blocks; thread-safe.
+
+        For milliseconds: it may hold others up. It is not to be written to.
+
+        Args:
+            offset: First byte.
+            nbytes: How many.
+
+        Returns:
+            The range, until the context ends; `None` if it has to be read.
         """
         ...
 

@@ -20,6 +20,8 @@ from ckptio.storage.linux import DirectAlignment
 from ckptio.testing.faults import Operation
 
 if TYPE_CHECKING:
+    import mmap
+
     from ckptio.testing.faults import Fault
 
 RefuseDirect = Literal["", "open", "open-after-create", "align", "write", "read"]
@@ -37,6 +39,7 @@ class RecordingFiles(PosixFiles):
         has_exchange: Whether two names can be exchanged.
         has_links: Whether a file can have two names.
         has_locks: Whether files can be locked.
+        has_leases: Whether what is in the page cache may be lent, without `pread`.
 
     Attributes:
         operations: What was asked for, in order; the one that failed included.
@@ -51,6 +54,7 @@ class RecordingFiles(PosixFiles):
         has_exchange: bool = True,
         has_links: bool = True,
         has_locks: bool = True,
+        has_leases: bool = False,
     ) -> None:
         self.operations: list[Operation] = []
         self.fault = fault
@@ -59,6 +63,7 @@ class RecordingFiles(PosixFiles):
         self._has_exchange = has_exchange
         self._has_links = has_links
         self._has_locks = has_locks
+        self._has_leases = has_leases
         self._lock = threading.Lock()
         self._paths: dict[int, str] = {}
         self._direct_fds: set[int] = set()
@@ -225,3 +230,12 @@ class RecordingFiles(PosixFiles):
         if not self._has_locks:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         return super().lock(fd)
+
+    def take_lease(self, fd: int) -> bool:
+        """Keep others from writing to a file; see `PosixFiles`."""
+        return self._has_leases and super().take_lease(fd)
+
+    def map(self, fd: int, offset: int, nbytes: int) -> mmap.mmap:
+        """Map a range of a file; see `PosixFiles`."""
+        self._step("map", self._paths.get(fd, ""), nbytes)
+        return super().map(fd, offset, nbytes)

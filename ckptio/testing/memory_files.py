@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
 from ckptio.errors import CorruptionError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ckptio.testing.memory import MemoryStorage
 
 
@@ -76,6 +79,11 @@ class MemorySource:
             )
         room[:nbytes] = self._data[offset : offset + nbytes]
         self._storage.counts.read_nbytes += nbytes
+
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[None]:
+        """Lend nothing; see `streams.Source`."""
+        del offset, nbytes
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Release the file; see `streams.Source`."""

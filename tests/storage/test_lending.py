@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import Engine, sync
+from ckptio.errors import CheckpointError, CorruptionError
+from ckptio.storage.blocks import BlockReader
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.lending import Lender
+from ckptio.storage.linux import num_cached_pages
+from ckptio.testing import RecordingFiles, fail_kind
+from tests.rig import SMALL, FilesCore, engine_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+NBYTES = 100_000
+#: Writes the file over and over with bytes of one kind, as who copies another over it does.
+OVERWRITE = """
+import os, sys
+for value in range(int(sys.argv[2])):
+    fd = os.open(sys.argv[1], os.O_WRONLY | os.O_TRUNC)
+    os.write(fd, bytes([value % 256]) * int(sys.argv[3]))
+    os.close(fd)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose files can be leased: the temporary one, or one in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:  # a file system
+        for directory in (tmp_path, Path(shared)):
+            file = directory / "probe"
+            file.write_bytes(bytes(NBYTES))
+            with opened(file) as fd, Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
+                if lent is not None:
+                    break
+        else:
+            pytest.skip("needs leases (a local file system) and cachestat (Linux 6.5)")
+        file.unlink()
+        yield directory
+
+
+class opened:  # noqa: N801  # as open() is
+    """A file that is open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether somebody who opens a file for writing need not wait."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("offset", [0, 64, 4096, 5 * 4096 + 192])
+def test_what_is_lent_is_the_file_where_it_lies(place: Path, offset: int) -> None:
+    """As a buffer and at its address, from any aligned byte to any."""
+    data = os.urandom(NBYTES)
+    (place / "file").write_bytes(data)
+    with opened(place / "file") as fd, Lender(PosixFiles(), fd).lend(offset, 7777) as lent:
+        assert lent is not None
+        assert lent.view[:7777] == data[offset : offset + 7777]
+        assert ctypes.string_at(lent.address, 7777) == data[offset : offset + 7777]
+
+
+def test_what_is_not_in_the_page_cache_is_not_lent(place: Path) -> None:
+    """It is to be read past it."""
+    path = place / "file"
+    path.write_bytes(bytes(NBYTES))
+    with opened(path) as fd:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if num_cached_pages(fd, 0, NBYTES):
+            pytest.skip("this file system keeps its pages")
+        with Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
+            assert lent is None
+
+
+def test_what_somebody_may_write_to_is_not_lent(place: Path) -> None:
+    """Nor is anything more of that file, whose writer may come back."""
+    path = place / "file"
+    path.write_bytes(bytes(NBYTES))
+    with opened(path) as fd:
+        lender = Lender(PosixFiles(), fd)
+        with path.open("r+b"), lender.lend(0, NBYTES) as lent:
+            assert lent is None
+        with lender.lend(0, NBYTES) as lent:
+            assert lent is None
+
+
+@pytest.mark.parametrize("reason", ["odd", "short", "cannot be mapped", "another host's"])
+def test_what_cannot_be_lent_is_to_be_read(place: Path, reason: str) -> None:
+    """Whatever the reason is: who reads it says what is wrong with it."""
+    path = place / "file"
+    path.write_bytes(bytes(NBYTES))
+    files = RecordingFiles(has_leases=reason != "another host's")
+    if reason == "cannot be mapped":
+        files.fault = fail_kind("map")
+    offset, nbytes = {"odd": (1, 99), "short": (0, 2 * NBYTES)}.get(reason, (0, NBYTES))
+    with opened(path) as fd:
+        with Lender(files, fd).lend(offset, nbytes) as lent:
+            assert lent is None
+        assert can_be_written(path)
+
+
+def test_who_would_write_waits_until_nothing_is_lent(place: Path) -> None:
+    """And nobody is lent anything meanwhile, so that it does not wait for long."""
+    path = place / "file"
+    path.write_bytes(b"a" * NBYTES)
+    with opened(path) as fd, ThreadPoolExecutor() as executor:
+        lender = Lender(PosixFiles(), fd)
+        with lender.lend(0, NBYTES) as first:
+            assert first is not None
+            assert not can_be_written(path)  # does not wait, and the lease stays
+            begun = threading.Event()
+
+            def overwrite() -> None:
+                begun.set()
+                path.write_bytes(b"b" * NBYTES)
+
+            writing = executor.submit(overwrite)
+            begun.wait()
+            is_lent = True
+            while is_lent:  # until the system knows that it waits
+                with lender.lend(0, NBYTES) as lent:
+                    assert lent is None or lent.view[:NBYTES] == b"a" * NBYTES
+                    is_lent = lent is not None
+            assert not writing.done()
+            assert first.view[:NBYTES] == b"a" * NBYTES
+        writing.result()
+        assert path.read_bytes() == b"b" * NBYTES
+
+
+def test_nothing_changes_while_it_is_lent(place: Path) -> None:
+    """Another process that truncates the file all the time ends nothing and mixes nothing."""
+    path = place / "file"
+    path.write_bytes(bytes(NBYTES))
+    num_lent = 0
+    order = [sys.executable, "-c", OVERWRITE, str(path), "300", str(NBYTES)]
+    with subprocess.Popen(order) as process:
+        while process.poll() is None:
+            with opened(path) as fd, Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
+                if lent is not None:
+                    num_lent += 1
+                    kinds = {bytes(lent.view[:1]), bytes(lent.view[NBYTES - 1 : NBYTES])}
+                    assert lent.view[:NBYTES] == kinds.pop() * NBYTES
+                    assert not kinds
+    assert process.returncode == 0
+    assert num_lent
+
+
+def test_a_part_of_a_file_is_lent_where_it_lies(place: Path) -> None:
+    """Through the reader that would read it."""
+    path = place / "file"
+    path.write_bytes(data := os.urandom(NBYTES))
+    reader = BlockReader(PosixFiles(), str(path), name="file", nbytes=NBYTES, direct=True)
+    with reader.lend(4096, 500) as lent:
+        assert lent is not None
+        assert lent.view[:500] == data[4096:4596]
+    reader.close()
+
+
+def warm(directory: Path) -> None:
+    """Bring the files of a checkpoint into the page cache."""
+    for file in directory.iterdir():
+        file.read_bytes()
+
+
+async def test_a_warm_load_reads_nothing(place: Path) -> None:
+    """All of it is lent, verified and landed: into tensors of any layout, and into new ones."""
+    state: dict[str, Any] = {
+        "a": torch.randn(300, 200),
+        "b": torch.randn(100, 70).t(),
+        "c": torch.randn(64, dtype=torch.float64),
+        "d": [1, 2],
+    }
+    async with Engine(SMALL) as engine:
+        await engine.save(state, place / "checkpoint")
+    warm(place / "checkpoint")
+    files = RecordingFiles(has_leases=True)
+    target = {
+        "a": torch.zeros(300, 200),
+        "b": torch.zeros(70, 100),
+        "c": torch.zeros(128, dtype=torch.float64)[::2],
+        "d": [0, 0],
+    }
+    async with engine_on(FilesCore(SMALL, None, files)) as engine:
+        loaded: list[Any] = [
+            await engine.load(place / "checkpoint", into=target),
+            await engine.load(place / "checkpoint"),
+        ]
+        assert (await engine.verify(place / "checkpoint")).is_whole
+    for found in loaded:
+        assert torch.equal(found["a"], state["a"])
+        assert torch.equal(found["b"], state["b"])
+        assert torch.equal(found["c"], state["c"])
+    assert {name.partition("-")[0] for _, name in files.kinds("map")} == {"data"}
+    assert not [name for _, name in files.kinds("pread") if name.startswith("data")]
+    for file in (place / "checkpoint").iterdir():
+        assert can_be_written(file)
+
+
+async def test_what_is_lent_is_verified(place: Path) -> None:
+    """A flipped byte in the page cache is found as one on the disk is."""
+    state = {"a": torch.ones(5000)}
+    async with Engine(SMALL) as engine:
+        await engine.save(state, place / "checkpoint")
+        (data,) = (place / "checkpoint").glob("data-*")
+        raw = bytearray(data.read_bytes())
+        raw[-100] ^= 1
+        data.write_bytes(raw)
+        target = torch.zeros(5000)
+        with pytest.raises(CorruptionError, match="checksum"):
+            await engine.load(place / "checkpoint", into={"a": target})
+        assert not target[-20:].any()
+
+
+def test_a_checkpoint_that_is_copied_over_meanwhile_ends_no_process(place: Path) -> None:
+    """A load of it gives what was saved, or a typed error."""
+    state = {"a": torch.randn(200_000)}
+    sync.save(state, place / "checkpoint", config=SMALL)
+    (data,) = (place / "checkpoint").glob("data-*")
+    nbytes = data.stat().st_size
+    order = [sys.executable, "-c", OVERWRITE, str(data), "100", str(nbytes)]
+    ends = []
+    with subprocess.Popen(order) as process:
+        while process.poll() is None:
+            try:
+                loaded = sync.load(place / "checkpoint", config=SMALL)
+            except CheckpointError as error:
+                ends.append(error)
+            else:
+                assert torch.equal(loaded["a"], state["a"])
+    assert process.returncode == 0
+    assert ends
