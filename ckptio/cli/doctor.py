@@ -231,6 +231,20 @@ def _cachestat(folder: str) -> tuple[State, str]:
     return "yes", "cachestat works: loads take from the page cache what is there"
 
 
+def _lease(folder: str) -> tuple[State, str]:
+    files = PosixFiles()
+    path = f"{folder}/leased"
+    files.close(files.create(path, 0o600, direct=False))
+    fd = files.open(path, direct=False)
+    try:
+        has_lease = files.take_lease(fd)
+    finally:
+        files.close(fd)
+    if not has_lease:
+        return "slow", "no read leases: loads copy what is in the page cache once more"
+    return "yes", "read leases work: loads take what is in the page cache where it lies"
+
+
 _CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
     "direct I/O": _direct,
     "reserving room": _allocate,
@@ -239,6 +253,7 @@ _CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
     "locks": _lock,
     "fsync": _sync,
     "cachestat": _cachestat,
+    "leases": _lease,
 }
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAMES = [
     "direct I/O", "reserving room", "exclusive names", "exchange", "locks", "fsync", "cachestat",
+    "leases",
 ]  # fmt: skip
 
 
