@@ -428,6 +428,7 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
         {"keep": 3},
         {"every": 100},
         {"preempt_signals": (signal.SIGKILL,)},
+        {"preempt_signals": (signal.SIGURG,)},
         {"preempt_signals": ("SIGTERM",)},
         {"preempt_signals": signal.SIGTERM},
         {"preempt_deadline_s": 0},

@@ -76,4 +76,8 @@ def check_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
         ) from None
     if {signal.SIGKILL, signal.SIGSTOP} & {*numbers}:
         raise ConfigError("preempt_signals=: nobody can handle SIGKILL and SIGSTOP")
+    if signal.SIGURG in numbers:
+        raise ConfigError(
+            "preempt_signals=: SIGURG comes whenever somebody waits for a file that is being loaded"
+        )
     return numbers

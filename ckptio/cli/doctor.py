@@ -26,6 +26,7 @@ from ckptio.errors import ConfigError
 from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import find_leftovers
+from ckptio.storage.lending import Lender
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -235,12 +236,15 @@ def _lease(folder: str) -> tuple[State, str]:
     files = PosixFiles()
     path = f"{folder}/leased"
     files.close(files.create(path, 0o600, direct=False))
+    with open(path, "wb") as file:
+        file.write(bytes(PAGE_NBYTES))
     fd = files.open(path, direct=False)
     try:
-        has_lease = files.take_lease(fd)
+        with Lender(files, fd).lend(0, PAGE_NBYTES) as lent:
+            is_lent = lent is not None
     finally:
         files.close(fd)
-    if not has_lease:
+    if not is_lent:
         return "slow", "no read leases: loads copy what is in the page cache once more"
     return "yes", "read leases work: loads take what is in the page cache where it lies"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
-    from ckptio.storage.streams import Memory, Source
+    from ckptio.storage.streams import Lent, Memory, Source
 
     OnDamage = Callable[[CorruptionError], None]
 
@@ -162,41 +162,75 @@ def check_and_land(
     Returns:
         What is damaged.
     """
+    work = _Work(segment, reading, pending)
     if source is None or keep or reading.holds_slabs:
-        return _check_blocks(segment, slab, source, reading, pending, is_spread=True)
+        return work.check_blocks(slab, source, is_spread=True)
     with source.lend(segment.start, segment.nbytes) as lent:
         if lent is not None:
-            return _check_blocks(segment, lent, None, reading, pending, is_spread=True)
-        return _check_blocks(segment, slab, source, reading, pending, is_spread=False)
+            work.check_lent(lent)
+    # what was not lent, or was taken back meanwhile
+    return work.check_blocks(slab, source, is_spread=False)
 
 
-def _check_blocks(
-    segment: ReadSegment,
-    memory: Memory,
-    source: Source | None,
-    reading: Reading,
-    pending: list[PendingCopies],
-    *,
-    is_spread: bool,
-) -> list[CorruptionError]:
-    """Do the work of `check_and_land` in memory that has room for the range, or for a block."""
-    block = reading.manifest.block_nbytes
-    target = reading.target
-    damage: list[CorruptionError] = []
-    for index, expected in enumerate(segment.checksums):
+class _Work:
+    """The blocks of a range, as far as they are done."""
+
+    def __init__(
+        self, segment: ReadSegment, reading: Reading, pending: list[PendingCopies]
+    ) -> None:
+        self._segment = segment
+        self._reading = reading
+        self._pending = pending
+        self._damage: list[CorruptionError] = []
+        self._num_done = 0
+
+    def check_blocks(
+        self, memory: Memory, source: Source | None, *, is_spread: bool
+    ) -> list[CorruptionError]:
+        """Do the rest, in memory that has room for the range (spread), or for a block.
+
+        Args:
+            memory: Holds or takes it.
+            source: What to read it from; `None` if the memory holds it.
+            is_spread: Whether each block has a place of its own.
+
+        Returns:
+            What is damaged of the range.
+        """
+        block = self._reading.manifest.block_nbytes
+        for index in range(self._num_done, len(self._segment.checksums)):
+            at = index * block if is_spread else 0
+            self._do(index, memory, source, at)
+            self._num_done += 1
+        return self._damage
+
+    def check_lent(self, lent: Lent) -> None:
+        """Do as much as can be done before the memory is taken back."""
+        block = self._reading.manifest.block_nbytes
+        for index in range(len(self._segment.checksums)):
+            num_damaged = len(self._damage)
+            self._do(index, lent, None, index * block)
+            if not lent.is_held():  # this block may have changed while it was read
+                del self._damage[num_damaged:]
+                return
+            self._num_done += 1
+
+    def _do(self, index: int, memory: Memory, source: Source | None, at: int) -> None:
+        """Read a block, if there is a source, verify it, and land it."""
+        segment, reading = self._segment, self._reading
+        block, target = reading.manifest.block_nbytes, reading.target
         nbytes = min(block, segment.nbytes - index * block)
         start = segment.start + index * block
-        at = index * block if is_spread else 0
+        expected = segment.checksums[index]
         with memory.view[at : at + block] as room, room[:nbytes] as data:
             if source is not None:
                 source.pread_into(start, room, nbytes)
             # what a foreign checkpoint has not summed cannot be verified
             found = expected if expected is None else crc32c(data)
         if found is not None and found != expected:
-            damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
+            self._damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
-            target.scatter(segment.pieces[index], memory, at, pending)
-    return damage
+            target.scatter(segment.pieces[index], memory, at, self._pending)
 
 
 def _damaged_block(

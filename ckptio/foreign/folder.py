@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from ckptio.storage.streams import AwaitedSource, Memory, Source
+    from ckptio.storage.streams import AwaitedSource, Source
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -192,9 +192,10 @@ class _Part:
         """Read a range; see `storage.streams.Source`."""
         self._reader.pread_into(self._start + offset, room, nbytes)
 
-    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
-        """Lend a range; see `storage.streams.Source`."""
-        return self._reader.lend(self._start + offset, nbytes)
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[None]:
+        """Lend nothing: programs write such files over in place, even while they load them."""
+        del offset, nbytes
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Release the file."""
@@ -216,7 +217,7 @@ class MemorySource:
         room[:nbytes] = self._data[offset : offset + nbytes]
 
     def lend(self, offset: int, nbytes: int) -> AbstractContextManager[None]:
-        """Lend nothing: they are few."""
+        """Lend nothing: they are read where they lie."""
         del offset, nbytes
         return contextlib.nullcontext()
 

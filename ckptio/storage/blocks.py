@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.streams import Memory
+    from ckptio.storage.streams import Lent
 
 _WINDOW_NBYTES = 64 * MiB
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -300,7 +300,7 @@ class BlockReader:
                 raise
             raise storage_error(error, self._path, f"cannot read at byte {offset}") from error
 
-    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Lent | None]:
         """Lend a range that is in the page cache; see `streams.Source`."""
         return self._lender.lend(offset, nbytes)
 
@@ -315,7 +315,7 @@ class BlockReader:
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether most of a range is in the page cache."""
         pages = linux.num_cached_pages(self._fd, offset, nbytes)
-        return pages is not None and pages * PAGE_NBYTES * 2 > nbytes
+        return pages is not None and pages * mmap.PAGESIZE * 2 > nbytes
 
     def _read(self, fd: int, offset: int, room: memoryview, nbytes: int) -> None:
         """Read `nbytes` at least, however little the system gives at a time."""

@@ -186,7 +186,7 @@ class PosixFiles:
         prot = mmap.PROT_READ | mmap.PROT_WRITE
         pages = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=prot, offset=offset)
         try:
-            pages.madvise(linux.MADV_POPULATE_READ)
+            linux.populate(pages)
         except OSError:
             pages.close()
             raise

@@ -5,17 +5,20 @@ sums and copies from a map has two passes over memory instead of three. But a ma
 Another process that truncates the file ends this one (SIGBUS), and what was verified may be
 written over before it is copied. So a range is lent only under a read lease (fcntl(2),
 `F_SETLEASE`): the system grants it where no process can write, and holds up whoever opens
-the file for writing, or truncates it, until the lease is given back. That takes as long as
-the ranges that are lent; none is lent anew while somebody waits.
+the file for writing, or truncates it, until the lease is given back (who opens it with
+`O_NONBLOCK` is told to try again). That takes as long as the ranges that are lent; none is
+lent anew while somebody waits, and who was lent one asks block by block whether it still is.
 
 Rejected: maps without a lease, as safetensors and `torch.load(mmap=True)` have them, since a
 file that is copied over in place would end a training run; handlers of SIGBUS, which belong
 to the process and not to a library.
 
-What is left: a process that is stopped in the middle for longer than the system lets others
-wait (/proc/sys/fs/lease-break-time, 45 s) loses the lease; and a page that the system takes
-back within a range's milliseconds and then cannot read again ends the process, as it does
-with a page of the program itself.
+What is left. The system takes the lease away after 45 s (/proc/sys/fs/lease-break-time): from
+a process that is stopped for so long, or whose own native code waits for the file to be opened
+for writing and holds the GIL meanwhile. What has landed of the block at hand is read again
+then; but if the file was truncated, that block's pages are gone, which ends the process. And a
+page that the system takes back within a range's milliseconds and then cannot read again ends
+it, as it does with a page of the program itself.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from typing import TYPE_CHECKING
 from ckptio.storage import linux
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.streams import Memory
+    from ckptio.storage.streams import Lent
 
 
 #: What torch gives its own tensors, which may be copied from here as tensors.
@@ -40,17 +43,19 @@ _ALIGNMENT_NBYTES = 64
 
 
 class _Pages:
-    """A range within a map; an implementation of `streams.Memory`.
+    """A range within a map; an implementation of `streams.Lent`.
 
     Args:
         pages: The map.
         start: Where the range starts in it.
+        is_held: Whether it is still lent.
     """
 
-    __slots__ = ("_map", "address", "view")
+    __slots__ = ("_map", "address", "is_held", "view")
 
-    def __init__(self, pages: mmap.mmap, start: int) -> None:
+    def __init__(self, pages: mmap.mmap, start: int, is_held: Callable[[], bool]) -> None:
         self._map = pages
+        self.is_held = is_held
         self.view = memoryview(pages)[start:]
         anchor = ctypes.c_char.from_buffer(pages, start)
         self.address = ctypes.addressof(anchor)
@@ -79,20 +84,15 @@ class Lender:
         self._is_refused = False
 
     @contextlib.contextmanager
-    def lend(self, offset: int, nbytes: int) -> Iterator[Memory | None]:
+    def lend(self, offset: int, nbytes: int) -> Iterator[Lent | None]:
         """Lend a range; see `streams.Source`."""
-        if not self._may_lend(offset, nbytes):
-            yield None
-            return
+        pages = self._map(offset, nbytes) if self._may_lend(offset, nbytes) else None
         try:
-            pages = self._map(offset, nbytes)
-            try:
-                yield pages
-            finally:
-                if pages is not None:
-                    pages.close()
+            yield pages
         finally:
-            self._give_back()
+            if pages is not None:
+                pages.close()
+                self._give_back()
 
     def _may_lend(self, offset: int, nbytes: int) -> bool:
         """Take the lease, or a share of it, if the whole range is in the page cache."""
@@ -123,6 +123,9 @@ class Lender:
         start = offset % mmap.ALLOCATIONGRANULARITY
         try:
             pages = self._files.map(self._fd, offset - start, start + nbytes)
-        except (OSError, ValueError):  # unreadable, or shorter: who reads it says so
-            return None
-        return _Pages(pages, start)
+        except BaseException as error:
+            self._give_back()
+            if isinstance(error, (OSError, ValueError)):  # unreadable, or shorter: who reads
+                return None  # it says so
+            raise
+        return _Pages(pages, start, lambda: self._files.has_lease(self._fd))

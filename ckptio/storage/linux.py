@@ -12,6 +12,10 @@ import fcntl
 import os
 import signal
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mmap
 
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
@@ -23,8 +27,7 @@ _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_ALL = 7
 
-#: Advice to read pages of a map in now, and to say if that cannot be done; Linux 5.14.
-MADV_POPULATE_READ = 22
+_MADV_POPULATE_READ = 22
 _STATFS_NBYTES = 256
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
@@ -88,6 +91,20 @@ def take_read_lease(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def populate(pages: mmap.mmap) -> None:
+    """Bring all pages of a private map in. Lets the GIL go, which `mmap.madvise` does not.
+
+    Raises:
+        OSError: One cannot be read, or the system cannot tell (before Linux 5.14).
+    """
+    anchor = ctypes.c_char.from_buffer(pages)
+    address, nbytes = ctypes.addressof(anchor), len(pages)
+    del anchor
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def allocate(fd: int, nbytes: int) -> bool:

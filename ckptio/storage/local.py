@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 from typing import TYPE_CHECKING
 
 import aiofiles
 
 from ckptio._aio import run_blocking, shielded
-from ckptio.config import PAGE_NBYTES
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -189,7 +189,7 @@ class LocalStorage:
                 finally:
                     self._files.close(fd)
                 nbytes += length
-                cached_nbytes += (pages or 0) * PAGE_NBYTES
+                cached_nbytes += (pages or 0) * mmap.PAGESIZE
         return 2 * cached_nbytes > nbytes
 
     async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> LocalAttempt:

@@ -18,6 +18,7 @@ just before it began, or, where there are no locks, at any time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 
@@ -28,6 +29,9 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import NEW_MANIFEST_PREFIX, LocalAttempt
 from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.files import follow_pointer, read_regular
+
+#: What opening a link, a directory, a FIFO or a socket for writing ends with.
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 
 class ResumedAttempt(LocalAttempt):
@@ -107,7 +111,9 @@ class ResumedWriter(BlockWriter):
         except FileNotFoundError:
             super()._create()
             return
-        except OSError:  # a link, or a directory
+        except OSError as error:
+            if error.errno not in _NO_FILE:  # busy, say: it may hold what is to be kept
+                raise
             fd = -1
         if fd < 0 or os.fstat(fd).st_nlink != 1:
             if fd >= 0:

@@ -11,6 +11,7 @@ import abc
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 
@@ -24,6 +25,15 @@ class Memory(Protocol):
 
     view: memoryview
     address: int
+
+
+class Lent(Memory, Protocol):
+    """Memory that may be taken back."""
+
+    @property
+    def is_held(self) -> Callable[[], bool]:
+        """Whether it was not until now, and what was read of it so far is right."""
+        ...
 
 
 class Sink(Protocol):
@@ -67,10 +77,11 @@ class Source(Protocol):
         """
         ...
 
-    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Memory | None]:
+    def lend(self, offset: int, nbytes: int) -> AbstractContextManager[Lent | None]:
         """Lend a range where it lies, if nothing can change it meanwhile. Blocks; thread-safe.
 
-        For milliseconds: it may hold others up. It is not to be written to.
+        For milliseconds: it may hold others up. It is not to be written to. What was read of
+        it counts if it is held afterwards.
 
         Args:
             offset: First byte.

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,12 @@ import pytest
 import torch
 
 from ckptio import Engine, sync
+from ckptio.engine.landing import Reading, check_and_land
 from ckptio.errors import CheckpointError, CorruptionError
+from ckptio.format.checksum import block_checksums
+from ckptio.plan.load import ReadSegment
+from ckptio.staging.pool import Slab
+from ckptio.storage import linux
 from ckptio.storage.blocks import BlockReader
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.lending import Lender
@@ -25,6 +32,8 @@ from tests.rig import SMALL, FilesCore, engine_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ckptio.storage.streams import Memory
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 NBYTES = 100_000
@@ -112,19 +121,39 @@ def test_what_somebody_may_write_to_is_not_lent(place: Path) -> None:
             assert lent is None
 
 
-@pytest.mark.parametrize("reason", ["odd", "short", "cannot be mapped", "another host's"])
-def test_what_cannot_be_lent_is_to_be_read(place: Path, reason: str) -> None:
+@pytest.mark.parametrize(
+    "reason", ["odd", "short", "cannot be mapped", "no leases", "another host's"]
+)
+def test_what_cannot_be_lent_is_to_be_read(
+    place: Path, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the reason is: who reads it says what is wrong with it."""
     path = place / "file"
     path.write_bytes(bytes(NBYTES))
-    files = RecordingFiles(has_leases=reason != "another host's")
+    files = RecordingFiles(has_leases=reason != "no leases")
+    if reason == "another host's":
+        monkeypatch.setattr(linux, "_LOCAL_FILE_SYSTEMS", frozenset({0x6969}))  # NFS
     if reason == "cannot be mapped":
         files.fault = fail_kind("map")
     offset, nbytes = {"odd": (1, 99), "short": (0, 2 * NBYTES)}.get(reason, (0, NBYTES))
-    with opened(path) as fd:
-        with Lender(files, fd).lend(offset, nbytes) as lent:
-            assert lent is None
+    with opened(path) as fd, Lender(files, fd).lend(offset, nbytes) as lent:
+        assert lent is None
         assert can_be_written(path)
+
+
+def test_a_map_is_whole_and_goes_before_the_lease(place: Path) -> None:
+    """Every page of it is there first, and none is left where others may cut the file."""
+    path = place / "file"
+    path.write_bytes(bytes(NBYTES))
+    with opened(path) as fd:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with PosixFiles().map(fd, 0, NBYTES):
+            assert num_cached_pages(fd, 0, NBYTES) == -(-NBYTES // mmap.PAGESIZE)
+        with Lender(PosixFiles(), fd).lend(0, NBYTES) as lent:
+            assert lent is not None
+            assert str(path) in Path("/proc/self/maps").read_text()
+        assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_who_would_write_waits_until_nothing_is_lent(place: Path) -> None:
@@ -182,6 +211,91 @@ def test_a_part_of_a_file_is_lent_where_it_lies(place: Path) -> None:
         assert lent is not None
         assert lent.view[:500] == data[4096:4596]
     reader.close()
+
+
+class Lending:
+    """A source that lends what is right for a while, and takes it back."""
+
+    def __init__(self, data: bytes, num_blocks: int) -> None:
+        self.data = data
+        self.reads: list[int] = []
+        self._num_left = num_blocks
+        self._room = bytearray(data)
+        self._keep = ctypes.c_char.from_buffer(self._room)
+        self.view = memoryview(self._room)
+        self.address = ctypes.addressof(self._keep)
+
+    def is_held(self) -> bool:
+        """Until some blocks were looked at; then somebody else writes."""
+        self._num_left -= 1
+        if not self._num_left:
+            self.view[:] = bytes(len(self.data))
+        return self._num_left >= 0
+
+    @contextlib.contextmanager
+    def lend(self, offset: int, nbytes: int) -> Iterator[Lending]:
+        """Lend all of it."""
+        assert (offset, nbytes) == (0, len(self.data))
+        yield self
+
+    def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
+        """Read a block."""
+        self.reads.append(offset)
+        room[:nbytes] = self.data[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Target:
+    """Takes blocks, and remembers where they were."""
+
+    def __init__(self, nbytes: int, *, is_async: bool = False) -> None:
+        self.is_async = is_async
+        self.data = bytearray(nbytes)
+        self.addresses: list[int] = []
+
+    def scatter(self, pieces: Any, memory: Memory, start: int, pending: Any) -> None:
+        """Take a block; its only piece is its place."""
+        del pending
+        ((place, nbytes),) = pieces
+        self.addresses.append(memory.address + start)
+        self.data[place : place + nbytes] = ctypes.string_at(memory.address + start, nbytes)
+
+
+def land(source: Lending, target: Target, slab: Slab) -> list[CorruptionError]:
+    """Verify and land four blocks."""
+    block = SMALL.block_nbytes
+    sums = tuple(block_checksums(memoryview(source.data), block))
+    places: Any = tuple(((i * block, block),) for i in range(4))
+    segment = ReadSegment(0, 0, len(source.data), sums, places)
+    entry = types.SimpleNamespace(name="data", checksums=lambda: sums)
+    manifest: Any = types.SimpleNamespace(block_nbytes=block, files=[entry], tensors=())
+    storage: Any = types.SimpleNamespace(path="checkpoint")
+    reading = Reading(storage, manifest, target=target)
+    return check_and_land(segment, slab, source, reading, [])
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 4])
+def test_what_is_taken_back_is_read(num_blocks: int) -> None:
+    """From the block on that was at hand then, whether it still looked right or damaged."""
+    block = SMALL.block_nbytes
+    with contextlib.closing(Slab(4 * block)) as slab:
+        source, target = Lending(os.urandom(4 * block), num_blocks), Target(4 * block)
+        assert land(source, target, slab) == []
+        assert target.data == source.data
+        # the last answer that it is held comes before the bytes change
+        assert source.reads == [i * block for i in range(num_blocks, 4)]
+
+
+def test_a_device_reads_from_slabs_alone() -> None:
+    """It may be at it when a map is gone."""
+    block = SMALL.block_nbytes
+    with contextlib.closing(Slab(4 * block)) as slab:
+        source, target = Lending(os.urandom(4 * block), 9), Target(4 * block, is_async=True)
+        assert land(source, target, slab) == []
+        assert target.data == source.data
+        assert target.addresses == [slab.address + i * block for i in range(4)]
 
 
 def warm(directory: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,11 @@ def test_alignment_of_no_file_is_nothing() -> None:
 
 def test_pages_just_written_are_in_the_page_cache(fd: int) -> None:
     """Where the kernel counts, it counts every page of what was just written, and no other."""
-    os.pwrite(fd, bytes(5 * 4096), 0)
-    count = linux.num_cached_pages(fd, 4096, 3 * 4096)
+    os.pwrite(fd, bytes(5 * mmap.PAGESIZE), 0)
+    count = linux.num_cached_pages(fd, mmap.PAGESIZE, 3 * mmap.PAGESIZE)
     assert count in (3, None)
     if count is not None:
-        assert linux.num_cached_pages(fd, 1 << 30, 4096) == 0
+        assert linux.num_cached_pages(fd, 1 << 30, mmap.PAGESIZE) == 0
 
 
 def test_allocating_sets_the_size_or_says_no(fd: int) -> None:
