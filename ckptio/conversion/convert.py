@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from ckptio._aio import in_own_thread
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
-from ckptio.errors import ConfigError, SaveAbortedError
+from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def run_convert(
 
     Raises:
         CheckpointNotFoundError: There is nothing to convert.
-        CheckpointExistsError: Something else is at `path`.
+        CheckpointExistsError: Something else is at `path`. A checkpoint of ckptio is replaced
+            by another one alone: whoever loaded the path would still find it.
         FormatError: The source is damaged, or has what the format cannot hold.
         ConfigError: An option is wrong, or would have no effect.
         StorageError: Something cannot be read or written.
@@ -127,6 +129,8 @@ def run_convert(
     if max_shard_nbytes is not None and to != "hf":
         raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
     target = _target_of(path, to)
+    if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
+        raise CheckpointExistsError(target)
     core = EngineCore(config, None, "solo")
     core.start()
     try:

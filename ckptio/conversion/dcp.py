@@ -1,8 +1,8 @@
 """Write a directory that stock torch.distributed.checkpoint loads, by way of its own writer.
 
 It writes in place; so it writes to a directory inside, and what it wrote is moved when it is
-whole and synced: the data under a name that is free, then the metadata in one step over what
-is there, which stays a checkpoint until then. Its data goes last.
+whole and synced: the data under a name that nobody else gives, then the metadata in one step
+over what is there, which stays a checkpoint until then. Its data goes last.
 
 `dcp.save` is given tensors without memory, and a planner that reads each one when the
 writer asks for it, which it does one at a time. Large tensors are cut into chunks, so that
@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import itertools
 import logging
 import os
 import re
+import secrets
 import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptio.conversion.own import take_lock
+from ckptio.conversion.own import rename_new, take_lock
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
 from ckptio.engine.endings import may_go_on
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 _ASIDE = ".ckptio-partial"
 #: What the stock writer calls its files.
 _DATA = re.compile(r"__\d+_\d+\.distcp")
+#: What the data files of conversions have for a number: no writer of files counts that far.
+_NUM_DIGITS = 18
+_OWN_DATA = re.compile(rf"__0_\d{{{_NUM_DIGITS}}}\.distcp")
 #: The data file in the directory inside, whatever it will be called.
 _FILE = "data"
 _PIECE_NBYTES = 1 << 20
@@ -237,7 +240,7 @@ def write_dcp(
         CheckpointExistsError: There is one, and it may not go.
         FormatError: The state is no dict.
     """
-    if not overwrite and os.path.lexists(f"{path}/.metadata"):
+    if not overwrite and os.path.lexists(f"{path}/{METADATA}"):
         with contextlib.suppress(OSError):  # of one that was killed when all was done
             os.rmdir(f"{path}/{_ASIDE}")
         raise CheckpointExistsError(path)
@@ -255,9 +258,9 @@ def write_dcp(
     try:
         os.makedirs(path, exist_ok=True)
         with _place_inside(path) as aside:
-            name = _free_name(path)
+            name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
             _save(state, aside, name, _LazyPlanner(source, entries, advance))
-            return _move(aside, path, name)
+            return _move(aside, path, name, overwrite=overwrite)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -283,7 +286,8 @@ def _place_inside(path: str) -> Iterator[str]:
             yield aside
         except BaseException as error:
             is_of_system = isinstance(error, OSError) and not isinstance(error, CheckpointError)
-            if not is_of_system and not may_go_on(error):
+            is_late = isinstance(error, CheckpointExistsError)
+            if is_late or not (is_of_system or may_go_on(error)):
                 shutil.rmtree(aside, ignore_errors=True)
             raise
         shutil.rmtree(aside, ignore_errors=True)
@@ -291,13 +295,6 @@ def _place_inside(path: str) -> Iterator[str]:
         os.close(fd)
         with contextlib.suppress(OSError):  # what was there stays there
             os.rmdir(path)
-
-
-def _free_name(path: str) -> str:
-    """Name the data file as the stock writer does, and as nothing that is there."""
-    taken = set(os.listdir(path))
-    names = (f"__0_{number}.distcp" for number in itertools.count())
-    return next(name for name in names if name not in taken)
 
 
 def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlanner) -> None:
@@ -328,16 +325,30 @@ def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlann
             log.setLevel(level)
 
 
-def _move(aside: str, path: str, name: str) -> list[Written]:
-    """Put what was written in the place of what was there; one of both is there at any time."""
+def _move(aside: str, path: str, name: str, *, overwrite: bool) -> list[Written]:
+    """Put what was written in the place of what was there; one of both is there at any time.
+
+    Raises:
+        CheckpointExistsError: Somebody else committed one meanwhile, which may not go.
+    """
     files = PosixFiles()
-    old = [other for other in os.listdir(path) if _DATA.fullmatch(other)]
-    os.rename(f"{aside}/{_FILE}", f"{path}/{name}")
+    rename_new(f"{aside}/{_FILE}", f"{path}/{name}")
     files.fsync_dir(path)
-    os.rename(f"{aside}/{METADATA}", f"{path}/{METADATA}")
+    if overwrite:
+        os.rename(f"{aside}/{METADATA}", f"{path}/{METADATA}")
+    else:
+        try:
+            rename_new(f"{aside}/{METADATA}", f"{path}/{METADATA}")
+        except FileExistsError:
+            os.unlink(f"{path}/{name}")
+            raise CheckpointExistsError(path) from None
     files.fsync_dir(path)
-    for other in old:
-        os.unlink(f"{path}/{other}")
+    # from here on it is committed: what cannot be removed stays
+    may_go = _DATA if overwrite else _OWN_DATA  # of others, there is no checkpoint that has them
+    for other in os.listdir(path):
+        if may_go.fullmatch(other) and other != name:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}/{other}")
     return [
         Written(written, os.stat(f"{path}/{written}").st_size, was_there=False)
         for written in (METADATA, name)

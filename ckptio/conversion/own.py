@@ -1,4 +1,4 @@
-"""Have a file or a directory for oneself while a conversion writes it."""
+"""Have a file or a directory for oneself while a conversion writes it, and give it its name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import errno
 import os
 
 from ckptio.errors import CommitConflictError
+from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def take_lock(fd: int, path: str, target: str) -> None:
@@ -37,3 +39,19 @@ def take_lock(fd: int, path: str, target: str) -> None:
         return
     if not is_it:
         raise CommitConflictError(target)
+
+
+def rename_new(source: str, target: str) -> None:
+    """Give a file a name that nobody has, in one step; the old name is gone.
+
+    Raises:
+        FileExistsError: Somebody has it.
+        OSError: As the system gives it.
+    """
+    try:
+        linux.rename_noreplace(source, target)
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise
+        PosixFiles().publish(source, target)
+        os.unlink(source)

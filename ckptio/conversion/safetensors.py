@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from ckptio.conversion.own import take_lock
+from ckptio.conversion.own import rename_new, take_lock
 from ckptio.conversion.source import Leaf, batches, parts_of
-from ckptio.errors import CheckpointExistsError, ConfigError, FormatError, StorageError
+from ckptio.errors import (
+    CheckpointExistsError,
+    CommitConflictError,
+    ConfigError,
+    FormatError,
+    StorageError,
+)
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
@@ -139,7 +145,7 @@ def write_folder(
         total = sum(leaf.nbytes for shard in shards for leaf in shard.leaves)
         document = {"metadata": {"total_size": total}, "weight_map": weight_map}
         index = msgspec.json.format(msgspec.json.encode(document), indent=2)
-        _replace(f"{path}/{INDEX}", lambda fd: _write_all(fd, index))
+        _replace(f"{path}/{INDEX}", lambda fd: _write_all(fd, index), overwrite=True)
         written.append(Written(INDEX, len(index), was_there=False))
     for name in others:  # only now: until here the old ones may be all there is
         os.unlink(f"{path}/{name}")
@@ -230,7 +236,7 @@ def _write(
         return Written(name, shard.nbytes, was_there=True)
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
-    _replace(path, lambda fd: _fill(fd, source, shard, advance))
+    _replace(path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite)
     return Written(name, shard.nbytes, was_there=False)
 
 
@@ -276,10 +282,23 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
         view = view[count:]
 
 
-def _replace(path: str, fill: Callable[[int], None]) -> None:
+def _cut(fd: int, path: str) -> None:
+    """Empty a file that an earlier conversion may have left.
+
+    Raises:
+        CommitConflictError: It has another name, too: what is there, of one that was killed
+            just then. It loses this one, so that the next try goes well.
+    """
+    if os.fstat(fd).st_nlink != 1:
+        raise CommitConflictError(path)
+    os.ftruncate(fd, 0)
+
+
+def _replace(path: str, fill: Callable[[int], None], *, overwrite: bool) -> None:
     """Write a file aside, and give it its name when it is whole and synced.
 
     Raises:
+        CheckpointExistsError: Somebody else gave it to a file meanwhile, which may not go.
         CommitConflictError: Another conversion is writing it.
         StorageError: It cannot be written; what was there is untouched.
     """
@@ -291,15 +310,20 @@ def _replace(path: str, fill: Callable[[int], None]) -> None:
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         take_lock(fd, aside, path)
         try:
-            os.ftruncate(fd, 0)
+            _cut(fd, path)
             fill(fd)
             os.fsync(fd)
-            os.rename(aside, path)
+            if overwrite:
+                os.rename(aside, path)
+            else:
+                rename_new(aside, path)
         except BaseException:
             if os.path.lexists(aside):
                 os.unlink(aside)
             raise
         PosixFiles().fsync_dir(folder)
+    except FileExistsError:
+        raise CheckpointExistsError(path) from None
     except OSError as error:
         if isinstance(error, StorageError):
             raise

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,10 @@ def test_a_smaller_checkpoint_of_dcp_leaves_nothing_of_a_larger_one(tmp_path: Pa
     (tmp_path / "dcp" / "notes.txt").write_bytes(b"of the user")
     source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
     report = sync.convert(source, tmp_path / "dcp", to="dcp", overwrite=True, config=SMALL)
-    assert [file.name for file in report.files] == [".metadata", "__0_1.distcp"]
-    assert sorted(os.listdir(tmp_path / "dcp")) == [".metadata", "__0_1.distcp", "notes.txt"]
+    names = [file.name for file in report.files]
+    assert names[0] == ".metadata"
+    assert re.fullmatch(r"__0_\d{18}\.distcp", names[1])
+    assert set(os.listdir(tmp_path / "dcp")) == {*names, "notes.txt"}
     target = {"x": torch.ones(2)}
     load_dcp(tmp_path / "dcp", target)
     assert not target["x"].any()
@@ -218,6 +221,71 @@ def test_a_smaller_checkpoint_of_dcp_leaves_nothing_of_a_larger_one(tmp_path: Pa
     with pytest.raises(CorruptionError):
         sync.convert(source, tmp_path / "new", to="dcp", config=SMALL)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_of_dcp_that_comes_meanwhile_is_whole_or_replaced(
+    tmp_path: Path, *, overwrite: bool
+) -> None:
+    """Also by a writer that knows of no locks."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    come: list[int] = []
+
+    def meanwhile(*progress: int) -> None:
+        if not come:
+            come.extend(progress)
+            save_dcp(tmp_path / "dcp", {"x": torch.ones(2)})
+
+    options: dict[str, Any] = {"config": SMALL, "progress": meanwhile, "overwrite": overwrite}
+    if overwrite:
+        sync.convert(source, tmp_path / "dcp", to="dcp", **options)
+    else:
+        with pytest.raises(CheckpointExistsError):
+            sync.convert(source, tmp_path / "dcp", to="dcp", **options)
+    assert come
+    target = {"x": torch.full((2,), 7.0)}
+    load_dcp(tmp_path / "dcp", target)
+    assert target["x"].tolist() == ([0, 0] if overwrite else [1, 1])
+    assert len(os.listdir(tmp_path / "dcp")) == 2
+
+
+def test_a_save_of_dcp_under_way_keeps_its_files(tmp_path: Path) -> None:
+    """Nothing goes without `overwrite` but what a conversion that was killed had moved there."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    (tmp_path / "dcp").mkdir()
+    for name in ("__0_0.distcp", "__1_0.distcp", f"__0_{'7' * 18}.distcp"):
+        (tmp_path / "dcp" / name).write_bytes(b"data")
+    report = sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    names = {file.name for file in report.files}
+    assert set(os.listdir(tmp_path / "dcp")) == {*names, "__0_0.distcp", "__1_0.distcp"}
+
+
+def test_a_file_that_comes_meanwhile_stays(tmp_path: Path) -> None:
+    """It was not there when the conversion looked."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    path = tmp_path / "x.safetensors"
+
+    def meanwhile(*_: int) -> None:
+        path.write_bytes(b"of somebody else")
+
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, path, to="safetensors", config=SMALL, progress=meanwhile)
+    assert path.read_bytes() == b"of somebody else"
+    assert sorted(os.listdir(tmp_path)) == ["source", "x.safetensors"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_nothing_else_is_written_beside_a_checkpoint_of_ours(
+    to: Any, tmp_path: Path, *, overwrite: bool
+) -> None:
+    """Who loads the path would still find that one."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    there = save_as("ours", tmp_path / "there", {"y": torch.ones(2)})
+    before = sorted(os.listdir(there))
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, there, to=to, overwrite=overwrite, config=SMALL)
+    assert sorted(os.listdir(there)) == before
 
 
 @pytest.mark.parametrize("to", ["hf", "safetensors"])
