@@ -130,11 +130,16 @@ class Folder(abc.ABC):
 
 
 class LocalFolder(Folder):
-    """A directory of a local or mounted file system; see `Folder`."""
+    """A directory of a local or mounted file system; see `Folder`.
+
+    A file is read as it was when it was looked at first: one that was replaced or written to
+    since raises, so that no load mixes two.
+    """
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self._files = _LinkedFiles()
+        self._seen: dict[str, tuple[Hashable, ...]] = {}
 
     def status(self, name: str) -> Status | None:
         """Stat a file; see `Folder`."""
@@ -147,8 +152,18 @@ class LocalFolder(Folder):
             raise storage_error(error, path, "cannot stat a file") from error
         if not stat.S_ISREG(status.st_mode):
             return None
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        version = _version_of(status)
+        self._seen.setdefault(name, version)
         return Status(status.st_size, status.st_mtime, version)
+
+    def _require_same(self, name: str, status: os.stat_result) -> None:
+        """Check that an open file is the one that was looked at.
+
+        Raises:
+            CheckpointChangedError: It is not.
+        """
+        if self._seen.setdefault(name, version := _version_of(status)) != version:
+            raise CheckpointChangedError(self.root)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Read a range of a file; see `Folder`."""
@@ -160,11 +175,13 @@ class LocalFolder(Folder):
         except OSError as error:
             raise storage_error(error, path, "cannot open a file") from error
         try:
-            return _pread(fd, start, stop - start)
+            data, status = _pread(fd, start, stop - start), os.fstat(fd)
         except OSError as error:
             raise storage_error(error, path, f"cannot read at byte {start}") from error
         finally:
             os.close(fd)
+        self._require_same(name, status)
+        return data
 
     def open(self, name: str, nbytes: int, start: int = 0) -> Source:
         """Open a file, or a part of it; see `Folder`."""
@@ -178,7 +195,16 @@ class LocalFolder(Folder):
             raise CheckpointChangedError(self.root) from None
         except OSError as error:
             raise storage_error(error, path, "cannot open a file") from error
+        try:
+            self._require_same(name, reader.status())
+        except BaseException:
+            reader.close()
+            raise
         return reader if start == 0 else _Part(reader, start)
+
+
+def _version_of(status: os.stat_result) -> tuple[Hashable, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class _Part:

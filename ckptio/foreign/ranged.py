@@ -1,11 +1,14 @@
-"""Files that `torch.save` wrote, in an object store, read by ranges.
+"""Files that `torch.save` wrote, read by ranges.
 
-torch can only map a file that is there. So it is given one that is nearly empty: a file in
-memory, as long as the real one, that has the directory of the archive and its small members,
-and holes where tensors are. torch makes tensors of it with `weights_only`, as of any file;
-where each lies in the mapped memory says which bytes of the real file it is.
+torch can only map a file that is there, and a map ends the process if somebody writes the file
+over. So torch is given one that is nearly empty: a file in memory, as long as the real one, that
+has the directory of the archive and its small members, and holes where tensors are. torch makes
+tensors of it with `weights_only`, as of any file; where each lies in the mapped memory says which
+bytes of the real file it is.
 
-A tensor that lies elsewhere was made of holes while it was loaded: it is refused.
+A tensor that lies elsewhere was made of holes while it was loaded: then a local file is loaded as
+a whole, and one in an object store is refused. Files of before 1.6 are no archives, and are loaded
+as a whole, too.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 
 from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError
 from ckptio.foreign.archive import LOCAL_HEADER_NBYTES, ZIP, Window, require_stored
+from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.interface import at
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.torchsave import TorchSaveReader, number_of
@@ -58,7 +62,7 @@ class _Member:
 
 
 class RangedTorchSaveReader(TorchSaveReader):
-    """A file of `torch.save` in an object store; see `TorchSaveReader`."""
+    """A file of `torch.save`; see `TorchSaveReader`."""
 
     @functools.cached_property
     def _flat(self) -> FlatState:
@@ -72,13 +76,23 @@ class RangedTorchSaveReader(TorchSaveReader):
         self._memory: list[tuple[int, int, int]] = []
         try:
             if self._folder.read(self._name, 0, len(ZIP)) != ZIP:  # as it was before 1.6
+                if isinstance(self._folder, LocalFolder):
+                    return self._load_whole()
                 return take_apart(load_bytes(self._folder.read(self._name, 0, status.nbytes)))
             with self._with_holes(status.nbytes) as fd:
                 file = f"/proc/self/fd/{fd}"
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 self._memory = _mapped(fd)
             flat = take_apart(state)
-            self._require_places(flat)
+            lost = self._without_place(flat)
+            if lost is not None and isinstance(self._folder, LocalFolder):
+                self._memory = []
+                return self._load_whole()
+            if lost is not None:
+                raise FormatError(  # noqa: TRY301  # where it is, as with the others
+                    f"{lost!r} is made while it is loaded, and cannot be read by ranges; copy the"
+                    " file to a local one"
+                )
         except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
@@ -138,24 +152,18 @@ class RangedTorchSaveReader(TorchSaveReader):
     def _read(self, start: int, stop: int) -> bytes:
         return self._folder.read(self._name, start, stop)
 
-    def _require_places(self, flat: FlatState) -> None:
-        """Refuse tensors that are not in the file.
-
-        Raises:
-            FormatError: There is one.
-        """
+    def _without_place(self, flat: FlatState) -> str | None:
+        """Name a tensor that is not in the file, if there is one."""
         if not self._memory:
-            return
+            return None
         for name, node in walk("", flat.tree):
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # a tree that was made here
             source = flat.sources[index]
             is_tensor = type(node[TAG]) is int or node[TAG] == "view"
             if is_tensor and source.numel() and self._place_of(source.untyped_storage()) is None:
-                raise FormatError(
-                    f"{name!r} is made while it is loaded, and cannot be read by ranges; copy the"
-                    " file to a local one"
-                )
+                return name
+        return None
 
     def _place_of(self, storage: torch.UntypedStorage) -> int | None:
         """Say where in the file with holes a storage begins; `None` if it is not there."""

@@ -250,11 +250,7 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
     if head.startswith((ZIP, _OLD_TORCH)):
-        if isinstance(folder, LocalFolder):
-            from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
-
-            return TorchSaveReader(folder, name, block_nbytes)
-        from ckptio.foreign.ranged import RangedTorchSaveReader  # noqa: PLC0415  # as above
+        from ckptio.foreign.ranged import RangedTorchSaveReader  # noqa: PLC0415  # imports torch
 
         return RangedTorchSaveReader(folder, name, block_nbytes)
     # a header is an object, and only its length stands before it

@@ -1,7 +1,7 @@
-"""Files that `torch.save` wrote, through `torch.load` with `weights_only` and mapped memory.
+"""Files that `torch.save` wrote, through `torch.load` with `weights_only`.
 
 What classes may be in such a file is torch's to say (`torch.serialization.safe_globals`
-allows more). The tensors stay in the file until they are copied to where they go.
+allows more). Here all of it is loaded; `ranged` leaves the tensors in the file, where it can.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptio.errors import CheckpointChangedError, FormatError
-from ckptio.foreign.archive import ZIP, require_plain
+from ckptio.foreign.archive import require_plain
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.values import add_flat, source_of, take_apart
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TorchSaveReader:
-    """A file of `torch.save`.
+    """A file of `torch.save` that is loaded as a whole.
 
     Args:
         folder: Its directory.
@@ -47,13 +47,23 @@ class TorchSaveReader:
 
     @functools.cached_property
     def _flat(self) -> FlatState:
-        """The state; its tensors lie in the mapped file."""
+        """The state."""
+        return self._load_whole()
+
+    def _load_whole(self) -> FlatState:
+        """Load the state into memory.
+
+        A map would be less, but it ends the process if the file is written over in place, as
+        `torch.save` itself does.
+
+        Raises:
+            FormatError: It cannot be loaded, or holds more than data.
+        """
         path = self._folder.join(self._name)
-        is_zip = self._folder.read(self._name, 0, len(ZIP)) == ZIP
         try:
             with open(path, "rb") as file:
                 require_plain(file)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
         except FileNotFoundError:
             raise CheckpointChangedError(path) from None
         except UnpicklingError as error:

@@ -282,6 +282,10 @@ class BlockReader:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
                 self._direct_fd = files.open(path, direct=True)
 
+    def status(self) -> os.stat_result:
+        """Say which file it is, and when it was written. Blocks."""
+        return os.fstat(self._fd)
+
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
         """Read a range; see `streams.Source`."""
         try:

@@ -1,0 +1,81 @@
+"""Files of other programs that are written anew while they are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import sync
+from ckptio.errors import CheckpointChangedError, CheckpointError
+from ckptio.events import LoadStarted
+from tests.foreign.rig import save_dcp, save_hf
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptio.events import Event
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+#: Writes a file over in place, again and again, as `torch.save` to the same path does.
+OVERWRITE = """
+import sys
+data = open(sys.argv[1], "rb").read()
+for _ in range(300):
+    with open(sys.argv[2], "wb") as file:
+        file.write(data)
+"""
+
+
+def save_as(kind: str, path: Path, value: float) -> Path:
+    """Save a tensor of one value."""
+    state = {"w": torch.full((100_000,), value)}
+    path.mkdir()
+    if kind == "torch.save":
+        torch.save(state, path / "state.pt")
+        return path / "state.pt"
+    return save_hf(path / "x", state, 1) if kind == "safetensors" else save_dcp(path / "x", state)
+
+
+@pytest.mark.parametrize("how", ["replaced", "written over"])
+@pytest.mark.parametrize("kind", ["torch.save", "safetensors", "dcp"])
+def test_what_is_replaced_before_it_is_read_is_not_mixed(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    """A new file is no part of what was looked at, though it may have the same size."""
+    path, other = (save_as(kind, tmp_path / f"{i}", float(i)) for i in (1, 2))
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+
+    def replace(event: Event) -> None:
+        if isinstance(event, LoadStarted):
+            for file in files:
+                new = other if other.is_file() else other / file.name
+                if how == "replaced":
+                    os.replace(new, file)
+                else:
+                    file.write_bytes(new.read_bytes())
+
+    target: dict[str, Any] = {"w": torch.zeros(100_000)}
+    with sync.Engine(SMALL, observer=replace) as engine:
+        with pytest.raises(CheckpointChangedError):
+            engine.load(path, into=target)
+        assert not target["w"].any()
+    assert sync.load(path, config=SMALL)["w"].eq(2).all()
+
+
+def test_a_file_of_torch_save_that_is_written_over_ends_no_process(tmp_path: Path) -> None:
+    """It is not mapped: a load gives something that was there, or a typed error."""
+    path, other = (save_as("torch.save", tmp_path / f"{i}", 1.0) for i in (1, 2))
+    order = [sys.executable, "-c", OVERWRITE, str(other), str(path)]
+    with subprocess.Popen(order) as process:
+        while process.poll() is None:
+            with contextlib.suppress(CheckpointError):
+                assert sync.load(path, config=SMALL)["w"].shape == (100_000,)
+    assert process.returncode == 0
+    assert sync.load(path, config=SMALL)["w"].eq(1).all()
