@@ -141,6 +141,7 @@ def write_readme(cases: Sequence[str], directory: str) -> None:
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 records.append(json.load(file))
+    os.makedirs(directory, exist_ok=True)  # if no case went well
     with open(os.path.join(directory, "README.md"), "w", encoding="utf-8") as file:
         file.write("\n".join(_readme_lines(records)) + "\n")
 
