@@ -250,9 +250,9 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
     if head.startswith((ZIP, _OLD_TORCH)):
-        from ckptio.foreign.ranged import RangedTorchSaveReader  # noqa: PLC0415  # imports torch
+        from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
-        return RangedTorchSaveReader(folder, name, block_nbytes)
+        return TorchSaveReader(folder, name, block_nbytes)
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)

@@ -1,33 +1,82 @@
-"""Files that `torch.save` wrote, through `torch.load` with `weights_only`.
+"""Files that `torch.save` wrote, read by ranges, through `torch.load` with `weights_only`.
 
 What classes may be in such a file is torch's to say (`torch.serialization.safe_globals`
-allows more). Here all of it is loaded; `ranged` leaves the tensors in the file, where it can.
+allows more).
+
+torch can only map a file that is there, and a map ends the process if somebody writes the file
+over. So torch is given one that is nearly empty: a file in memory, as long as the real one, that
+has the directory of the archive and its small members, and holes where tensors are. torch makes
+tensors of it with `weights_only`, as of any file; where each lies in the mapped memory says which
+bytes of the real file it is.
+
+A tensor that lies elsewhere was made of holes while it was loaded, and one of another byte order
+would have to be: then a local file is loaded as a whole, and one in an object store is refused.
+Files of before 1.6 are no archives, and are loaded as a whole, too.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+import os
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import CheckpointChangedError, FormatError
-from ckptio.foreign.archive import require_plain
+from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError
+from ckptio.foreign.archive import (
+    LOCAL_HEADER_NBYTES,
+    ZIP,
+    Window,
+    require_plain,
+    require_stored,
+)
+from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
-from ckptio.foreign.values import add_flat, source_of, take_apart
+from ckptio.foreign.values import add_flat, load_bytes, source_of, take_apart
+from ckptio.format.encode import TAG
+from ckptio.state.tree import tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import AwaitedSource, Source
 
+#: Of a member that is no tensor: pickled structure.
+_MAX_MEMBER_NBYTES = 1 << 30
+_MAX_DIRECTORY_NBYTES = 1 << 28
+_UTF8_FLAG = 0x800
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A member of the archive that holds the elements of tensors.
+
+    Attributes:
+        start: Where they are in the file with holes.
+        nbytes: Their size.
+        header: Where the member's own header is in the real file.
+    """
+
+    start: int
+    nbytes: int
+    header: int
+
+
+class _NotByRangesError(FormatError):
+    """A file can be loaded, but only as a whole."""
+
 
 class TorchSaveReader:
-    """A file of `torch.save` that is loaded as a whole.
+    """A file of `torch.save`.
 
     Args:
         folder: Its directory.
@@ -47,25 +96,22 @@ class TorchSaveReader:
 
     @functools.cached_property
     def _flat(self) -> FlatState:
-        """The state."""
-        return self._load_whole()
-
-    def _load_whole(self) -> FlatState:
-        """Load the state into memory.
-
-        A map would be less, but it ends the process if the file is written over in place, as
-        `torch.save` itself does.
-
-        Raises:
-            FormatError: It cannot be loaded, or holds more than data.
-        """
+        """The state; its tensors have places, and no bytes, unless it is loaded as a whole."""
         path = self._folder.join(self._name)
+        status = self._folder.status(self._name)
+        if status is None:
+            raise CheckpointChangedError(self._folder.root)
+        self._starts: dict[int, int] = {}
+        self._members: list[_Member] = []
+        self._memory: list[tuple[int, int, int]] = []
         try:
-            with open(path, "rb") as file:
-                require_plain(file)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-        except FileNotFoundError:
-            raise CheckpointChangedError(path) from None
+            try:
+                return self._load_outline(status.nbytes)
+            except _NotByRangesError:
+                if not isinstance(self._folder, LocalFolder):
+                    raise
+            self._memory = []
+            return take_apart(_load_whole(path))
         except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
@@ -73,12 +119,24 @@ class TorchSaveReader:
             ) from None
         except FormatError as error:
             raise at(path, error) from None
-        except Exception as error:  # a damaged file raises anything
-            raise FormatError(f"{path!r}: torch.load cannot read it: {error}") from None
-        try:
-            return take_apart(state)
-        except FormatError as error:
-            raise at(path, error) from None
+
+    def _load_outline(self, nbytes: int) -> FlatState:
+        """Load a state of tensors without bytes; one of before 1.6 is loaded as a whole.
+
+        Raises:
+            _NotByRangesError: Its tensors are not as they lie in the file.
+        """
+        if self._folder.read(self._name, 0, len(ZIP)) != ZIP:
+            if isinstance(self._folder, LocalFolder):
+                raise _NotByRangesError("it is no archive")
+            return take_apart(load_bytes(self._folder.read(self._name, 0, nbytes)))
+        with self._with_holes(nbytes) as fd:
+            file = f"/proc/self/fd/{fd}"
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            self._memory = _mapped(fd)
+        flat = take_apart(state)
+        self._require_places(flat)
+        return flat
 
     def manifest(self) -> Manifest:
         """Take the state apart."""
@@ -98,16 +156,221 @@ class TorchSaveReader:
             tree=tree.node,
         )
 
+    @contextlib.contextmanager
+    def _with_holes(self, nbytes: int) -> Iterator[int]:
+        """Make the file with holes, and lend it.
+
+        Raises:
+            FormatError: The real one is no archive of torch.
+        """
+        fd = os.memfd_create("ckptio-torch-save", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            try:
+                window = Window(self._read, nbytes, _MAX_DIRECTORY_NBYTES)
+                with zipfile.ZipFile(window) as archive:
+                    self._outline(archive, fd, nbytes)
+                yield fd
+            except (FormatError, UnpicklingError, OSError):
+                raise
+            except Exception as error:  # a damaged file raises anything
+                raise FormatError(f"torch.load cannot read it: {error}") from None
+        finally:
+            os.close(fd)
+
+    def _outline(self, archive: zipfile.ZipFile, fd: int, nbytes: int) -> None:
+        """Write everything but tensors."""
+        members = require_stored(archive, nbytes)
+        start = archive.start_dir
+        _pwrite(fd, self._read(start, nbytes), start)
+        for name, info in members.items():
+            encoded = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8_FLAG else "cp437")
+            # nothing behind the name, whatever the real header has there: that is looked at
+            # when a tensor is read
+            _pwrite(fd, _header_of(encoded, info), info.header_offset)
+            start = info.header_offset + LOCAL_HEADER_NBYTES + len(encoded)
+            if start + info.file_size > nbytes:
+                raise FormatError(f"member {name!r} ends behind the file")
+            if "/data/" in name:
+                if info.file_size:
+                    self._members.append(_Member(start, info.file_size, info.header_offset))
+                continue
+            if info.file_size > _MAX_MEMBER_NBYTES:
+                raise FormatError(f"member {name!r} has {info.file_size} bytes")
+            data = archive.read(info)
+            if name.endswith("/byteorder") and data != b"little":
+                raise _NotByRangesError("its bytes are in another order than this machine's")
+            _pwrite(fd, data, start)
+        self._members.sort(key=lambda member: member.start)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        return self._folder.read(self._name, start, stop)
+
+    def _require_places(self, flat: FlatState) -> None:
+        """Refuse tensors that are not in the file.
+
+        Raises:
+            _NotByRangesError: There is one.
+        """
+        if not self._memory:
+            return
+        for name, node in walk("", flat.tree):
+            index = tensor_index(node)
+            assert index is not None  # noqa: S101  # a tree that was made here
+            source = flat.sources[index]
+            is_tensor = type(node[TAG]) is int or node[TAG] == "view"
+            if is_tensor and source.numel() and self._place_of(source.untyped_storage()) is None:
+                raise _NotByRangesError(
+                    f"{name!r} is made while it is loaded, and cannot be read by ranges; copy the"
+                    " file to a local one"
+                )
+
+    def _place_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Say where in the file with holes a storage begins; `None` if it is not there."""
+        address = storage.data_ptr()
+        for first, stop, offset in self._memory:
+            if first <= address < stop:
+                return address - first + offset
+        return None
+
+    def _real(self, position: int, nbytes: int) -> int:
+        """Say where in the real file bytes of the one with holes are.
+
+        Raises:
+            FormatError: They are in no member.
+        """
+        number = bisect.bisect_right(self._members, position, key=lambda member: member.start) - 1
+        member = self._members[number] if number >= 0 else _Member(0, 0, 0)
+        inside = position - member.start
+        if inside + nbytes > member.nbytes:
+            raise FormatError("a tensor is larger than its member of the archive")
+        if member.header not in self._starts:
+            header = self._read(member.header, member.header + LOCAL_HEADER_NBYTES)
+            if len(header) < LOCAL_HEADER_NBYTES or not header.startswith(ZIP):
+                raise FormatError("the directory of the archive refers to no member")
+            names = int.from_bytes(header[26:28], "little") + int.from_bytes(
+                header[28:30], "little"
+            )
+            self._starts[member.header] = member.header + LOCAL_HEADER_NBYTES + names
+        return self._starts[member.header] + inside
+
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Give the bytes of tensors."""
-        return [self._flat.specs[number_of(name)].nbytes for name in names]
+        """Look whether tensors are there, and give their bytes."""
+        return list(self._folder.each(self._size, names))
+
+    def _size(self, name: str) -> int:
+        number = number_of(name)
+        nbytes = self._flat.specs[number].nbytes
+        found = self._range_of(self._flat.sources[number])
+        if found is None:
+            return nbytes
+        start, length = found
+        there = self._folder.part_nbytes(self._name, start, length)
+        if there != length:
+            raise CorruptionError(
+                f"only {there} bytes of {length}",
+                path=self._folder.root,
+                file=self._name,
+                start=start,
+                stop=start + length,
+                fqns=[self._flat.specs[number].name],
+            )
+        return nbytes
+
+    def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Give start and bytes of a tensor, or of all that it is a view of.
+
+        Returns:
+            `None` if it is in memory: bytes that were in the pickle.
+        """
+        if not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        place = self._place_of(storage)
+        if place is None:
+            return None
+        try:
+            if _is_plain(tensor):
+                inside = int(tensor.storage_offset()) * tensor.itemsize
+                length = tensor.numel() * tensor.itemsize
+                return self._real(place + inside, length), length
+            return self._real(place, storage.nbytes()), storage.nbytes()
+        except FormatError as error:
+            raise at(self._folder.join(self._name), error) from None
 
     def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Give the bytes of a tensor."""
-        del nbytes  # as `sizes` said
-        return source_of(self._flat.sources[number_of(name)])
+        tensor = self._flat.sources[number_of(name)]
+        found = self._range_of(tensor)
+        if found is None:
+            return source_of(tensor)
+        start, length = found
+        if _is_plain(tensor):
+            return self._folder.open(self._name, nbytes, start)
+        data = torch.frombuffer(bytearray(self._read(start, start + length)), dtype=torch.uint8)
+        whole = torch.empty(0, dtype=tensor.dtype).set_(data.untyped_storage())
+        view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        view = torch._neg_view(view) if tensor.is_neg() else view  # noqa: SLF001  # the only way
+        return source_of(view.conj() if tensor.is_conj() else view)
+
+
+def _load_whole(path: str) -> Any:
+    """Load a local file into memory.
+
+    A map would be less, but it ends the process if the file is written over in place, as
+    `torch.save` itself does.
+
+    Raises:
+        UnpicklingError: It holds more than data.
+        FormatError: It cannot be loaded.
+    """
+    try:
+        with open(path, "rb") as file:
+            require_plain(file)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+    except (FormatError, UnpicklingError):
+        raise
+    except FileNotFoundError:
+        raise CheckpointChangedError(path) from None
+    except Exception as error:  # a damaged file raises anything
+        raise FormatError(f"torch.load cannot read it: {error}") from None
 
 
 def number_of(name: str) -> int:
     """Give the number of a tensor by the name of its file in the manifest."""
     return int(name.removeprefix("tensor-"))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _header_of(name: bytes, info: zipfile.ZipInfo) -> bytes:
+    """Make the header that a member of an archive begins with."""
+    large = 0xFFFFFFFF
+    sizes = (info.file_size, info.file_size) if info.file_size < large else (large, large)
+    flags = info.flag_bits & _UTF8_FLAG
+    fixed = struct.pack("<4s5H3L2H", ZIP, 20, flags, 0, 0, 0, info.CRC, *sizes, len(name), 0)
+    return fixed + name
+
+
+def _mapped(fd: int) -> list[tuple[int, int, int]]:
+    """List where a file is mapped: first and last address, and offset in the file."""
+    inode = os.fstat(fd).st_ino
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            addresses, _, offset, _, number, *path = line.split(maxsplit=5)
+            if int(number) == inode and path and path[0].startswith("/memfd:ckptio-torch-save"):
+                first, _, stop = addresses.partition("-")
+                found.append((int(first, 16), int(stop, 16), int(offset, 16)))
+    return found
+
+
+def _pwrite(fd: int, data: bytes, offset: int) -> None:
+    view: Any = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        offset += count
+        view = view[count:]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zipfile
 from collections import OrderedDict
 from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
 from typing import Any
@@ -74,3 +76,19 @@ def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path) -> None:
     torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match="'s'"):
         sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_a_file_of_another_byte_order_is_loaded_as_a_whole(tmp_path: Path) -> None:
+    """What torch has to change while it loads cannot be read from the file by ranges."""
+    torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "little.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "little.pt") as little,
+        zipfile.ZipFile(tmp_path / "big.pt", "w") as big,
+    ):
+        for name in little.namelist():
+            data = little.read(name)
+            if name.endswith("/data/0"):
+                data = struct.pack(">2f", 1.0, 2.0)
+            big.writestr(name, b"big" if name.endswith("/byteorder") else data)
+    assert torch.load(tmp_path / "big.pt")["w"].tolist() == [1, 2]
+    assert sync.load(tmp_path / "big.pt", config=SMALL)["w"].tolist() == [1, 2]
