@@ -83,7 +83,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def stress(session: nox.Session) -> None:
-    """Run what takes an hour: kills, power cuts; then property tests with new examples."""
+    """Run what takes long: kills, power cuts; then property tests with new examples."""
     install(session, "tests")
     session.run("python", "-m", "pytest", "-m", "stress", *session.posargs)
     properties = ("-m", "hypothesis and not stress and not real_s3", "--hypothesis-profile=many")

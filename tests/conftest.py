@@ -38,13 +38,9 @@ def no_leaks() -> Iterator[None]:
     threads = set(threading.enumerate())
     files = open_files()
     yield
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(_JOIN_S)  # one that has said its last word may still be on its way out
+    let_end(set(threading.enumerate()) - threads)
     assert set(threading.enumerate()) - threads == set()
-    end = time.monotonic() + _JOIN_S
-    while open_files() - files and time.monotonic() < end:
-        time.sleep(_LOOK_S)  # threads that are no thread of Python's may still be closing one
-    assert open_files() - files == set()
+    assert still_open_beside(files) == set()
 
 
 @pytest.fixture
@@ -53,6 +49,20 @@ async def no_tasks() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
     assert {t for t in asyncio.all_tasks() - before if t is not asyncio.current_task()} == set()
+
+
+def let_end(threads: set[threading.Thread]) -> None:
+    """Wait for threads: one that has said its last word may still be on its way out."""
+    for thread in threads:
+        thread.join(_JOIN_S)
+
+
+def still_open_beside(files: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """Give what else is open, and stays: threads that are not Python's may be closing one."""
+    end_s = time.monotonic() + _JOIN_S
+    while open_files() - files and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return open_files() - files
 
 
 def open_files() -> set[tuple[int, str]]:

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import pickle
 import threading
-import time
 import uuid
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,7 @@ from ckptio.storage import object_attempt
 from tests.adapters.rig import QUICK, blank, cause, load, same, save
 from tests.adapters.test_dcp_faults import Stumbling, state_of
 from tests.adapters.test_dcp_ranks import has
-from tests.conftest import open_files
+from tests.conftest import let_end, open_files, still_open_beside
 from tests.groups import end_process_groups
 
 if TYPE_CHECKING:
@@ -144,23 +143,15 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint_whole(place: Place) -> Non
     assert place.names() == before
 
 
-_JOIN_S = 10.0
+def own_threads() -> set[threading.Thread]:
+    """Give the threads of engines, loops and stores that do not end."""
 
+    def own() -> set[threading.Thread]:
+        names = ("ckptio", "AnyIO")
+        return {t for t in threading.enumerate() if any(name in t.name for name in names)}
 
-def own_threads() -> list[str]:
-    """Name the threads of engines, loops and stores that do not end."""
-    own = [t for t in threading.enumerate() if "ckptio" in t.name or t.name.startswith("AnyIO")]
-    for thread in own:
-        thread.join(_JOIN_S)  # one that has said its last word may still be on its way out
-    return [thread.name for thread in own if thread.is_alive()]
-
-
-def assert_no_more_open(files: set[tuple[int, str]]) -> None:
-    """Check that no file is open that was not, but for what other threads close just now."""
-    end_s = time.monotonic() + _JOIN_S
-    while not open_files() <= files and time.monotonic() < end_s:
-        time.sleep(0.01)  # a server that another test began may be closing one
-    assert open_files() <= files
+    let_end(own())
+    return own()
 
 
 def give_up(writer: StorageWriter) -> None:
@@ -183,7 +174,7 @@ def test_a_save_that_dcp_gives_up_elsewhere_is_removed(place: Place) -> None:
     give_up(writer)
     assert not own_threads()
     if place.url.startswith("memory:"):  # a server in this process opens what it likes
-        assert_no_more_open(files)
+        assert still_open_beside(files) == set()
     assert len(place.names()) > 3
     save(state_of(3.0), storage_writer=writer)
     place.assert_tidy()
@@ -209,7 +200,7 @@ def test_saves_and_loads_leave_no_thread_and_no_connection(place: Place) -> None
         load(blank(state_of(0.0)), storage_reader=reader)
     assert not own_threads()
     if place.url.startswith("memory:"):
-        assert_no_more_open(files)
+        assert still_open_beside(files) == set()
 
 
 def test_the_plug_ins_may_be_pickled_and_show_no_secret(place: Place) -> None:
