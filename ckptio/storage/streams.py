@@ -32,7 +32,7 @@ class Lent(Memory, Protocol):
 
     @property
     def is_held(self) -> Callable[[], bool]:
-        """Whether it was not until now, and what was read of it so far is right."""
+        """Whether it has not been taken back: then all that was read of it so far is right."""
         ...
 
 
