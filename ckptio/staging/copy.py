@@ -1,8 +1,8 @@
 """Copy a state into slabs, and slabs into tensors.
 
-CPU tensors are copied by address, in one pass over a segment's pieces. Strided, conjugate
-and device tensors go through torch. Copies from and to CUDA run on side streams, ordered
-by events behind the caller's stream; nothing ever waits for a whole device.
+CPU tensors are copied by address, all pieces of a segment or of a block together. Strided,
+conjugate and device tensors go through torch. Copies from and to CUDA run on side streams,
+ordered by events behind the caller's stream; nothing ever waits for a whole device.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from ckptio.staging.memory import (
     bits_of,
     boxes,
     is_physical,
-    move,
-    move_rows,
     window,
 )
+from ckptio.staging.moves import move_all, move_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,14 +58,15 @@ class SourceState:
         base = slab.address
         slab.view[: len(segment.header)] = segment.header
         addresses = self._addresses
-        slow = []
+        moves, slow = [], []
         for piece in segment.pieces:
             position, leaf, offset, nbytes = piece
             address = addresses[leaf]
             if address:
-                move(base + position, address + offset, nbytes)
+                moves.append((base + position, address + offset, nbytes))
             else:
                 slow.append(piece)
+        move_all(moves)
         if slow:
             self._gather_slow(slow, slab, pending)
 
@@ -133,15 +133,16 @@ class TargetState:
         """
         base = memory.address + start
         addresses = self._addresses
-        slow = []
+        moves, slow = [], []
         for position, index, offset, nbytes, rows in pieces:
             address = addresses[index]
             if not address:
                 slow += _rows(start + position, index, offset, nbytes, rows)
             elif rows is None:
-                move(address + offset, base + position, nbytes)
+                moves.append((address + offset, base + position, nbytes))
             else:
                 move_rows(address + offset, base + position, nbytes, rows)
+        move_all(moves)
         if slow:
             self._scatter_slow(slow, memory, pending)
 

@@ -1,65 +1,19 @@
-"""memmove, with and without the GIL, and integer views of tensors."""
+"""Views of tensors and of memory, by which copies keep every bit."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from ckptio.config import KiB
 from ckptio.layout import Box, boxes_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptio.plan.load import Rows
     from ckptio.storage.streams import Memory
 
-_memmove_free = ctypes.CDLL(None).memmove
-_memmove_held = ctypes.PyDLL(None).memmove
-for _function in (_memmove_free, _memmove_held):
-    _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    _function.restype = None
-
-#: Shorter copies keep the GIL. Letting it go invites a busy trainer to take it for its
-#: whole switch interval, 5 ms; 20,000 small tensors would wait 20,000 times.
-_HELD_NBYTES = 128 * KiB
 _INT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def move(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` from address to address; long copies let the GIL go."""
-    if nbytes < _HELD_NBYTES:
-        _memmove_held(target, source, nbytes)
-    else:
-        _memmove_free(target, source, nbytes)
-
-
-def move_rows(target: int, source: int, nbytes: int, rows: Rows) -> None:
-    """Copy rows of `nbytes` each from address to address.
-
-    As numpy copies items of that size: in one call, however short they are.
-
-    Args:
-        target: Of the first row.
-        source: Of the first row.
-        nbytes: Of a row.
-        rows: How many, and the bytes from one to the next in the source and in the target.
-    """
-    count, step, stride = rows
-    item = np.dtype((np.void, nbytes))
-    into, of = (
-        np.ndarray(
-            (count,),
-            item,
-            memoryview((ctypes.c_char * ((count - 1) * distance + nbytes)).from_address(address)),
-            strides=(distance,),
-        )
-        for address, distance in ((target, stride), (source, step))
-    )
-    np.copyto(into, of)
 
 
 def is_physical(tensor: torch.Tensor) -> bool:
