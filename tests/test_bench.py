@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from bench.cases.scale import fit_line
 from bench.crew import Crew, CrewError
 from bench.harness import Bench, Group, Metric, Row, Subject
 from bench.planners import Size, measure_dcp, measure_exchange, measure_save
-from bench.report import make_table
+from bench.report import make_table, write_readme
 from bench.rounds import measure_rounds
 from bench.states import Proof, blank, gpt_like, huge_tensors, small_tensors, state_nbytes
 
@@ -82,6 +84,14 @@ def test_the_tables_tell_of_the_machine_but_not_its_names(results: Path) -> None
     assert "torch: " in text
     assert os.uname().nodename not in text
     assert str(results) not in text
+
+
+def test_the_recorded_tables_are_those_of_the_recorded_figures(tmp_path: Path) -> None:
+    """The overview in the repository was written after the last case was."""
+    recorded = os.path.join(_ROOT, "bench", "results")
+    shutil.copytree(recorded, tmp_path / "results")
+    write_readme([case.name for case in CASES], str(tmp_path / "results"))
+    assert not filecmp.dircmp(recorded, tmp_path / "results").diff_files
 
 
 @pytest.mark.parametrize("make", [gpt_like, small_tensors, huge_tensors])
