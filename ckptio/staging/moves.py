@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptio.config import KiB
+from ckptio.staging.streaming import LINE_NBYTES, make_streaming_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,8 @@ if _process_vm_readv is not None:
     )
     _process_vm_readv.restype = ctypes.c_ssize_t
 
+_stream = make_streaming_copy()
+
 #: Shorter copies keep the GIL, or share a system call. Letting it go invites a busy trainer
 #: to take it for its whole switch interval, 5 ms.
 _SHORT_NBYTES = 128 * KiB
@@ -56,11 +59,18 @@ _MAX_SHARED = 1024
 
 
 def move(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` from address to address; long copies let the GIL go."""
+    """Copy `nbytes` from address to address; long copies let the GIL and the cache go."""
     if nbytes < _SHORT_NBYTES:
         _memmove_held(target, source, nbytes)
-    else:
+    elif _stream is None:
         _memmove_free(target, source, nbytes)
+    else:
+        head = -target % LINE_NBYTES
+        body = (nbytes - head) // LINE_NBYTES * LINE_NBYTES
+        tail = head + body
+        _memmove_held(target, source, head)
+        _stream(target + head, source + head, body)
+        _memmove_held(target + tail, source + tail, nbytes - tail)
 
 
 def move_all(moves: Sequence[Move]) -> None:

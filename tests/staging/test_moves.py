@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _GAP_NBYTES = 3
+SIZES = [0, 1, 5, 4096, 5000, 128 * KiB - 1, 128 * KiB, 128 * KiB + 77, 300_001]
 
 
 def copied(sizes: Sequence[int]) -> bool:
@@ -31,10 +32,14 @@ def copied(sizes: Sequence[int]) -> bool:
     return bool((room == expected).all())
 
 
-@given(st.lists(st.sampled_from([0, 1, 5, 4096, 5000, 128 * KiB - 1, 128 * KiB]), max_size=40))
-def test_pieces_of_any_size_arrive(sizes: list[int]) -> None:
-    """Short and long ones, none and many."""
-    assert copied(sizes)
+@pytest.mark.parametrize("has_stream", [True, False])
+@given(sizes=st.lists(st.sampled_from(SIZES), max_size=40))
+def test_pieces_of_any_size_arrive(*, has_stream: bool, sizes: list[int]) -> None:
+    """Short and long ones, none and many, at any address, past the cache or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_stream:
+            patch.setattr(moves, "_stream", None)
+        assert copied(sizes)
 
 
 def test_thousands_of_pieces_take_few_system_calls(monkeypatch: pytest.MonkeyPatch) -> None:
