@@ -1,4 +1,4 @@
-"""`ckptio doctor`: what the file system at a path can do, and what dead saves left there.
+"""`ckptio doctor`: what a file system and this machine can do, and what dead saves left.
 
 Nothing is written but inside a directory that is made for it and removed. Without torch.
 Of a URL the same is told by `doctor_store`.
@@ -23,6 +23,7 @@ from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, pad, visible
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import ConfigError
+from ckptio.staging import moves
 from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import find_leftovers
@@ -249,6 +250,18 @@ def _lease(folder: str) -> tuple[State, str]:
     return "yes", "read leases work: loads take what is in the page cache where it lies"
 
 
+def _stream(_: str) -> tuple[State, str]:
+    if moves.can_stream():
+        return "yes", "large copies go past the cache, which stays the training step's"
+    return "slow", "no such loop for this processor, or a policy forbids it: memmove copies"
+
+
+def _share(_: str) -> tuple[State, str]:
+    if moves.can_share():
+        return "yes", "process_vm_readv works: small tensors are copied a thousand at a time"
+    return "slow", "process_vm_readv is not allowed: small tensors are copied one by one"
+
+
 _CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
     "direct I/O": _direct,
     "reserving room": _allocate,
@@ -258,6 +271,8 @@ _CHECKS: dict[str, Callable[[str], tuple[State, str]]] = {
     "fsync": _sync,
     "cachestat": _cachestat,
     "leases": _lease,
+    "copies": _stream,
+    "small copies": _share,
 }
 
 

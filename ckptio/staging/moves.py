@@ -58,6 +58,19 @@ _MIN_SHARED = 8
 _MAX_SHARED = 1024
 
 
+def can_stream() -> bool:
+    """Whether long copies go past the processor's cache on this machine."""
+    return _stream is not None
+
+
+def can_share() -> bool:
+    """Whether this process may copy many short pieces in one system call."""
+    data, room = ctypes.create_string_buffer(b"ab", 2), ctypes.create_string_buffer(2)
+    target, source = ctypes.addressof(room), ctypes.addressof(data)
+    pieces = [(target, source, 1), (target + 1, source + 1, 1)]
+    return _move_together(pieces) and room.raw == data.raw
+
+
 def move(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` from address to address; long copies let the GIL and the cache go."""
     if nbytes < _SHORT_NBYTES:

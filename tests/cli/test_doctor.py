@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.__main__ import main
+from ckptio.staging import moves
 from tests.cli.rig import plain_lines, run_json, run_on_terminal, save_at
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 NAMES = [
     "direct I/O", "reserving room", "exclusive names", "exchange", "locks", "fsync", "cachestat",
-    "leases",
+    "leases", "copies", "small copies",
 ]  # fmt: skip
 
 
@@ -31,6 +32,18 @@ def test_doctor_says_what_the_file_system_can_do_and_leaves_nothing(
     assert document["file_system"]
     assert document["leftovers"] == []
     assert os.listdir(tmp_path) == []
+
+
+def test_doctor_says_how_this_machine_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower, but as well, where the processor is another or a sandbox forbids system calls."""
+    monkeypatch.setattr(moves, "_stream", None)
+    monkeypatch.setattr(moves, "_process_vm_readv", lambda *_: -1)
+    code, document = run_json(capsys, "doctor", str(tmp_path))
+    assert code == 0
+    states = {finding["name"]: finding["state"] for finding in document["findings"]}
+    assert (states["copies"], states["small copies"]) == ("slow", "slow")
 
 
 def test_doctor_finds_what_dead_saves_left(
