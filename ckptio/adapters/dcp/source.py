@@ -29,11 +29,12 @@ from ckptio.errors import PlanError, UnsupportedLeafError
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.staging.copy import SourceState
+from ckptio.staging.cuda import CallerStreams, SideStreams
 from ckptio.state.flatten import flatten, is_stateful
 from ckptio.state.leaves import TORCH_DTYPES, plain_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -195,7 +196,13 @@ class PlannerSource(SourceState):
         self._one_by_one: AbstractContextManager[Any] = (
             contextlib.nullcontext() if at_once else threading.Lock()
         )
-        self._on_stream = _streams()
+        self._side = SideStreams()
+        self._current: torch.device | None = None
+        self._theirs: dict[torch.device, torch.cuda.Stream] = {}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._current = torch.device("cuda", torch.cuda.current_device())
+            devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+            self._theirs = {device: torch.cuda.current_stream(device) for device in devices}
         self._slots = [_Slot() for _ in specs]
         for bucket in plan.buckets:
             for segment in bucket.segments:
@@ -203,12 +210,20 @@ class PlannerSource(SourceState):
                     self._slots[leaf].num_left += 1
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
-        """Copy a segment into a slab; see `SourceState`."""
+        """Copy a segment into a slab, and wait for devices; see `SourceState`."""
+        del pending
         leaves = _leaves_of(segment)
         numbers = {leaf: i for i, leaf in enumerate(leaves)}
         pieces = tuple((at, numbers[leaf], start, n) for at, leaf, start, n in segment.pieces)
         tensors = [self._take(leaf) for leaf in leaves]
-        SourceState(tensors, None).gather(replace(segment, pieces=pieces), slab, pending)
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        copies: list[PendingCopies] = []
+        try:
+            source = SourceState(tensors, self._ordered(devices))
+            source.gather(replace(segment, pieces=pieces), slab, copies)
+        finally:  # the tensors are let go of here, so that nobody else can wait
+            for each in copies:
+                each.wait()
         for leaf in leaves:
             self._let_go(leaf)
 
@@ -227,35 +242,43 @@ class PlannerSource(SourceState):
                 slot.tensor = None
 
     def _make(self, leaf: int) -> torch.Tensor:
-        """Get a tensor, on the CPU and as it was planned."""
+        """Get a tensor as it was planned, on the CPU or a CUDA device."""
         if leaf >= len(self._items):
             return self._more[leaf - len(self._items)]
         item, spec = self._items[leaf], self._specs[leaf]
-        with self._on_stream():
+        with self._on(() if self._current is None else (self._current,)):
             with self._one_by_one:
                 tensor = self._planner.resolve_data(item)
             fqn = item.index.fqn
             if not isinstance(tensor, torch.Tensor):
                 raise PlanError(f"the planner gave {type(tensor).__name__} for tensor {fqn!r}")
             tensor = tensor.detach()
-            if not (tensor.is_cpu or tensor.is_meta):
+            if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta):
                 tensor = tensor.cpu()
-        plain_dtype(fqn, tensor)
-        if tuple(tensor.shape) != spec.shape:
-            raise PlanError(
-                f"the planner gave a tensor of shape {tuple(tensor.shape)} for {fqn!r}, which it"
-                f" had planned with shape {spec.shape}; change the plan alike"
-            )
-        return tensor.to(TORCH_DTYPES[spec.dtype])
+            plain_dtype(fqn, tensor)
+            if tuple(tensor.shape) != spec.shape:
+                raise PlanError(
+                    f"the planner gave a tensor of shape {tuple(tensor.shape)} for {fqn!r}, which"
+                    f" it had planned with shape {spec.shape}; change the plan alike"
+                )
+            return tensor.to(TORCH_DTYPES[spec.dtype])
+
+    def _ordered(self, devices: Collection[torch.device]) -> CallerStreams | None:
+        """Order copies from devices behind what their streams have to do by now."""
+        if not devices:
+            return None
+        with self._on(devices):
+            return CallerStreams(devices, self._side)
+
+    @contextlib.contextmanager
+    def _on(self, devices: Collection[torch.device]) -> Iterator[None]:
+        """Work on the streams of some devices that the caller had, on whatever thread."""
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(self._theirs.get(device)))
+            yield
 
 
 def _leaves_of(segment: Segment) -> list[int]:
     return sorted({leaf for _, leaf, _, _ in segment.pieces})
-
-
-def _streams() -> Callable[[], AbstractContextManager[Any]]:
-    """Give what makes a thread work on the stream that the calling thread has now."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return contextlib.nullcontext
-    stream = torch.cuda.current_stream()
-    return lambda: torch.cuda.stream(stream)
