@@ -186,6 +186,7 @@ class Engine:
         """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
         from ckptio.api import prewarm_step  # noqa: PLC0415
 
+        self._core.pin_if_cuda()
         self._core.call_blocking(lambda context: prewarm_step(context, nbytes, at), "prewarm")
 
     def statistics(self) -> PoolStatistics:

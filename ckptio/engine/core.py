@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -26,7 +27,7 @@ from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
 from ckptio.engine.running import Running, at_exit, call_into
 from ckptio.errors import ConfigError, EngineClosedError
-from ckptio.events import notify
+from ckptio.events import PinningRefused, notify
 from ckptio.foreign.storage import AnyStorage
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.ranks.discover import ranks_of
@@ -173,7 +174,12 @@ class EngineCore:
             writers=Threads(config.max_writes, "ckptio-write"),
             readers=Threads(config.max_reads, "ckptio-read"),
             waiters=Threads(_NUM_WAITERS, "ckptio-device"),
-            pool=SlabPool(config.num_slabs * config.slab_nbytes, config.slab_nbytes),
+            pool=SlabPool(
+                config.num_slabs * config.slab_nbytes,
+                config.slab_nbytes,
+                functools.partial(run_blocking, executor),
+                lambda reason: self.emit(PinningRefused(path="", reason=reason)),
+            ),
             cache=MetadataCache(*limits, decode, ttl_s=config.cache_ttl_s),
             observer=self._observer,
         )
@@ -288,7 +294,7 @@ class EngineCore:
         return errors[0] if errors else None
 
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
-        """Give the CUDA streams for one direction, and pin the pool at the first use.
+        """Give the CUDA streams for one direction, and pin slabs from the first use on.
 
         Args:
             device: A device that is used; memory is pinned in its context.
@@ -296,21 +302,15 @@ class EngineCore:
         """
         from ckptio.staging.cuda import HostRegistration, SideStreams  # noqa: PLC0415  # imports torch
 
+        self.context.pool.use_pinning(HostRegistration(device))
         with self._lock:
-            if not self._side_streams:
-                self._side_streams = {True: SideStreams(), False: SideStreams()}
-                first = True
-            else:
-                first = False
-        if first:
-            pool = self.context.pool
-            pinning = HostRegistration(device)
+            return self._side_streams.setdefault(saving, SideStreams())
 
-            async def pin(_: EngineContext) -> None:
-                pool.use_pinning(pinning)
-
-            self.call_blocking(pin, "pin the pool")
-        return self._side_streams[saving]
+    def pin_if_cuda(self) -> None:
+        """Pin slabs from now on if the program uses CUDA already. On the caller's thread."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            self.side_streams(torch.device("cuda", torch.cuda.current_device()), saving=True)
 
     async def call(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
         """Run a coroutine on the engine's loop and await it from another.

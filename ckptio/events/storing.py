@@ -19,6 +19,19 @@ class DirectIORefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinningRefused(Event):
+    """The staging pool cannot be pinned for CUDA: copies to and from devices take longer.
+
+    It is the engine's, and `path` is empty.
+
+    Attributes:
+        reason: What the system answered.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRetried(Event):
     """A request to an object store failed, and is tried again after a while.
 

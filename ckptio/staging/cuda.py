@@ -23,16 +23,27 @@ class PendingCopies:
     """Copies that devices have been told to do.
 
     Args:
-        events: Recorded behind the last copy on each device.
+        events: Each device, with what was recorded behind the last copy on it.
     """
 
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+    def __init__(self, events: Sequence[tuple[torch.device, torch.cuda.Event]]) -> None:
         self._events = events
 
     def wait(self) -> None:
-        """Block until they are done. Lets the GIL go."""
-        for event in self._events:
-            event.synchronize()
+        """Block until they are done, all of them even if one fails. Lets the GIL go.
+
+        Raises:
+            StateError: A device has failed.
+        """
+        failure: RuntimeError | None = None
+        for device, event in self._events:
+            try:
+                with torch.cuda.device(device):  # see `CallerStreams.copy`
+                    event.synchronize()
+            except RuntimeError as error:
+                failure = failure or error
+        if failure is not None:
+            raise StateError(f"a copy from or to a device failed: {failure}") from failure
 
 
 class SideStreams:
@@ -74,12 +85,17 @@ class CallerStreams:
         """Queue copies, target and source each, on the side streams. Does not wait for them.
 
         If one cannot be queued, those before it are waited for: nobody else knows of them.
+
+        Raises:
+            StateError: A device has failed, or has no memory left.
         """
-        events: list[torch.cuda.Event] = []
+        events: list[tuple[torch.device, torch.cuda.Event]] = []
         try:
             for device, copies in pairs.items():
                 stream = self._side.of(device)
-                with self._lock, torch.cuda.stream(stream):
+                # the device first: a thread that never chose one is on the first, and leaving
+                # a stream would go back there and make a context on it, half a GB on every rank
+                with self._lock, torch.cuda.device(device), torch.cuda.stream(stream):
                     stream.wait_event(self._ready[device])
                     try:
                         for target, source in copies:
@@ -89,10 +105,12 @@ class CallerStreams:
                     finally:
                         event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
                         event.record(stream)
-                        events.append(event)
+                        events.append((device, event))
                     self._last[device] = event
-        except BaseException:
+        except BaseException as error:
             PendingCopies(events).wait()
+            if isinstance(error, RuntimeError):
+                raise StateError(f"cannot copy from or to a device: {error}") from error
             raise
         return PendingCopies(events)
 
@@ -129,5 +147,6 @@ class HostRegistration:
 
 
 def _check(code: object, what: str) -> None:
-    if int(code) != 0:  # type: ignore[call-overload]  # an enum of the runtime's, 0 is success
-        raise StateError(f"{what} failed with {code}: the pool cannot be pinned; make it smaller")
+    number = int(code)  # type: ignore[call-overload]  # an enum of the runtime's, 0 is success
+    if number != 0:
+        raise StateError(f"{what} failed: {torch.cuda.cudart().cudaGetErrorString(code)}")

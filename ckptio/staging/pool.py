@@ -9,7 +9,11 @@ Slabs are anonymous private maps: page-aligned, as direct I/O wants them, and of
 the size asked for (torch's pinned allocator rounds up to powers of two). They are kept
 out of forked children: a data loader that forks while a slab is being written directly
 would otherwise leave parent and child with different pages under the same write
-(open(2), on O_DIRECT).
+(open(2), on O_DIRECT). A child finds zeros at their addresses, not holes: its own memory
+would come to lie in these, and go with a pool that it inherited and drops.
+
+Pinned memory is the fast path to a device, not a condition: where the system refuses, slabs
+stay what they are, and copies to them take longer.
 """
 
 from __future__ import annotations
@@ -26,14 +30,17 @@ from typing import TYPE_CHECKING, Protocol
 from ckptio.config import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+#: `MADV_WIPEONFORK` (Linux 4.14), for which Python has no name: children find zeros.
+_WIPE_ON_FORK = 18
 
 
 class SupportsPinning(Protocol):
     """Locks memory for the fast path to a device, and lets it go."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin a range."""
+        """Pin a range. Blocks."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -54,9 +61,9 @@ class Slab:
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with contextlib.suppress(AttributeError, OSError):  # neither is vital
-                self._map.madvise(getattr(mmap, advice))
+        for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
+            with contextlib.suppress(OSError):  # neither is vital
+                self._map.madvise(advice)
         self.view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
@@ -107,17 +114,26 @@ class SlabPool:
     Args:
         budget_nbytes: What it may take, in bytes; a multiple of `slab_nbytes`.
         slab_nbytes: Size of a slab; a multiple of the page.
-        pinning: Pins slabs; without it they are plain memory.
+        run: Calls what blocks (touching and pinning memory), elsewhere than on the loop, to
+            its end even when cancelled. Without it, it is called right there.
+        on_refused: Told why slabs are not pinned, once.
     """
 
     def __init__(
-        self, budget_nbytes: int, slab_nbytes: int, pinning: SupportsPinning | None = None
+        self,
+        budget_nbytes: int,
+        slab_nbytes: int,
+        run: Callable[[Callable[[], None]], Awaitable[None]] | None = None,
+        on_refused: Callable[[str], object] = lambda _: None,
     ) -> None:
         if slab_nbytes % PAGE_NBYTES or budget_nbytes % slab_nbytes:
             raise AssertionError((budget_nbytes, slab_nbytes))
         self.slab_nbytes = slab_nbytes
         self._max_slabs = budget_nbytes // slab_nbytes
-        self._pinning = pinning
+        self._run = run or _call
+        self._on_refused = on_refused
+        self._pinning: SupportsPinning | None = None
+        self._is_refused = False
         self._free: list[Slab] = []
         self._num_slabs = 0
         self._num_leased = 0
@@ -136,12 +152,13 @@ class SlabPool:
         """
         slab = await self._acquire()
         try:
+            await self._pin(slab)
             yield slab
         finally:
             self._release(slab)
 
-    def prewarm(self, nbytes: int | None = None) -> None:
-        """Take and touch memory ahead of the first save. Blocks: about 0.4 s a GB.
+    async def prewarm(self, nbytes: int | None = None) -> None:
+        """Take and touch memory ahead of the first save: about 0.4 s a GB, elsewhere.
 
         Args:
             nbytes: How much to have, rounded up to slabs; the whole budget if not given.
@@ -149,10 +166,12 @@ class SlabPool:
         target = self._max_slabs
         if nbytes is not None:
             target = min(target, -(-nbytes // self.slab_nbytes))
+        for slab in self._free[:] if self._pinning is not None else ():
+            if slab in self._free:  # nobody took it meanwhile
+                self._free.remove(slab)
+                await self._prepare(slab, is_new=False)
         while self._num_slabs < target:
-            slab = self._allocate()
-            self._free.append(slab)
-            slab.touch()
+            await self._prepare(self._allocate(), is_new=True)
 
     @contextlib.contextmanager
     def watched(self, on_crowded: Callable[[], object]) -> Iterator[None]:
@@ -166,10 +185,9 @@ class SlabPool:
             self._on_crowded.discard(on_crowded)
 
     def use_pinning(self, pinning: SupportsPinning) -> None:
-        """Pin slabs from now on, and those that are free at once."""
-        self._pinning = pinning
-        for slab in self._free:
-            self._pin(slab)
+        """Pin slabs from now on, each before it is lent. From any thread; the first one counts."""
+        if self._pinning is None:
+            self._pinning = pinning
 
     def statistics(self) -> PoolStatistics:
         """Say what the pool has and has done."""
@@ -189,7 +207,10 @@ class SlabPool:
             raise AssertionError(f"{self._num_leased} slabs are still leased")
         for slab in self._free:
             if slab.pinned and self._pinning is not None:
-                self._pinning.unpin(slab.address)
+                try:
+                    self._pinning.unpin(slab.address)
+                except Exception as error:  # the observer hears of it; all slabs have to go
+                    self._refuse(error)
             slab.close()
         self._free.clear()
         self._num_slabs = 0
@@ -197,9 +218,7 @@ class SlabPool:
     async def _acquire(self) -> Slab:
         if not self._waiters:
             if self._free:
-                slab = self._lend(self._free[-1])
-                self._free.pop()
-                return slab
+                return self._lend(self._free.pop())
             if self._num_slabs < self._max_slabs:
                 return self._lend(self._allocate())
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
@@ -209,14 +228,13 @@ class SlabPool:
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            if waiter.done() and not waiter.cancelled():
                 self._release(waiter.result())  # it was handed over in the very same turn
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             raise
 
     def _lend(self, slab: Slab) -> Slab:
-        self._pin(slab)
         self._num_leased += 1
         self._num_leases += 1
         self._peak_leased = max(self._peak_leased, self._num_leased)
@@ -226,24 +244,48 @@ class SlabPool:
         self._num_leased -= 1
         while self._waiters:
             waiter = self._waiters.popleft()
-            if waiter.done():
-                continue
-            try:
+            if not waiter.done():
                 waiter.set_result(self._lend(slab))
-            except Exception as error:  # it could not be pinned: the waiter raises it
-                waiter.set_exception(error)
-                continue
-            return
+                return
         self._free.append(slab)
 
     def _allocate(self) -> Slab:
         slab = Slab(self.slab_nbytes)
-        self._pin(slab)
         self._num_slabs += 1
         self._num_allocations += 1
         return slab
 
-    def _pin(self, slab: Slab) -> None:
-        if self._pinning is not None and not slab.pinned:
-            self._pinning.pin(slab.address, self.slab_nbytes)
+    async def _prepare(self, slab: Slab, *, is_new: bool) -> None:
+        """Touch a slab that nobody else has, if it is new, pin it, and give it to who waits."""
+        self._num_leased += 1
+        try:
+            if is_new:
+                await self._run(slab.touch)
+            await self._pin(slab)
+        finally:
+            self._release(slab)
+
+    async def _pin(self, slab: Slab) -> None:
+        """Pin a slab that nobody else has, if slabs are pinned here and it is not yet."""
+        pinning = self._pinning
+        if pinning is None or slab.pinned or self._is_refused:
+            return
+
+        def pin() -> None:
+            pinning.pin(slab.address, self.slab_nbytes)
             slab.pinned = True
+
+        try:
+            await self._run(pin)
+        except Exception as error:  # the observer hears of it; it is slower without
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Give pinning up, and say so once."""
+        if not self._is_refused:
+            self._is_refused = True
+            self._on_refused(str(error))
+
+
+async def _call(work: Callable[[], None]) -> None:
+    work()
