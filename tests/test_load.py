@@ -178,6 +178,49 @@ def test_new_tensors_go_to_the_device_that_is_asked_for(engine: sync.Engine, sav
         engine.load(saved, device="abacus")
 
 
+def test_the_default_device_of_the_program_is_not_ours(engine: sync.Engine, tmp_path: Path) -> None:
+    """What is made on the CPU is made there, whatever `torch.set_default_device` says."""
+    state: dict[str, Any] = {"t": torch.randn(50, 3), "np": np.arange(9), "bytes": b"b" * 3000}
+    with torch.device("meta"):
+        engine.save(state, tmp_path / "c")
+        for device in (None, "cpu"):
+            found = engine.load(tmp_path / "c", device=device)
+            assert found["t"].device == torch.device("cpu")
+            assert_same(found, state)
+        assert engine.load_slice(tmp_path / "c", "t", slice(3, 5)).device == torch.device("cpu")
+        target: dict[str, Any] = {
+            "t": torch.zeros(50, 3, device="cpu"),
+            "np": np.zeros(9, dtype=np.int64),
+        }
+        engine.load(tmp_path / "c", into=target, strict="ignore")
+    assert torch.equal(target["t"], state["t"])
+    assert np.array_equal(target["np"], state["np"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_loads_in_inference_mode_fill_its_tensors(
+    engine: sync.Engine, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Converted, strided, in place or new: copies run on threads that are not in that mode."""
+    state = {"t": torch.randn(40, 30, dtype=dtype)}
+    engine.save(state, tmp_path / "c")
+    with torch.inference_mode():
+        target = {"t": torch.zeros(30, 40, dtype=dtype).t()}
+        assert target["t"].is_inference()
+        engine.load(tmp_path / "c", into=target)
+        assert torch.equal(target["t"], state["t"])
+        if dtype == torch.float64:
+            found = engine.load(tmp_path / "c", dtype=torch.bfloat16)
+            assert torch.equal(found["t"], state["t"].bfloat16())
+    target = {"t": torch.zeros(30, 40, dtype=dtype).t().requires_grad_()}
+    version = target["t"]._version
+    engine.load(tmp_path / "c", into=target)
+    assert torch.equal(target["t"], state["t"])
+    assert target["t"]._version > version
+    assert not target["t"].is_inference()
+    (target["t"] * 2).abs().sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_floating_point_is_converted_if_it_is_asked_for(
     engine: sync.Engine, tmp_path: Path, dtype: torch.dtype

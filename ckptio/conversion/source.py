@@ -169,7 +169,8 @@ class Source:
         for number, part in enumerate(parts):
             want_region(part.entry, part.region, number, wanted)
             dtype = torch_dtype(part.entry.dtype)
-            destinations.append(Destination(torch.empty(part.region.shape, dtype=dtype), dtype))
+            room = torch.empty(part.region.shape, dtype=dtype, device="cpu")
+            destinations.append(Destination(room, dtype))
         self.fill(wanted, destinations)
         return [destination.tensor for destination in destinations]
 

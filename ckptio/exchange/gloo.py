@@ -225,7 +225,7 @@ class GlooLink:
         if self._is_broken or self._group is None:
             return
         self._is_broken = True
-        nowhere = torch.empty(1, dtype=torch.uint8)
+        nowhere = torch.empty(1, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):  # it never comes: that is the point
             self._group.recv([nowhere], self._a_peer, _LAST_TAG).wait(_AT_ONCE)
 

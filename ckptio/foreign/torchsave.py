@@ -308,7 +308,7 @@ class TorchSaveReader:
         if _is_plain(tensor):
             return self._folder.open(self._name, nbytes, start)
         data = torch.frombuffer(bytearray(self._read(start, start + length)), dtype=torch.uint8)
-        whole = torch.empty(0, dtype=tensor.dtype).set_(data.untyped_storage())
+        whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(data.untyped_storage())
         view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         view = torch._neg_view(view) if tensor.is_neg() else view  # noqa: SLF001  # the only way
         return source_of(view.conj() if tensor.is_conj() else view)

@@ -144,7 +144,9 @@ class TargetState:
                 move_rows(address + offset, base + position, nbytes, rows)
         move_all(moves)
         if slow:
-            self._scatter_slow(slow, memory, pending)
+            # tensors made in inference mode can be written to in no other; the rest can, too
+            with torch.inference_mode():
+                self._scatter_slow(slow, memory, pending)
 
     def _scatter_slow(
         self, pieces: Sequence[FlatPiece], memory: Memory, pending: list[PendingCopies]

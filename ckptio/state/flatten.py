@@ -331,4 +331,4 @@ def _blocks_of(held: _Held) -> Iterator[tuple[LeafSpec, torch.Tensor]]:
             global_shape,
             (0,) * len(global_shape),
         )
-    yield spec, torch.empty(spec.shape, dtype=sharded.dtype)
+    yield spec, torch.empty(spec.shape, dtype=sharded.dtype, device="cpu")

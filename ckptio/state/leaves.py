@@ -51,7 +51,7 @@ def as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:
     torch warns of read-only memory because it could be written; it is only read here.
     """
     if not array.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = array.reshape(-1).view(np.uint8)
     if not flat.flags.writeable:
         interface = dict(flat.__array_interface__)

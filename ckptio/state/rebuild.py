@@ -74,7 +74,8 @@ def empty(
         TargetError: There is no such device, or not enough memory on it.
     """
     try:
-        return torch.empty(shape, dtype=dtype, device=device)
+        # without a device torch takes the default one, which the program may have set
+        return torch.empty(shape, dtype=dtype, device=device or torch.device("cpu"))
     except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
         where = "" if device is None else f" on {device}"
         raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {error}") from error

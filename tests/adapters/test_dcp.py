@@ -71,6 +71,16 @@ def test_what_is_saved_comes_back_and_ckptio_reads_it_too(tmp_path: Path) -> Non
     assert_tidy(tmp_path / "c")
 
 
+def test_the_default_device_of_the_program_is_not_ours(tmp_path: Path) -> None:
+    """What the plug-ins make for themselves is on the CPU."""
+    state = tensors()
+    save(state, tmp_path / "c")
+    target = blank(state)
+    with torch.device("meta"):
+        load(target, tmp_path / "c")
+    same(target, state)
+
+
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Seventeen of them, NaN payloads among the bits."""
     raw = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat_interleave(16)

@@ -70,7 +70,7 @@ async def open_checkpoint(storage: Storage, context: EngineContext) -> Opened:
         )
     reading = Reading(storage, manifest)
     await check_sizes(reading, [chunk.file for chunk in entry.chunks], context)
-    data = torch.empty(entry.nbytes, dtype=torch.uint8)
+    data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
     reading.target = TargetState([Destination(data, torch.uint8)], None)
     wanted: list[Wanted] = []
     want_region(entry, Box((0,), (entry.nbytes,)), 0, wanted)
@@ -147,7 +147,9 @@ class RankLoad:
         """Fill the targets of a wave, and hand them back."""
         targets = [_checked(planner.resolve_tensor(region.item), region) for region in wave]
         rooms = [
-            target if _takes_bytes(target) else torch.empty(region.box.shape, dtype=target.dtype)
+            target
+            if _takes_bytes(target)
+            else torch.empty(region.box.shape, dtype=target.dtype, device="cpu")
             for target, region in zip(targets, wave, strict=True)
         ]
         wanted: list[Wanted] = []
