@@ -119,7 +119,9 @@ class Engine:
 
         A state on the CPU is copied, never referred to after `staged`. One on CUDA is
         copied on a side stream, behind what the current stream has been told so far;
-        `handle.fence()` puts the current stream behind the copies instead of waiting.
+        `handle.fence()` puts the current stream behind the copies instead of waiting. Before
+        you capture a CUDA graph, `await handle.staged`: other threads must not ask for the
+        state of a device meanwhile (unless the capture is `thread_local` or `relaxed`).
 
         Each of several ranks gives its part of one state: its blocks of sharded tensors
         (DTensor, ShardedTensor, `ckptio.Shard`), and what it has alike with others, which
@@ -146,6 +148,7 @@ class Engine:
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
                 ranks, `await handle` raises a `RankError` that says so.
+            StateError: A CUDA graph is being captured.
             ConfigError: `path` is none.
             EngineClosedError: The engine is not open.
         """
@@ -233,10 +236,9 @@ class Engine:
             PeerLostError: A rank died, froze or did not come.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=False
-        )
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=False)
         result = await drive(
             self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         )
@@ -261,10 +263,9 @@ class Engine:
         Everything else is as with `load`.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=True
-        )
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=True)
         return await drive(
             self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         )

@@ -125,10 +125,9 @@ class Engine:
     ) -> Any:
         """Load a state; see `ckptio.Engine.load`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=False
-        )
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=False)
         return drive_blocking(
             self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         ).state
@@ -147,10 +146,9 @@ class Engine:
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=True
-        )
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=True)
         return drive_blocking(
             self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
         )

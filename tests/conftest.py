@@ -66,11 +66,11 @@ def still_open_beside(files: set[tuple[int, str]]) -> set[tuple[int, str]]:
 
 
 def open_files() -> set[tuple[int, str]]:
-    """Name every file descriptor and what it is open on."""
+    """Name every file descriptor and what it is open on, but those of a device's driver."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
         except FileNotFoundError:  # the directory listing's own
             continue
-    return found
+    return {file for file in found if not file[1].startswith("/dev/nvidia")}

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,34 @@ if TYPE_CHECKING:
     from ckptio.testing import Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+
+_FORK = """
+import os, sys, torch
+import ckptio.sync
+from ckptio.errors import EngineClosedError
+path, end = sys.argv[1:]
+engine = ckptio.sync.Engine()
+engine.__enter__()
+engine.save({"t": torch.ones(3)}, path)
+child = os.fork()
+if not child:
+    try:
+        engine.load(path)
+    except EngineClosedError:
+        pass
+    else:
+        os._exit(1)
+    if end == "leave":
+        engine.__exit__(None, None, None)
+    elif end == "drop":
+        del engine
+    with ckptio.sync.Engine() as own:
+        own.load(path)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+engine.load(path)
+engine.__exit__(None, None, None)
+"""
 
 
 def public_callables(owner: Any) -> dict[str, Any]:
@@ -217,3 +247,9 @@ def test_a_handle_can_be_awaited_on_any_loop(tmp_path: Path) -> None:
             return (await handle).save_id
 
         assert asyncio.run(wait()) == handle.save_id
+
+
+@pytest.mark.parametrize("end", ["leave", "drop", "keep"])
+def test_a_forked_child_can_end_and_have_an_engine_of_its_own(tmp_path: Path, end: str) -> None:
+    """It has neither threads nor loop of its parent's, and waits for none of them."""
+    subprocess.run([sys.executable, "-c", _FORK, tmp_path / "c", end], check=True, timeout=60)

@@ -192,10 +192,10 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> Any:
         """Load the highest committed step, or the one given; see `ckptio.Checkpointer.load`."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
         request = functools.partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=False
+            make_request, into, device, dtype, select, strict, types, reports=False
         )
         engine = self._core.engine
         return drive_blocking(engine, self._core.load_flow(step, request), "load a step").state
@@ -212,10 +212,10 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> LoadResult:
         """Load a step, and say what was found; see `ckptio.Checkpointer.load_with_report`."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
         request = functools.partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=True
+            make_request, into, device, dtype, select, strict, types, reports=True
         )
         engine = self._core.engine
         return drive_blocking(engine, self._core.load_flow(step, request), "load a step")

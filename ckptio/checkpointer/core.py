@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
     from ckptio.engine.flow import LoadResult
-    from ckptio.engine.restore import LoadRequest
+    from ckptio.engine.request import LoadRequest
     from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
     from ckptio.plan.retention import StepRecord

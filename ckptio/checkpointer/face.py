@@ -254,10 +254,10 @@ class Checkpointer:
             CheckpointNotFoundError: There is no committed step, or not this one.
             CheckpointError: As with `Engine.load`.
         """
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
         request = functools.partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=False
+            make_request, into, device, dtype, select, strict, types, reports=False
         )
         engine = self._core.engine
         return (await drive(engine, self._core.load_flow(step, request), "load a step")).state
@@ -274,10 +274,10 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> LoadResult:
         """Load a step, and say what was found; see `load` and `Engine.load_with_report`."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
         request = functools.partial(
-            flow.make_request, into, device, dtype, select, strict, types, reports=True
+            make_request, into, device, dtype, select, strict, types, reports=True
         )
         engine = self._core.engine
         return await drive(engine, self._core.load_flow(step, request), "load a step")

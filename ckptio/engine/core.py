@@ -25,7 +25,7 @@ from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.engine.running import Running, at_exit, call_into
+from ckptio.engine.running import Running, at_exit, call_into, never_end_in_child
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
 from ckptio.foreign.storage import AnyStorage
@@ -89,6 +89,7 @@ class EngineCore:
         self._context: EngineContext | None = None
         self._starting: Future[EngineContext] | None = None
         self._gives_up = False
+        self._pid = os.getpid()
         self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
         self._handles: list[SaveHandle] = []
@@ -104,6 +105,8 @@ class EngineCore:
         """
         if self._context is None or self._portal is None:
             raise EngineClosedError("the engine is not open: use it inside `async with Engine()`")
+        if self._pid != os.getpid():
+            raise EngineClosedError("the engine is the parent's, which forked: open one here")
         return self._context
 
     def start(self) -> None:
@@ -140,6 +143,7 @@ class EngineCore:
         if self._portal_block is not None:
             raise EngineClosedError("an engine is entered once; make another one")
         self._portal_block = start_blocking_portal(backend="asyncio")
+        never_end_in_child(self, self._portal_block)
         portal = self._portal_block.__enter__()
         try:
             self._starting = portal.start_task_soon(self._make_context)
@@ -337,12 +341,15 @@ class EngineCore:
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
-        The end of the program calls it if nobody did. An interrupt (`KeyboardInterrupt`)
-        while it waits aborts what is in flight, and is raised when everything was given back.
+        The end of the program calls it if nobody did; in a forked child it does nothing. An
+        interrupt (`KeyboardInterrupt`) while it waits aborts what is in flight, and is raised
+        when everything was given back.
 
         Args:
             abort: Stop what is in flight first.
         """
+        if self._pid != os.getpid():  # a forked child has neither its threads nor its loop
+            return
         with self._lock:
             portal, self._portal = self._portal, None
             in_flight = list(self._in_flight)

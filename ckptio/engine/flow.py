@@ -22,24 +22,22 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
-from ckptio.engine.restore import LoadReport, LoadRequest, may_be_meta, plan_restoration
+from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob, run_save
 from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
-    ConfigError,
     EngineClosedError,
     SaveAbortedError,
+    StateError,
     TargetError,
 )
 from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
-from ckptio.state.rebuild import device_of
-from ckptio.state.tree import make_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,11 +45,11 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
+    from ckptio.engine.request import LoadRequest
     from ckptio.engine.restore import Restoration
     from ckptio.format.manifest import Manifest, Metadata
     from ckptio.plan.load import Wanted
     from ckptio.staging.cuda import CallerStreams
-    from ckptio.state.tree import Select
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
@@ -336,46 +334,6 @@ def _require_selected(request: LoadRequest, restoration: Restoration, path: str)
         raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
 
 
-def make_request(
-    into: Any,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    select: Select | None,
-    strict: str,
-    types: Sequence[type],
-    *,
-    reports: bool,
-) -> LoadRequest:
-    """Check the options of a load.
-
-    Raises:
-        ConfigError: One is wrong, or would have no effect.
-    """
-    if strict not in ("raise", "report", "ignore"):
-        raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
-    if into is None and strict == "ignore":
-        raise ConfigError("strict='ignore' has no effect without into=")
-    if strict == "report" and not reports:
-        raise ConfigError("load returns no report; use load_with_report with strict='report'")
-    if into is not None and device is not None and not may_be_meta(into):
-        raise ConfigError(
-            "device= has no effect with into=: targets are filled where they are, and none"
-            " is on the meta device"
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
-    if not all(isinstance(cls, type) for cls in types):
-        raise ConfigError(f"types= takes classes, not {types!r}")
-    return LoadRequest(
-        into=into,
-        device=device_of(device),
-        dtype=dtype,
-        keep=None if select is None else make_predicate(select),
-        strict=strict,
-        types=tuple(types),
-    )
-
-
 def caller_streams(
     tensors: Iterable[torch.Tensor], core: EngineCore, *, saving: bool
 ) -> CallerStreams | None:
@@ -385,10 +343,15 @@ def caller_streams(
         tensors: What is copied from or to.
         core: The engine; its pool is pinned from the first CUDA tensor on.
         saving: The direction; each has side streams of its own.
+
+    Raises:
+        StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
     """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
         return None
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
 
+    if torch.cuda.is_current_stream_capturing():
+        raise StateError("a CUDA graph is being captured; save and load before or after that")
     return CallerStreams(devices, core.side_streams(min(devices, key=str), saving=saving))

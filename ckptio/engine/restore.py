@@ -16,45 +16,19 @@ from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
-from ckptio.shards import PerRank, Shard
 from ckptio.staging.copy import Destination
-from ckptio.state.flatten import is_stateful
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ckptio.engine.regions import Place
+    from ckptio.engine.request import LoadRequest
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.state.fills import Fill, Match
-    from ckptio.state.tree import Predicate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """A load as it was asked for.
-
-    Attributes:
-        into: The target; `None` to make everything new.
-        device: Where new tensors go, those for tensors of `into` on the meta device too;
-            the CPU if not given.
-        dtype: Element type for floating-point tensors; their own if not given.
-        keep: Accepts the names to load; everything if not given.
-        strict: What to do when target and checkpoint disagree.
-        types: Classes that may be built.
-        rank: Whose values to take of those that were kept for each rank.
-    """
-
-    into: Any = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    keep: Predicate | None = None
-    strict: str = "raise"
-    types: Sequence[type] = ()
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,16 +256,3 @@ def _fill(
     restoration.makers.append(make)
     restoration.needs.append(Need(entry, destination))
     late.append(lambda: fill.copy_from(bases[0]))
-
-
-def may_be_meta(target: Any) -> bool:
-    """Whether a target has tensors without memory, or objects that nobody knows."""
-    if isinstance(target, torch.Tensor):
-        return target.is_meta
-    if isinstance(target, dict):
-        return any(map(may_be_meta, target.values()))
-    if isinstance(target, (list, tuple)):
-        return any(map(may_be_meta, target))
-    if isinstance(target, torch.nn.Module):
-        return any(map(may_be_meta, target.state_dict(keep_vars=True).values()))
-    return is_stateful(target) or isinstance(target, (Shard, PerRank))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import ctypes
 import functools
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -106,3 +108,18 @@ def at_exit(method: Callable[[], object]) -> Callable[[], object]:
 
     atexit.register(call)
     return functools.partial(atexit.unregister, call)
+
+
+def never_end_in_child(owner: object, block: object) -> None:
+    """See to it that a forked child does not finalize what waits for threads of its parent.
+
+    Args:
+        owner: Who has it.
+        block: What the child keeps for ever when the owner goes; in the parent it just goes.
+    """
+    weakref.finalize(owner, _keep_in_child, block, os.getpid())
+
+
+def _keep_in_child(block: object, pid: int) -> None:
+    if os.getpid() != pid:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))

@@ -357,7 +357,8 @@ async def _write_out(
 def _seal(segment: Segment, slab: Slab, block_nbytes: int, sink: Sink | None = None) -> list[int]:
     """Sum a segment, and write it if there is where to, block by block. Blocks.
 
-    While a block is in the core's cache: it was copied just now, and is written at once.
+    Short tensors are still in the core's cache, as they were copied just now. Long ones went
+    past it: that sums a tenth slower, and stages in two thirds of the time.
     """
     checksums = []
     for start in range(0, segment.nbytes, block_nbytes):

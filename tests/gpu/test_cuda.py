@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckptio
 import ckptio.sync
+from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import MiB
-from ckptio.errors import ConfigError, SaveAbortedError
+from ckptio.errors import ConfigError, SaveAbortedError, StateError
+from ckptio.events import Event, PinningRefused
+from ckptio.staging.cuda import HostRegistration
 from tests.rig import assert_same, assert_tidy, config_with, names_in
 
 if TYPE_CHECKING:
@@ -236,3 +243,105 @@ def test_the_blocking_twin_does_it_too(tmp_path: Path) -> None:
         handle.result()
         engine.load(tmp_path / "c", into=state)
     assert_same(on_cpu(state), expected)
+
+
+async def test_a_pool_that_cannot_be_pinned_serves_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are slower, the observer hears of it once, and saves of the CPU go on, too."""
+
+    def refuse(*_: object) -> None:
+        raise StateError("no memory can be locked")
+
+    monkeypatch.setattr(HostRegistration, "pin", refuse)
+    state = random_on("cuda", 10 * MiB)
+    refused: list[PinningRefused] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, PinningRefused):
+            refused.append(event)
+
+    async with ckptio.Engine(CONFIG, observer=observe) as engine:
+        await engine.save(state, tmp_path / "c")
+        await engine.save({"a": torch.ones(3)}, tmp_path / "cpu")
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+        assert not any(slab.pinned for slab in engine._core.context.pool._free)
+    assert [event.reason for event in refused] == ["no memory can be locked"]
+
+
+async def test_prewarming_pins_if_cuda_is_in_use(tmp_path: Path) -> None:
+    """The first save finds everything done."""
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.prewarm()
+        assert all(slab.pinned for slab in engine._core.context.pool._free)
+        await engine.save(random_on("cuda", 3 * MiB), tmp_path / "c")
+
+
+async def test_nothing_is_captured_into_a_graph(tmp_path: Path) -> None:
+    """A save within a capture would happen at the replay: it is refused, and later one works."""
+    state = random_on("cuda", 1 * MiB)
+    async with ckptio.Engine(CONFIG) as engine:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            state["tensor0"].add_(1)
+            with pytest.raises(StateError, match="captured"):
+                engine.save(state, tmp_path / "c")
+        await engine.save(state, tmp_path / "c")
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+
+
+async def test_loads_in_inference_mode_fill_its_tensors(tmp_path: Path) -> None:
+    """Converted and complex ones, too."""
+    state = {"f": torch.randn(1000, device="cuda"), "c": torch.randn(9, dtype=torch.complex128)}
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        with torch.inference_mode():
+            found = await engine.load(tmp_path / "c", device="cuda", dtype=torch.bfloat16)
+            assert torch.equal(found["f"], state["f"].bfloat16())
+            target = {"f": torch.zeros_like(state["f"]), "c": torch.zeros_like(state["c"]).cuda()}
+            await engine.load(tmp_path / "c", into=target)
+            assert_same(on_cpu(target), on_cpu(state))
+
+
+async def test_thousands_of_small_tensors_come_back(tmp_path: Path) -> None:
+    """Through the side stream, one by one."""
+    base = torch.arange(20_000 * 64, dtype=torch.int32, device="cuda")
+    state = {f"t{i}": part.clone() for i, part in enumerate(base.split(64))}
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        found = await engine.load(tmp_path / "c", device="cuda")
+    assert torch.equal(torch.cat([found[name] for name in state]), base)
+
+
+def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
+    """Behind what their stream was told, through the pool, whatever thread copies."""
+    tensor = torch.zeros(12 * MiB, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        busy = torch.randn(2000, 2000, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy
+            busy = busy / busy.norm()
+        tensor.fill_(5)
+        dcp_save({"t": tensor}, storage_writer=StorageWriter(tmp_path / "c", config=CONFIG))
+    target = {"t": torch.zeros_like(tensor)}
+    dcp_load(target, storage_reader=StorageReader(tmp_path / "c"))
+    assert target["t"].unique().tolist() == [5]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_job_on_the_second_device_makes_no_context_on_the_first(tmp_path: Path) -> None:
+    """Half a GB of the first device for every rank would be the price."""
+    program = """
+import sys, torch, ckptio.sync
+torch.cuda.set_device(1)
+with ckptio.sync.Engine() as engine:
+    engine.prewarm()
+    state = {"t": torch.ones(1 << 20, device="cuda:1")}
+    engine.save(state, sys.argv[1])
+    assert engine.load(sys.argv[1], device="cuda:1")["t"].sum() == 1 << 20
+    engine.load(sys.argv[1], into=state)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=300)

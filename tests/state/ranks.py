@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptio.engine.restore import LoadRequest, Restoration, plan_restoration
+from ckptio.engine.request import LoadRequest
+from ckptio.engine.restore import Restoration, plan_restoration
 from ckptio.format.manifest import Chunk, Manifest, TensorEntry
 from ckptio.plan.trees import merge_trees, take_tree
 from ckptio.state.flatten import FlatState, flatten

@@ -1,0 +1,96 @@
+"""A load as it was asked for, with every option checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.errors import ConfigError
+from ckptio.shards import PerRank, Shard
+from ckptio.state.flatten import is_stateful
+from ckptio.state.rebuild import device_of
+from ckptio.state.tree import make_predicate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.state.tree import Predicate, Select
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """A load as it was asked for.
+
+    Attributes:
+        into: The target; `None` to make everything new.
+        device: Where new tensors go, those for tensors of `into` on the meta device too;
+            the CPU if not given.
+        dtype: Element type for floating-point tensors; their own if not given.
+        keep: Accepts the names to load; everything if not given.
+        strict: What to do when target and checkpoint disagree.
+        types: Classes that may be built.
+        rank: Whose values to take of those that were kept for each rank.
+    """
+
+    into: Any = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    keep: Predicate | None = None
+    strict: str = "raise"
+    types: Sequence[type] = ()
+    rank: int = 0
+
+
+def make_request(
+    into: Any,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    select: Select | None,
+    strict: str,
+    types: Sequence[type],
+    *,
+    reports: bool,
+) -> LoadRequest:
+    """Check the options of a load.
+
+    Raises:
+        ConfigError: One is wrong, or would have no effect.
+    """
+    if strict not in ("raise", "report", "ignore"):
+        raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+    if into is None and strict == "ignore":
+        raise ConfigError("strict='ignore' has no effect without into=")
+    if strict == "report" and not reports:
+        raise ConfigError("load returns no report; use load_with_report with strict='report'")
+    if into is not None and device is not None and not may_be_meta(into):
+        raise ConfigError(
+            "device= has no effect with into=: targets are filled where they are, and none"
+            " is on the meta device"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
+    if not all(isinstance(cls, type) for cls in types):
+        raise ConfigError(f"types= takes classes, not {types!r}")
+    return LoadRequest(
+        into=into,
+        device=device_of(device),
+        dtype=dtype,
+        keep=None if select is None else make_predicate(select),
+        strict=strict,
+        types=tuple(types),
+    )
+
+
+def may_be_meta(target: Any) -> bool:
+    """Whether a target has tensors without memory, or objects that nobody knows."""
+    if isinstance(target, torch.Tensor):
+        return target.is_meta
+    if isinstance(target, dict):
+        return any(map(may_be_meta, target.values()))
+    if isinstance(target, (list, tuple)):
+        return any(map(may_be_meta, target))
+    if isinstance(target, torch.nn.Module):
+        return any(map(may_be_meta, target.state_dict(keep_vars=True).values()))
+    return is_stateful(target) or isinstance(target, (Shard, PerRank))
