@@ -104,8 +104,17 @@ class MismatchError(TargetError):
         missing: Sequence[str],
         unexpected: Sequence[str],
         mismatched: Sequence[str],
+        hint: str = "",
     ) -> None:
-        """List the disagreements between the checkpoint at `path` and a target."""
+        """List the disagreements between the checkpoint at `path` and a target.
+
+        Args:
+            path: The checkpoint.
+            missing: As the attribute.
+            unexpected: As the attribute.
+            mismatched: As the attribute.
+            hint: What would make them agree, if that is known.
+        """
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
@@ -119,7 +128,9 @@ class MismatchError(TargetError):
             if names
         ]
         ways_out = "load_with_report(...) loads what fits and says what does not, strict='ignore'"
-        if self.unexpected and len(parts) == 1:
+        if hint:
+            ways_out = f"{hint}; {ways_out}"
+        elif self.unexpected and len(parts) == 1:
             ways_out = f"select= says what to load, {ways_out}"
         super().__init__(
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"

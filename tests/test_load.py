@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -415,6 +417,68 @@ def test_an_option_without_effect_is_an_error(
     """Before anything is read."""
     with pytest.raises(ConfigError, match=problem):
         engine.load(saved, **options)
+
+
+def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Path) -> None:
+    """The error says what to pass instead, with a selection and without."""
+    net = torch.nn.Linear(3, 2)
+    engine.save({"run": {"model": net, "optim": {"lr": 1}}}, tmp_path / "c")
+    engine.save(net, tmp_path / "alone")
+    for select in (None, "run.model"):
+        with pytest.raises(MismatchError, match=r"pass into=\{'run': \{'model': target\}\}"):
+            engine.load(tmp_path / "c", into=net, select=select)
+    with pytest.raises(MismatchError, match="those below 'model' of the target"):
+        engine.load(tmp_path / "alone", into={"model": net.state_dict()})
+    engine.load(tmp_path / "c", into={"run": {"model": net}}, select="run.model")
+
+
+def test_ignoring_what_differs_does_not_load_nothing(engine: sync.Engine, tmp_path: Path) -> None:
+    """Where no name at all is in both, somebody is mistaken."""
+    engine.save({"m": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(TargetError, match="neither 'model'"):
+        engine.load(tmp_path / "c", into={"model": torch.zeros(3)}, strict="ignore")
+    with pytest.raises(TargetError, match="neither 'm: shape"):
+        engine.load(tmp_path / "c", into={"m": torch.zeros(4)}, strict="ignore")
+    assert engine.load(tmp_path / "c", into={}, strict="ignore") == {}
+    report = engine.load_with_report(tmp_path / "c", into={"model": torch.zeros(3)}).report
+    assert report.missing == ("model",)
+
+
+def test_arrays_alone_are_loaded_and_counted(engine: sync.Engine, tmp_path: Path) -> None:
+    """As tensors are."""
+    engine.save({"w": torch.ones(3), "np": np.arange(4)}, tmp_path / "c")
+    target = {"np": np.zeros(4, dtype=np.int64)}
+    found = engine.load_with_report(tmp_path / "c", into=target, select="np", strict="raise")
+    assert target["np"].tolist() == [0, 1, 2, 3]
+    assert found.report.num_tensors == 1
+
+
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    mode: Mode
+    inner: Any = None
+
+
+def test_records_of_the_target_come_back_as_their_class(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """The target names the class, as `types=` does; another class is not built."""
+    saved = Progress(3, Mode.B, [Progress(1, Mode.A, torch.ones(2))])
+    engine.save({"p": saved, "m": Mode.B}, tmp_path / "c")
+    blank = Progress(0, Mode.A, [Progress(0, Mode.A, torch.zeros(2))])
+    target: dict[str, Any] = {"p": blank, "m": Mode.A}
+    engine.load(tmp_path / "c", into=target)
+    assert target["m"] is Mode.B
+    found = target["p"]
+    assert (found.epoch, found.mode, found.inner[0].mode) == (3, Mode.B, Mode.A)
+    assert torch.equal(found.inner[0].inner, torch.ones(2))
+    assert engine.load(tmp_path / "c", into={"p": 0, "m": 0})["m"] == 2
 
 
 def test_there_is_nothing_to_load(engine: sync.Engine, tmp_path: Path) -> None:

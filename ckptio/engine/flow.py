@@ -329,9 +329,18 @@ def _prepare(
 
 
 def _require_selected(request: LoadRequest, restoration: Restoration, path: str) -> None:
-    """Refuse a selection that selects nothing: mostly a mistyped name."""
-    if request.keep is not None and request.strict == "raise" and restoration.is_empty:
+    """Refuse to load nothing where something was asked for: mostly a mistyped name."""
+    if not restoration.is_empty or request.strict == "report":
+        return
+    if request.keep is not None and request.strict == "raise":
         raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
+    match = restoration.match
+    if match is not None and (match.missing or match.mismatched):
+        first = (match.missing or match.mismatched)[0]
+        raise TargetError(
+            f"nothing that the target asks for is in checkpoint {path!r}, neither {first!r} nor"
+            " another; load_with_report(...) says what is"
+        )
 
 
 def caller_streams(

@@ -17,12 +17,14 @@ from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
+from ckptio.state.fills import names_of
+from ckptio.state.flatten import is_stateful
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -167,7 +169,8 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match = matcher.match
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     if request.strict == "raise" and not match.agrees:
-        raise MismatchError(path, match.missing, match.unexpected, match.mismatched)
+        hint = _nesting(_names_in(request.into), match.unexpected)
+        raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     restoration = Restoration(
         match=match, num_tensors=match.num_filled, has_values=match.num_values > 0, notes=notes
     )
@@ -186,6 +189,26 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
 
     restoration.finish = finish
     return restoration
+
+
+def _names_in(target: Any) -> list[str]:
+    return names_of("", target.state_dict() if is_stateful(target) else target)
+
+
+def _nesting(given: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say so if the names of a target are those of a checkpoint, a level up or down."""
+    if not given or not unexpected:
+        return ""
+    above = unexpected[0].removesuffix(f".{given[0]}")
+    if above != unexpected[0] and {f"{above}.{name}" for name in given} <= set(unexpected):
+        nested = "target"
+        for part in reversed(above.split(".")):
+            nested = f"{{{part!r}: {nested}}}"
+        return f"the target's names are those below {above!r}: pass into={nested}"
+    below = given[0].removesuffix(f".{unexpected[0]}")
+    if below != given[0] and {f"{below}.{name}" for name in unexpected} <= set(given):
+        return f"the checkpoint's names are those below {below!r} of the target: pass that alone"
+    return ""
 
 
 def _make(

@@ -7,6 +7,7 @@ new one like it is made when the sizes of files were checked, and takes its plac
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ckptio.state.sharded import Block
 
@@ -219,6 +220,22 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     strides = zip(target.shape, target.stride(), strict=True)
     if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
         raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
+
+
+def classes_in(target: Any) -> Iterator[type]:
+    """Give the classes of dataclasses and enums in a value of a target."""
+    if isinstance(target, enum.Enum):
+        yield type(target)
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        yield type(target)
+        for field in dataclasses.fields(target):
+            yield from classes_in(getattr(target, field.name, None))
+    elif isinstance(target, dict):
+        for item in target.values():
+            yield from classes_in(item)
+    elif isinstance(target, (list, tuple)):
+        for item in target:
+            yield from classes_in(item)
 
 
 def names_of(fqn: str, target: Any) -> list[str]:

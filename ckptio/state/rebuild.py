@@ -114,13 +114,18 @@ class Rebuilder:
     dtype: torch.dtype | None = None
     _converted: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def rebuild(self, fqn: str, node: Json) -> Any:
+    def rebuild(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
         """Make the value of a node.
+
+        Args:
+            fqn: Its name.
+            node: The node.
+            own: Classes that may be built here beside `types`.
 
         Raises:
             FormatError: The node is not what `flatten` makes.
         """
-        decoder = ObjectDecoder(self._leaf, named_types(self.types), self.notes)
+        decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
         return decoder.decode(fqn, node)
 
     def rebuild_key(self, fqn: str, node: Json) -> Any:

@@ -11,7 +11,8 @@ in place. A stateful object gives its state as a template, its tensors are fille
 place, and what else the checkpoint has under it is made new (but a module takes no names
 that it does not have, and lacks none that is tied to one it is given); then it takes the
 whole, unless nothing of it was selected.
-Any other value of the target is a placeholder for the checkpoint's.
+Any other value of the target is a placeholder for the checkpoint's; a dataclass or an enum
+comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -28,7 +29,15 @@ import torch
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import Blank, Fill, Match, check_fillable, names_of, take_over
+from ckptio.state.fills import (
+    Blank,
+    Fill,
+    Match,
+    check_fillable,
+    classes_in,
+    names_of,
+    take_over,
+)
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
@@ -131,7 +140,8 @@ class Matcher:
             node = kept[0]
         self.match.num_values += 1
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
-        return lambda rebuilder: rebuilder.rebuild(fqn, node)
+        own = tuple(classes_in(target))
+        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 
     def _ranks(self, fqn: str, target: PerRank, node: Json) -> Assemble:
         """Match what the target keeps for each rank."""
@@ -196,7 +206,7 @@ class Matcher:
         """Give the index of what a tensor of the target takes, or say how the node differs."""
         index = tensor_index(node)
         if index is None or node[TAG] in ("bytes", "bytearray", "np"):
-            return "a tensor in the target, not in the checkpoint"
+            return _other("a tensor")
         entry = self._tensors[index]
         stored_shape, stored_dtype = entry.shape, entry.dtype
         if node[TAG] == "view":
@@ -219,7 +229,7 @@ class Matcher:
             return lambda _: target
         index = tensor_index(node)
         if index is None or node[TAG] != "np":
-            return self._mismatch(fqn, target, "an array in the target, not in the checkpoint")
+            return self._mismatch(fqn, target, _other("an array"))
         if target.dtype.str != node["d"] or list(target.shape) != node["s"]:
             found = (
                 f"{target.dtype.str} {list(target.shape)} in the target, {node['d']} {node['s']}"
@@ -233,6 +243,7 @@ class Matcher:
             and entry.shape == target.shape
             and torch_dtype(entry.dtype) == tensor.dtype
         ):
+            self.match.num_filled += 1
             self.match.fills.append(Fill(index, tensor))
             return lambda _: target
         assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
@@ -278,7 +289,7 @@ class Matcher:
             flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
-            return self._mismatch(fqn, target, "a dict in the target, not in the checkpoint")
+            return self._mismatch(fqn, target, _other("a dict"))
         found_here = _members(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
@@ -336,7 +347,7 @@ class Matcher:
             else None
         )
         if items is None or is_tuple != isinstance(target, tuple):
-            found = f"a {type(target).__name__} in the target, not in the checkpoint"
+            found = _other(f"a {type(target).__name__}")
             return self._mismatch(fqn, target, found)
         names = (
             [name for name, _ in children(fqn, node)]
@@ -364,7 +375,7 @@ class Matcher:
 
     def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
         if self._keep is None or self._keep(fqn):
-            self.match.mismatched.append(f"{fqn}: {found}")
+            self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
         return lambda _: target
 
     def _note_missing(self, fqn: str, target: Any, *, is_kept: bool = False) -> None:
@@ -381,6 +392,10 @@ class Matcher:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
+
+
+def _other(kind: str) -> str:
+    return f"{kind} in the target, something else in the checkpoint"
 
 
 def _members(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:
