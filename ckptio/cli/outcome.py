@@ -21,6 +21,9 @@ FINE = 0
 DAMAGED = 1
 FAILED = 2
 
+#: What errors call options in Python, and what they are called here.
+_FLAGS = {"overwrite=True": "--overwrite", "select=": "--select", "drop_values": "--drop-values"}
+
 
 def state_of(error: CheckpointError) -> State:
     """Say what an error means for a checkpoint.
@@ -35,8 +38,14 @@ def state_of(error: CheckpointError) -> State:
 
 
 def explain(error: CheckpointError) -> str:
-    """Give an error's text without errno and path, which stand before it anyway."""
-    return error.message if isinstance(error, StorageError) else str(error)
+    """Give an error's text without errno and path, which stand before it anyway.
+
+    What it says to pass in Python is said as the command line has it.
+    """
+    text = error.message if isinstance(error, StorageError) else str(error)
+    for option, flag in _FLAGS.items():
+        text = text.replace(option, flag)
+    return text
 
 
 def exit_code(states: Iterable[State]) -> int:

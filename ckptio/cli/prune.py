@@ -211,6 +211,8 @@ class _Pruning:
         nbytes = format_nbytes(sum(removal.nbytes for removal in gone))
         left = "would leave" if self._dry_run else "left"
         lines += [f"{left} {step_name(step)}  {visible(str(owed))}" for step, owed in self._owed]
+        if not (self._removals or self._kept or self._owed or self._unreadable):
+            return [f"there are no steps of a Checkpointer in {visible(self._root)}"]
         total = f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}"
         owed = f", left {len(self._owed)} whose copy is owed" if self._owed else ""
         lines.append(total + owed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import SlabPool
+
+_log = logging.getLogger("ckptio")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -141,6 +144,9 @@ async def meet(
     def say() -> None:
         waited_s, absent = loop.time() - began_s, tuple(session.absent())
         context.emit(RanksAwaited(path=path, phase=phase, absent=absent, waited_s=waited_s))
+        if context.observer is None:
+            whom = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
+            _log.warning("%s: waiting for %s; every rank has to make this call", path, whom)
         timers[:] = [loop.call_later(_REMIND_S, say)]
 
     timers.append(loop.call_later(_PATIENCE_S, say))

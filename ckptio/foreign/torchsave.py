@@ -20,7 +20,6 @@ import bisect
 import contextlib
 import functools
 import os
-import struct
 import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,10 @@ from ckptio.foreign.archive import (
     require_stored,
 )
 from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.holes import NAME, UTF8_FLAG, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
+from ckptio.foreign.standins import load_with_stand_ins, name_of
 from ckptio.foreign.values import add_flat, load_bytes, source_of, take_apart
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
 #: Of a member that is no tensor: pickled structure.
 _MAX_MEMBER_NBYTES = 1 << 30
 _MAX_DIRECTORY_NBYTES = 1 << 28
-_UTF8_FLAG = 0x800
+#: Names in a message, at most.
+_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class TorchSaveReader:
                 if not isinstance(self._folder, LocalFolder):
                     raise
             self._memory = []
-            return take_apart(_load_whole(path))
+            return self._take_apart(_load_whole(path))
         except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
@@ -129,13 +131,30 @@ class TorchSaveReader:
         if self._folder.read(self._name, 0, len(ZIP)) != ZIP:
             if isinstance(self._folder, LocalFolder):
                 raise _NotByRangesError("it is no archive")
-            return take_apart(load_bytes(self._folder.read(self._name, 0, nbytes)))
+            data = self._folder.read(self._name, 0, nbytes)
+            return self._take_apart(load_with_stand_ins(lambda: load_bytes(data)))
         with self._with_holes(nbytes) as fd:
             file = f"/proc/self/fd/{fd}"
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            self._memory = _mapped(fd)
-        flat = take_apart(state)
+            state = load_with_stand_ins(
+                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            )
+            self._memory = mapped(fd)
+        flat = self._take_apart(state)
         self._require_places(flat)
+        return flat
+
+    def _take_apart(self, state: Any) -> FlatState:
+        """Take a state apart; what has no portable form is a byte that nobody gets."""
+        kept: dict[int, tuple[torch.Tensor, str]] = {}
+
+        def instead(fqn: str, value: Any) -> torch.Tensor:
+            byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            kept[id(byte)] = byte, f"{fqn!r} ({name_of(value)})"
+            return byte
+
+        flat = take_apart(state, instead)
+        numbered = enumerate(flat.sources)
+        self._refused = {n: kept[id(source)][1] for n, source in numbered if id(source) in kept}
         return flat
 
     def manifest(self) -> Manifest:
@@ -163,7 +182,7 @@ class TorchSaveReader:
         Raises:
             FormatError: The real one is no archive of torch.
         """
-        fd = os.memfd_create("ckptio-torch-save", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
             try:
@@ -182,12 +201,12 @@ class TorchSaveReader:
         """Write everything but tensors."""
         members = require_stored(archive, nbytes)
         start = archive.start_dir
-        _pwrite(fd, self._read(start, nbytes), start)
+        write_at(fd, self._read(start, nbytes), start)
         for name, info in members.items():
-            encoded = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8_FLAG else "cp437")
+            encoded = info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437")
             # nothing behind the name, whatever the real header has there: that is looked at
             # when a tensor is read
-            _pwrite(fd, _header_of(encoded, info), info.header_offset)
+            write_at(fd, header_of(encoded, info), info.header_offset)
             start = info.header_offset + LOCAL_HEADER_NBYTES + len(encoded)
             if start + info.file_size > nbytes:
                 raise FormatError(f"member {name!r} ends behind the file")
@@ -200,7 +219,7 @@ class TorchSaveReader:
             data = archive.read(info)
             if name.endswith("/byteorder") and data != b"little":
                 raise _NotByRangesError("its bytes are in another order than this machine's")
-            _pwrite(fd, data, start)
+            write_at(fd, data, start)
         self._members.sort(key=lambda member: member.start)
 
     def _read(self, start: int, stop: int) -> bytes:
@@ -217,6 +236,8 @@ class TorchSaveReader:
         for name, node in walk("", flat.tree):
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # a tree that was made here
+            if index in self._refused:
+                continue
             source = flat.sources[index]
             is_tensor = type(node[TAG]) is int or node[TAG] == "view"
             if is_tensor and source.numel() and self._place_of(source.untyped_storage()) is None:
@@ -255,7 +276,20 @@ class TorchSaveReader:
         return self._starts[member.header] + inside
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Look whether tensors are there, and give their bytes."""
+        """Look whether tensors are there, and give their bytes.
+
+        Raises:
+            FormatError: One of them stands for an object that is more than data.
+        """
+        assert self._flat  # noqa: S101  # which is what finds them
+        refused = [self._refused[n] for n in map(number_of, names) if n in self._refused]
+        if refused:
+            raise FormatError(
+                f"{self._folder.join(self._name)!r} holds objects that are more than data, and"
+                f" making them may run anything: {', '.join(refused[:_MAX_SHOWN])}; leave them out"
+                " with select=, or, if they are dataclasses or enums that you trust, allow their"
+                " classes with torch.serialization.safe_globals"
+            )
         return list(self._folder.each(self._size, names))
 
     def _size(self, name: str) -> int:
@@ -327,7 +361,9 @@ def _load_whole(path: str) -> Any:
     try:
         with open(path, "rb") as file:
             require_plain(file)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+        return load_with_stand_ins(
+            lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+        )
     except (FormatError, UnpicklingError):
         raise
     except FileNotFoundError:
@@ -344,33 +380,3 @@ def number_of(name: str) -> int:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements lie in row-major order, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _header_of(name: bytes, info: zipfile.ZipInfo) -> bytes:
-    """Make the header that a member of an archive begins with."""
-    large = 0xFFFFFFFF
-    sizes = (info.file_size, info.file_size) if info.file_size < large else (large, large)
-    flags = info.flag_bits & _UTF8_FLAG
-    fixed = struct.pack("<4s5H3L2H", ZIP, 20, flags, 0, 0, 0, info.CRC, *sizes, len(name), 0)
-    return fixed + name
-
-
-def _mapped(fd: int) -> list[tuple[int, int, int]]:
-    """List where a file is mapped: first and last address, and offset in the file."""
-    inode = os.fstat(fd).st_ino
-    found = []
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            addresses, _, offset, _, number, *path = line.split(maxsplit=5)
-            if int(number) == inode and path and path[0].startswith("/memfd:ckptio-torch-save"):
-                first, _, stop = addresses.partition("-")
-                found.append((int(first, 16), int(stop, 16), int(offset, 16)))
-    return found
-
-
-def _pwrite(fd: int, data: bytes, offset: int) -> None:
-    view: Any = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        offset += count
-        view = view[count:]

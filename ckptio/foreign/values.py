@@ -43,14 +43,18 @@ def load_bytes(data: bytes) -> Any:
         raise FormatError(f"torch.load cannot read it: {error}") from None
 
 
-def take_apart(value: Any) -> FlatState:
+def take_apart(value: Any, instead: Callable[[str, Any], torch.Tensor] | None = None) -> FlatState:
     """Take a loaded value apart.
+
+    Args:
+        value: The value.
+        instead: Gives what to store for something that has no portable form.
 
     Raises:
         FormatError: Something in it has no portable form.
     """
     try:
-        return flatten(_with_bytes(value))
+        return flatten(_with_bytes(value), instead=instead)
     except UnsupportedLeafError as error:
         raise FormatError(f"it holds what cannot be loaded: {error}") from None
 

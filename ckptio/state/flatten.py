@@ -30,12 +30,13 @@ from ckptio.state.leaves import (
     as_bytes,
     encode_scalar,
     plain_dtype,
+    way_out_of,
 )
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
 from ckptio.state.ties import resolve_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from ckptio.state.sharded import Sharded
 
@@ -92,7 +93,11 @@ class FlatState:
         return sum(spec.nbytes for spec in self.specs)
 
 
-def flatten(state: Any, rank: int | None = None) -> FlatState:
+def flatten(
+    state: Any,
+    rank: int | None = None,
+    instead: Callable[[str, Any], torch.Tensor] | None = None,
+) -> FlatState:
     """Take a state apart.
 
     Args:
@@ -103,6 +108,8 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
             come to.
         rank: This rank, if others save the same checkpoint. Tensors inside a `PerRank`
             value are named `fqn~rank<rank>` then, since each rank has its own.
+        instead: Gives bytes to store for a value that has no portable form, by name and
+            value; without it such a value is refused.
 
     Returns:
         A flat state that refers to the caller's memory.
@@ -111,7 +118,7 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
         UnsupportedLeafError: A value has no portable form, or a sharded tensor
             contradicts itself.
     """
-    flattener = _Flattener(rank)
+    flattener = _Flattener(rank, instead)
     with collection_paused():
         tree = flattener.encoder.encode("", state)
         return flattener.finish(tree)
@@ -156,7 +163,10 @@ class _Held:
 class _Flattener:
     """One walk over one state."""
 
-    def __init__(self, rank: int | None) -> None:
+    def __init__(
+        self, rank: int | None, instead: Callable[[str, Any], torch.Tensor] | None = None
+    ) -> None:
+        self._instead = instead
         self._suffix = "" if rank is None else f"~rank{rank}"
         self._in_ranks = False
         self._shared: list[Occurrence] = []
@@ -228,16 +238,22 @@ class _Flattener:
             return encode_scalar(fqn, value)
         if is_stateful(value):
             return self.encoder.encode(fqn, value.state_dict())
-        raise UnsupportedLeafError(
-            fqn,
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} has no"
-            " portable form",
-            "give it state_dict() and load_state_dict(), make it a dataclass, or save what it"
-            " is made of",
-        )
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        problem = f"a value of type {name} has no portable form"
+        return self._refuse(fqn, value, UnsupportedLeafError(fqn, problem, way_out_of(value)))
+
+    def _refuse(self, fqn: str, value: Any, error: UnsupportedLeafError) -> Json:
+        """Raise, or store something instead."""
+        if self._instead is None:
+            raise error
+        return self._store(fqn, self._instead(fqn, value), "uint8", {TAG: None})
 
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
-        return self._store(fqn, tensor, plain_dtype(fqn, tensor), {TAG: None})
+        try:
+            dtype = plain_dtype(fqn, tensor)
+        except UnsupportedLeafError as error:
+            return self._refuse(fqn, tensor, error)
+        return self._store(fqn, tensor, dtype, {TAG: None})
 
     def _sharded(self, fqn: str, value: Any) -> Json:
         """Take the blocks of a tensor that is held in parts."""
@@ -276,11 +292,9 @@ class _Flattener:
 
     def _array(self, fqn: str, array: np.ndarray[Any, Any]) -> Json:
         if array.dtype.kind not in NUMPY_KINDS:
-            raise UnsupportedLeafError(
-                fqn,
-                f"a numpy array of dtype {array.dtype} has no portable form",
-                "save its fields, or convert it to numbers, strings or dates",
-            )
+            problem = f"a numpy array of dtype {array.dtype} has no portable form"
+            way_out = "save its fields, or convert it to numbers, strings or dates"
+            return self._refuse(fqn, array, UnsupportedLeafError(fqn, problem, way_out))
         packed = np.ascontiguousarray(array)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name

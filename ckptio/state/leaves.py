@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
+import collections
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +46,24 @@ def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
     if not is_plain and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
         raise _refusal(fqn, tensor)
     return dtype
+
+
+def way_out_of(value: object) -> str:
+    """Say what to save instead of a value that has no portable form."""
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return "save vars(...) of it"
+    if isinstance(value, torch.Generator):
+        return "save its get_state(), and give that to set_state()"
+    if isinstance(value, np.random.Generator):
+        return "save its bit_generator.state"
+    if isinstance(value, dict):
+        return "save dict(...) of it"
+    if isinstance(value, (list, collections.deque)):
+        return "save list(...) of it"
+    return (
+        "give it state_dict() and load_state_dict(), make it a dataclass, or save what it is"
+        " made of"
+    )
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
+#: Entries of a directory that are looked at for what is below it.
+_MAX_LOOKED_AT = 1000
 
 
 class LocalStorage:
@@ -89,7 +92,7 @@ class LocalStorage:
         try:
             return _version_of(os.stat(self._manifest, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(self._path) from None
+            raise CheckpointNotFoundError(self._path, _hint(self._path)) from None
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot stat the manifest") from error
 
@@ -280,3 +283,14 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
         status.st_mtime_ns,
         status.st_ctime_ns,
     )
+
+
+def _hint(path: str) -> str:
+    """Say what is at a path that has no manifest."""
+    if not os.path.lexists(path):
+        return "there is nothing here"
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        for entry in itertools.islice(entries, _MAX_LOOKED_AT):
+            if os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
+                return f"there is no committed checkpoint here, but below, as {entry.name!r}"
+    return "there is no committed checkpoint here"

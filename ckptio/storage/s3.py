@@ -85,7 +85,8 @@ class S3Backend:
             problem = type(error).__name__  # what it says may hold the options
         else:
             return S3Store(client, bucket, fs, endpoint)
-        raise ConfigError(f"s3fs cannot make a client of the storage_options given: {problem}")
+        given = f"the storage_options given ({', '.join(options) or 'none'})"
+        raise ConfigError(f"s3fs cannot make a client of {given}: {problem}")
 
 
 def endpoint_of(options: Mapping[str, Any]) -> str:

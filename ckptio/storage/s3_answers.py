@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.exceptions
@@ -136,8 +137,15 @@ def told(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.SSLError):
         return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
     if isinstance(error, _NO_ANSWER):
-        return TransientError(f"the connection failed: {name}")
+        return TransientError(f"the connection{_where(error)} failed: {name}")
     return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)
+
+
+def _where(error: Exception) -> str:
+    """Name the host that was asked, if an error says so; nothing else of its URL."""
+    found = getattr(error, "kwargs", {}).get("endpoint_url")
+    host = urlsplit(str(found or "")).netloc.rpartition("@")[2]
+    return f" to {host}" if host else ""
 
 
 def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:

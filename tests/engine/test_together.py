@@ -422,3 +422,17 @@ def test_a_rank_that_never_comes_is_named_while_it_is_waited_for() -> None:
 
     run_virtual(scenario(), seed=0)
     assert {event.absent for event in log.of(RanksAwaited)} == {(1,)}
+
+
+def test_without_an_observer_the_log_says_who_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Minutes of silence look like a hang."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            with pytest.raises(RankError, match="rank 1 did not come"):
+                await ranks.engines[0].save(random_state([100]), "memory")
+
+    run_virtual(scenario(), seed=0)
+    assert "waiting for rank 1; every rank has to make this call" in caplog.text

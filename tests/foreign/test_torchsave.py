@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import argparse
+import collections
 import os
 import struct
+import types
 import zipfile
 from collections import OrderedDict
-from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
+from pathlib import Path  # fixtures are annotated with it
 from typing import Any
 
 import pytest
@@ -61,6 +64,51 @@ def test_a_file_that_is_more_than_data_runs_nothing(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="more than data"):
             sync.load(tmp_path / "x.pt", config=SMALL)
     assert not proof.exists()
+
+
+class Marks:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return leave_mark, (str(self.path),)
+
+
+def leave_mark(path: str) -> None:
+    Path(path).touch()
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
+    tmp_path: Path, *, is_zip: bool
+) -> None:
+    """A script's arguments beside a model do not cost the model; nothing of them is made."""
+    file, mark = tmp_path / "x.pt", tmp_path / "mark"
+    state: dict[str, Any] = {
+        "model": {"w": torch.arange(6.0)},
+        "counts": collections.defaultdict(list, {"a": [1, 2]}),
+        "args": argparse.Namespace(lr=1, inner=types.SimpleNamespace(a=torch.ones(9))),
+        "marks": [Marks(mark)],
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    torch.save(state, file, _use_new_zipfile_serialization=is_zip)
+    found: Any = sync.load(file, config=SMALL, select=["model", "counts"])
+    assert torch.equal(found["model"]["w"], state["model"]["w"])
+    assert found["counts"] == {"a": [1, 2]}
+    target = {"model": {"w": torch.zeros(6)}}
+    sync.load(file, into=target, config=SMALL, select="model")
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
+    sync.convert(file, tmp_path / "ours", to="ckptio", select=["model"])
+    ours: Any = sync.load(tmp_path / "ours")
+    assert torch.equal(ours["model"]["w"], state["model"]["w"])
+    for select in (None, ["args"], ["marks"], ["sparse"]):
+        with pytest.raises(FormatError, match="more than data") as caught:
+            sync.load(file, config=SMALL, select=select)
+        if select in (None, ["args"]):
+            assert "'args' (argparse.Namespace)" in str(caught.value)
+    assert not mark.exists()
 
 
 def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:

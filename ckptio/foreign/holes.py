@@ -1,0 +1,48 @@
+"""A file in memory that has holes where the tensors of an archive are."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+from ckptio.foreign.archive import ZIP
+
+if TYPE_CHECKING:
+    import zipfile
+
+#: Names the file in the list of maps.
+NAME = "ckptio-torch-save"
+#: A name in a directory is UTF-8; IBM's code page 437 otherwise.
+UTF8_FLAG = 0x800
+
+
+def header_of(name: bytes, info: zipfile.ZipInfo) -> bytes:
+    """Make the header that a member of an archive begins with."""
+    large = 0xFFFFFFFF
+    sizes = (info.file_size, info.file_size) if info.file_size < large else (large, large)
+    flags = info.flag_bits & UTF8_FLAG
+    fixed = struct.pack("<4s5H3L2H", ZIP, 20, flags, 0, 0, 0, info.CRC, *sizes, len(name), 0)
+    return fixed + name
+
+
+def mapped(fd: int) -> list[tuple[int, int, int]]:
+    """List where a file is mapped: first and last address, and offset in the file."""
+    inode = os.fstat(fd).st_ino
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            addresses, _, offset, _, number, *path = line.split(maxsplit=5)
+            if int(number) == inode and path and path[0].startswith(f"/memfd:{NAME}"):
+                first, _, stop = addresses.partition("-")
+                found.append((int(first, 16), int(stop, 16), int(offset, 16)))
+    return found
+
+
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all of some bytes at a place of a file."""
+    view: Any = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        offset += count
+        view = view[count:]

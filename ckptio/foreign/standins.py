@@ -1,0 +1,86 @@
+"""Objects in a file of `torch.save` that are more than data: left out, and never run.
+
+torch refuses a whole file for one class that it does not know: the arguments of a script
+beside a model, and nobody gets at the model. So for each class that it refuses it is given
+another one to make, which takes anything and keeps nothing, and asked again. What was made
+of it has no portable form, as little as the object itself would have: who wants that is
+refused by name, and who does not gets the rest. What torch blocks outright (functions of the
+operating system) stays refused with the file: nobody means that by an argument.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Self
+
+from torch.serialization import safe_globals
+
+from ckptio.foreign.pickles import UnpicklingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+) was not an allowed global")
+#: No file has more kinds of objects by accident, and each costs another look at its pickle.
+_MAX_CLASSES = 64
+
+
+class StandIn:
+    """Takes the place of an object of a class that torch refuses.
+
+    Attributes:
+        wanted: The class, as the file names it.
+    """
+
+    wanted = ""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Take whatever the object was made of."""
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Keep nothing of it."""
+
+    def __setstate__(self, _: Any) -> None:
+        """Keep nothing of that either."""
+
+
+def load_with_stand_ins(load: Callable[[], Any]) -> Any:
+    """Load with `weights_only`, with stand-ins for objects that are more than data.
+
+    Args:
+        load: Loads; called again for each class that it refuses.
+
+    Raises:
+        UnpicklingError: It refuses something else.
+    """
+    makers: dict[str, Callable[..., Any]] = {}
+    while True:
+        try:
+            with safe_globals([(maker, name) for name, maker in makers.items()]):
+                return load()
+        except UnpicklingError as error:
+            found = _REFUSED.search(str(error))
+            name = "" if found is None else found[1]
+            if "." not in name:
+                name = f"builtins.{name}"  # of which torch tells the name alone
+            if found is None or name in makers or len(makers) >= _MAX_CLASSES:
+                raise
+            makers[name] = _maker_of(name)
+
+
+def _maker_of(name: str) -> Callable[..., Any]:
+    if name == "collections.defaultdict":  # a dict but for what it makes up
+        return _plain_dict
+    return type("StandIn", (StandIn,), {"wanted": name})
+
+
+def _plain_dict(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def name_of(value: object) -> str:
+    """Name the class of an object, or the one that a stand-in is for."""
+    if isinstance(value, StandIn):
+        return value.wanted
+    return f"{type(value).__module__}.{type(value).__qualname__}"
