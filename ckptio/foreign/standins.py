@@ -57,7 +57,7 @@ def load_with_stand_ins(load: Callable[[], Any]) -> Any:
     makers: dict[str, Callable[..., Any]] = {}
     while True:
         try:
-            with safe_globals([(maker, name) for name, maker in makers.items()]):
+            with safe_globals(list(makers.values())):
                 return load()
         except UnpicklingError as error:
             found = _REFUSED.search(str(error))
@@ -70,13 +70,16 @@ def load_with_stand_ins(load: Callable[[], Any]) -> Any:
 
 
 def _maker_of(name: str) -> Callable[..., Any]:
+    """Make what goes by a name: torch finds it by its module and its own name."""
+    module, _, own = name.rpartition(".")
     if name == "collections.defaultdict":  # a dict but for what it makes up
-        return _plain_dict
-    return type("StandIn", (StandIn,), {"wanted": name})
 
+        def plain_dict(*_: Any) -> dict[Any, Any]:
+            return {}
 
-def _plain_dict(*_: Any) -> dict[Any, Any]:
-    return {}
+        plain_dict.__module__, plain_dict.__name__, plain_dict.__qualname__ = module, own, own
+        return plain_dict
+    return type(own, (StandIn,), {"wanted": name, "__module__": module})
 
 
 def name_of(value: object) -> str:
