@@ -180,7 +180,8 @@ class TorchSaveReader:
         """Make the file with holes, and lend it.
 
         Raises:
-            FormatError: The real one is no archive of torch.
+            _NotByRangesError: torch cannot load it so. Of a local file that is read as a whole it
+                says what is wrong, if something is.
         """
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
@@ -192,8 +193,10 @@ class TorchSaveReader:
                 yield fd
             except (FormatError, UnpicklingError, OSError):
                 raise
-            except Exception as error:  # a damaged file raises anything
-                raise FormatError(f"torch.load cannot read it: {error}") from None
+            except (
+                Exception
+            ) as error:  # a damaged file raises anything, and a sparse tensor of holes
+                raise _NotByRangesError(f"torch.load cannot read it: {error}") from None
         finally:
             os.close(fd)
 
