@@ -334,7 +334,7 @@ class Engine:
     async def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
         """Take memory for the staging pool now, so that the first save is as fast as the next.
 
-        It is pinned, too, if CUDA was initialised before. About 0.4 s a GB, 0.3 more if so.
+        About 0.4 s a GB. It is pinned, too, if CUDA was initialised before, which takes longer.
 
         Args:
             nbytes: How much; the whole pool if not given.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ckptio._aio import run_blocking
 from ckptio.engine.links import HostLinker
 from ckptio.engine.tier_line import CopyLine
+from ckptio.errors import StateError
 from ckptio.events import RanksAwaited, notify
 from ckptio.ranks.solo import SoloRanks
 from ckptio.storage.stores import Stores
@@ -163,12 +164,23 @@ async def settle(pending: Sequence[PendingCopies], context: EngineContext) -> No
     of reads and writes waiting.
     """
     if pending:
-        await run_blocking(context.waiters, _wait_for, pending)
+        await run_blocking(context.waiters, wait_for, pending)
 
 
-def _wait_for(pending: Sequence[PendingCopies]) -> None:
+def wait_for(pending: Sequence[PendingCopies]) -> None:
+    """Block until devices are done, all of them even if one has failed.
+
+    Raises:
+        StateError: A device has failed; the first of them.
+    """
+    failure: StateError | None = None
     for copies in pending:
-        copies.wait()
+        try:
+            copies.wait()
+        except StateError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 class Recent(Generic[K, V]):

@@ -94,7 +94,7 @@ class CallerStreams:
             for device, copies in pairs.items():
                 stream = self._side.of(device)
                 # the device first: a thread that never chose one is on the first, and leaving
-                # a stream would go back there and make a context on it, half a GB on every rank
+                # a stream would go back there and make a context on it, on every rank
                 with self._lock, torch.cuda.device(device), torch.cuda.stream(stream):
                     stream.wait_event(self._ready[device])
                     try:
@@ -132,7 +132,7 @@ class HostRegistration:
         self._device = device
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin a range. Blocks: about 0.3 s a GB."""
+        """Pin a range. Blocks."""
         portable = 1  # cudaHostRegisterPortable
         with torch.cuda.device(self._device):
             _check(

@@ -4,7 +4,7 @@ Many short pieces go by `process_vm_readv(2)`, from this process to itself: one 
 takes a thousand of them and lets the GIL go once, where a thousand calls of memmove hold it
 or invite a busy trainer to take it a thousand times. 20,000 tensors of 1 to 64 KiB, two
 threads: 0.07 s instead of 0.11, in which the threads that write had waited for the GIL; the
-whole save took 0.36 s instead of 0.52. `torch._foreach_copy_` came next (0.08), is private,
+whole save took 0.37 s instead of 0.52. `torch._foreach_copy_` came next (0.08), is private,
 and wants views that cost the GIL 1 us each.
 
 Where the system call is not there or not allowed (a sandbox), or does not reach some memory

@@ -38,9 +38,10 @@ from ckptio.state.fills import (
     names_of,
     take_over,
 )
+from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
-from ckptio.state.rebuild import Rebuilder, check_view, torch_dtype
+from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
 from ckptio.state.tree import (
     children,
@@ -203,21 +204,7 @@ class Matcher:
         return lambda _: target
 
     def _find(self, node: Json, shape: tuple[int, ...], dtype: torch.dtype) -> int | str:
-        """Give the index of what a tensor of the target takes, or say how the node differs."""
-        index = tensor_index(node)
-        if index is None or node[TAG] in ("bytes", "bytearray", "np"):
-            return _other("a tensor")
-        entry = self._tensors[index]
-        stored_shape, stored_dtype = entry.shape, entry.dtype
-        if node[TAG] == "view":
-            check_view(node, entry.nbytes)
-            stored_shape, stored_dtype = tuple(node["s"]), node["d"]
-        stored = torch_dtype(stored_dtype)
-        if shape != stored_shape:
-            return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
-        if dtype != stored and not (self._dtype == dtype and stored.is_floating_point):
-            return f"{dtype} in the target, {stored} in the checkpoint"
-        return index
+        return find_tensor(self._tensors, node, shape, dtype, converted=self._dtype)
 
     def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
         """Give what takes the place of a tensor on the meta device; tied ones get one."""
@@ -229,12 +216,9 @@ class Matcher:
             return lambda _: target
         index = tensor_index(node)
         if index is None or node[TAG] != "np":
-            return self._mismatch(fqn, target, _other("an array"))
-        if target.dtype.str != node["d"] or list(target.shape) != node["s"]:
-            found = (
-                f"{target.dtype.str} {list(target.shape)} in the target, {node['d']} {node['s']}"
-            )
-            return self._mismatch(fqn, target, f"{found} in the checkpoint")
+            return self._mismatch(fqn, target, other("an array"))
+        if found := array_differs(target, node):
+            return self._mismatch(fqn, target, found)
         if not target.flags.writeable:
             raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
         tensor, entry = as_tensor(target), self._tensors[index]
@@ -289,7 +273,7 @@ class Matcher:
             flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
-            return self._mismatch(fqn, target, _other("a dict"))
+            return self._mismatch(fqn, target, other("a dict"))
         found_here = _members(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
@@ -347,7 +331,7 @@ class Matcher:
             else None
         )
         if items is None or is_tuple != isinstance(target, tuple):
-            found = _other(f"a {type(target).__name__}")
+            found = other(f"a {type(target).__name__}")
             return self._mismatch(fqn, target, found)
         names = (
             [name for name, _ in children(fqn, node)]
@@ -392,10 +376,6 @@ class Matcher:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
-
-
-def _other(kind: str) -> str:
-    return f"{kind} in the target, something else in the checkpoint"
 
 
 def _members(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:

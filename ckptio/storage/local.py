@@ -291,6 +291,6 @@ def _hint(path: str) -> str:
         return "there is nothing here"
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         for entry in itertools.islice(entries, _MAX_LOOKED_AT):
-            if os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
+            if entry.is_dir() and os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
                 return f"there is no committed checkpoint here, but below, as {entry.name!r}"
     return "there is no committed checkpoint here"

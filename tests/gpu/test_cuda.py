@@ -54,6 +54,14 @@ def random_on(device: str, *sizes: int, seed: int = 0) -> dict[str, torch.Tensor
     }
 
 
+def keep_busy() -> None:
+    """Queue work on the current stream, so that what comes next is not done at once."""
+    busy = torch.randn(2000, 2000, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy
+        busy = busy / busy.norm()
+
+
 def on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in state.items()}
 
@@ -137,10 +145,7 @@ async def test_a_save_sees_the_stream_it_was_called_on(tmp_path: Path) -> None:
     stream.wait_stream(torch.cuda.current_stream())
     async with ckptio.Engine(CONFIG) as engine:
         with torch.cuda.stream(stream):
-            busy = torch.randn(2000, 2000, device="cuda")
-            for _ in range(20):
-                busy = busy @ busy
-                busy = busy / busy.norm()
+            keep_busy()
             tensor.fill_(5)
             handle = engine.save({"t": tensor}, tmp_path / "c")
             handle.fence()
@@ -319,10 +324,7 @@ def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        busy = torch.randn(2000, 2000, device="cuda")
-        for _ in range(20):
-            busy = busy @ busy
-            busy = busy / busy.norm()
+        keep_busy()
         tensor.fill_(5)
         dcp_save({"t": tensor}, storage_writer=StorageWriter(tmp_path / "c", config=CONFIG))
     target = {"t": torch.zeros_like(tensor)}
@@ -332,7 +334,7 @@ def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_job_on_the_second_device_makes_no_context_on_the_first(tmp_path: Path) -> None:
-    """Half a GB of the first device for every rank would be the price."""
+    """Memory of the first device for every rank would be the price."""
     program = """
 import sys, torch, ckptio.sync
 torch.cuda.set_device(1)

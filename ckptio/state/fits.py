@@ -1,0 +1,65 @@
+"""Whether a tensor or an array of a target is what a node of the tree has, and if not, why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.format.encode import TAG
+from ckptio.state.rebuild import check_view, torch_dtype
+from ckptio.state.tree import tensor_index
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+
+    from ckptio.format.manifest import TensorEntry
+
+    Json = Any
+
+
+def find_tensor(
+    entries: Sequence[TensorEntry],
+    node: Json,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    converted: torch.dtype | None,
+) -> int | str:
+    """Give the index of what a tensor of the target takes, or say how the node differs.
+
+    Args:
+        entries: Tensors of the manifest.
+        node: The node.
+        shape: Shape of the target's tensor.
+        dtype: Its element type.
+        converted: Floating-point element type that it may have instead of the stored one.
+    """
+    index = tensor_index(node)
+    if index is None or node[TAG] in ("bytes", "bytearray", "np"):
+        return other("a tensor")
+    entry = entries[index]
+    stored_shape, stored_dtype = entry.shape, entry.dtype
+    if node[TAG] == "view":
+        check_view(node, entry.nbytes)
+        stored_shape, stored_dtype = tuple(node["s"]), node["d"]
+    stored = torch_dtype(stored_dtype)
+    if shape != stored_shape:
+        return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
+    if dtype != stored and not (converted == dtype and stored.is_floating_point):
+        return f"{dtype} in the target, {stored} in the checkpoint"
+    return index
+
+
+def array_differs(target: np.ndarray[Any, Any], node: Json) -> str:
+    """Say how an array of the target differs from a node that is one; empty if it does not."""
+    if target.dtype.str == node["d"] and list(target.shape) == node["s"]:
+        return ""
+    found = f"{target.dtype.str} {list(target.shape)} in the target, {node['d']} {node['s']}"
+    return f"{found} in the checkpoint"
+
+
+def other(kind: str) -> str:
+    """Say that the target has a kind of value where the checkpoint has another."""
+    return f"{kind} in the target, something else in the checkpoint"
