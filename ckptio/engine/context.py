@@ -164,10 +164,10 @@ async def settle(pending: Sequence[PendingCopies], context: EngineContext) -> No
     of reads and writes waiting.
     """
     if pending:
-        await run_blocking(context.waiters, wait_for, pending)
+        await run_blocking(context.waiters, wait_for_all, pending)
 
 
-def wait_for(pending: Sequence[PendingCopies]) -> None:
+def wait_for_all(pending: Sequence[PendingCopies]) -> None:
     """Block until devices are done, all of them even if one has failed.
 
     Raises:

@@ -6,19 +6,27 @@ another one to make, which takes anything and keeps nothing, and asked again. Wh
 of it has no portable form, as little as the object itself would have: who wants that is
 refused by name, and who does not gets the rest. What torch blocks outright (functions of the
 operating system) stays refused with the file: nobody means that by an argument.
+
+torch keeps what it allows for the whole process: while a file is loaded, another thread that
+loads an object of such a class gets a stand-in, too, where it would have got an error.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch.serialization import safe_globals
 
 from ckptio.foreign.pickles import UnpicklingError
+from ckptio.foreign.values import take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckptio.state.flatten import FlatState
 
 _REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+) was not an allowed global")
 #: No file has more kinds of objects by accident, and each costs another look at its pickle.
@@ -82,7 +90,38 @@ def _maker_of(name: str) -> Callable[..., Any]:
     return type(own, (StandIn,), {"wanted": name, "__module__": module})
 
 
-def name_of(value: object) -> str:
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A state taken apart.
+
+    Attributes:
+        flat: It; what is more than data is a byte that nobody gets.
+        refused: Name and class of what such a byte stands for, by its number.
+    """
+
+    flat: FlatState
+    refused: dict[int, str]
+
+
+def take_apart_data(state: Any) -> Taken:
+    """Take a loaded state apart, and hold back what is more than data.
+
+    Raises:
+        FormatError: A key has no portable form.
+    """
+    kept: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def instead(fqn: str, value: Any) -> torch.Tensor:
+        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        kept[id(byte)] = byte, f"{fqn!r} ({_name_of(value)})"
+        return byte
+
+    flat = take_apart(state, instead)
+    numbered = enumerate(flat.sources)
+    return Taken(flat, {n: kept[id(source)][1] for n, source in numbered if id(source) in kept})
+
+
+def _name_of(value: object) -> str:
     """Name the class of an object, or the one that a stand-in is for."""
     if isinstance(value, StandIn):
         return value.wanted

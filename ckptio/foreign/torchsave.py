@@ -38,8 +38,8 @@ from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.holes import NAME, UTF8_FLAG, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
-from ckptio.foreign.standins import load_with_stand_ins, name_of
-from ckptio.foreign.values import add_flat, load_bytes, source_of, take_apart
+from ckptio.foreign.standins import Taken, load_with_stand_ins, take_apart_data
+from ckptio.foreign.values import add_flat, load_bytes, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
 
@@ -96,9 +96,14 @@ class TorchSaveReader:
         """See `interface.ForeignReader`."""
         return self._folder.version(self._name)
 
-    @functools.cached_property
+    @property
     def _flat(self) -> FlatState:
         """The state; its tensors have places, and no bytes, unless it is loaded as a whole."""
+        return self._taken.flat
+
+    @functools.cached_property
+    def _taken(self) -> Taken:
+        """The state, taken apart at the first look at it."""
         path = self._folder.join(self._name)
         status = self._folder.status(self._name)
         if status is None:
@@ -113,7 +118,7 @@ class TorchSaveReader:
                 if not isinstance(self._folder, LocalFolder):
                     raise
             self._memory = []
-            return self._take_apart(_load_whole(path))
+            return take_apart_data(_load_whole(path))
         except UnpicklingError as error:
             raise FormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
@@ -122,7 +127,7 @@ class TorchSaveReader:
         except FormatError as error:
             raise at(path, error) from None
 
-    def _load_outline(self, nbytes: int) -> FlatState:
+    def _load_outline(self, nbytes: int) -> Taken:
         """Load a state of tensors without bytes; one of before 1.6 is loaded as a whole.
 
         Raises:
@@ -132,30 +137,16 @@ class TorchSaveReader:
             if isinstance(self._folder, LocalFolder):
                 raise _NotByRangesError("it is no archive")
             data = self._folder.read(self._name, 0, nbytes)
-            return self._take_apart(load_with_stand_ins(lambda: load_bytes(data)))
+            return take_apart_data(load_with_stand_ins(lambda: load_bytes(data)))
         with self._with_holes(nbytes) as fd:
             file = f"/proc/self/fd/{fd}"
             state = load_with_stand_ins(
                 lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             )
             self._memory = mapped(fd)
-        flat = self._take_apart(state)
-        self._require_places(flat)
-        return flat
-
-    def _take_apart(self, state: Any) -> FlatState:
-        """Take a state apart; what has no portable form is a byte that nobody gets."""
-        kept: dict[int, tuple[torch.Tensor, str]] = {}
-
-        def instead(fqn: str, value: Any) -> torch.Tensor:
-            byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            kept[id(byte)] = byte, f"{fqn!r} ({name_of(value)})"
-            return byte
-
-        flat = take_apart(state, instead)
-        numbered = enumerate(flat.sources)
-        self._refused = {n: kept[id(source)][1] for n, source in numbered if id(source) in kept}
-        return flat
+        taken = take_apart_data(state)
+        self._require_places(taken)
+        return taken
 
     def manifest(self) -> Manifest:
         """Take the state apart."""
@@ -228,7 +219,7 @@ class TorchSaveReader:
     def _read(self, start: int, stop: int) -> bytes:
         return self._folder.read(self._name, start, stop)
 
-    def _require_places(self, flat: FlatState) -> None:
+    def _require_places(self, taken: Taken) -> None:
         """Refuse tensors that are not in the file.
 
         Raises:
@@ -236,12 +227,12 @@ class TorchSaveReader:
         """
         if not self._memory:
             return
-        for name, node in walk("", flat.tree):
+        for name, node in walk("", taken.flat.tree):
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # a tree that was made here
-            if index in self._refused:
+            if index in taken.refused:
                 continue
-            source = flat.sources[index]
+            source = taken.flat.sources[index]
             is_tensor = type(node[TAG]) is int or node[TAG] == "view"
             if is_tensor and source.numel() and self._place_of(source.untyped_storage()) is None:
                 raise _NotByRangesError(
@@ -284,8 +275,8 @@ class TorchSaveReader:
         Raises:
             FormatError: One of them stands for an object that is more than data.
         """
-        assert self._flat  # noqa: S101  # which is what finds them
-        refused = [self._refused[n] for n in map(number_of, names) if n in self._refused]
+        held_back = self._taken.refused
+        refused = [held_back[n] for n in map(number_of, names) if n in held_back]
         if refused:
             raise FormatError(
                 f"{self._folder.join(self._name)!r} holds objects that are more than data, and"

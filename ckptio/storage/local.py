@@ -92,7 +92,7 @@ class LocalStorage:
         try:
             return _version_of(os.stat(self._manifest, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(self._path, _hint(self._path)) from None
+            raise CheckpointNotFoundError(self._path) from None
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot stat the manifest") from error
 
@@ -134,7 +134,8 @@ class LocalStorage:
                     )
                 return _version_of(status), await file.read(status.st_size)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(self._path) from None
+            hint = await run_blocking(self._executor, _hint, self._path)
+            raise CheckpointNotFoundError(self._path, hint) from None
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot read the manifest") from error
 

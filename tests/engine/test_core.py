@@ -12,9 +12,17 @@ import torch
 
 import ckptio
 import ckptio.sync
+from ckptio.engine.context import wait_for_all
 from ckptio.engine.core import EngineCore
 from ckptio.engine.running import Running
-from ckptio.errors import EngineClosedError, SaveAbortedError, StorageError
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    EngineClosedError,
+    SaveAbortedError,
+    StateError,
+    StorageError,
+)
+from ckptio.staging.cuda import PendingCopies
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (
     SMALL,
@@ -454,3 +462,33 @@ def test_aborting_a_step_that_waits_for_nothing_does_not_end_the_engine(core: En
         racing.abort()
         racing.wait_ended()
         assert core.call_blocking(step, "another") == 1
+
+
+def test_devices_are_waited_for_though_one_has_failed() -> None:
+    """A slab that another still reads from must not go back; the first failure is raised."""
+    waited: list[str] = []
+
+    class Copies(PendingCopies):
+        def __init__(self, name: str, *, fails: bool) -> None:
+            super().__init__(())
+            self.name, self.fails = name, fails
+
+        def wait(self) -> None:
+            waited.append(self.name)
+            if self.fails:
+                raise StateError(self.name)
+
+    pending = [Copies("a", fails=False), Copies("b", fails=True), Copies("c", fails=True)]
+    with pytest.raises(StateError, match="b"):
+        wait_for_all([*pending, Copies("d", fails=False)])
+    assert waited == ["a", "b", "c", "d"]
+
+
+async def test_an_error_says_what_is_at_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    """Nothing, something else, or a run with checkpoints below."""
+    (tmp_path / "else").mkdir()
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.save({"t": torch.ones(3)}, tmp_path / "run" / "step-1")
+        for name, text in (("none", "nothing here"), ("else", "here"), ("run", "as 'step-1'")):
+            with pytest.raises(CheckpointNotFoundError, match=text):
+                await engine.load(tmp_path / name)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckptio.engine.context import wait_for
+from ckptio.engine.context import wait_for_all
 from ckptio.errors import PlanError, UnsupportedLeafError
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
@@ -223,7 +223,7 @@ class PlannerSource(SourceState):
             source = SourceState(tensors, self._ordered(devices))
             source.gather(replace(segment, pieces=pieces), slab, copies)
         finally:  # the tensors are let go of here, so that nobody else can wait
-            wait_for(copies)
+            wait_for_all(copies)
         for leaf in leaves:
             self._let_go(leaf)
 
