@@ -213,6 +213,7 @@ class _Part:
     def __init__(self, reader: BlockReader, start: int) -> None:
         self._reader = reader
         self._start = start
+        self.is_cached = reader.is_cached
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
         """Read a range; see `storage.streams.Source`."""
@@ -234,6 +235,8 @@ class MemorySource:
     Args:
         data: The bytes.
     """
+
+    is_cached = True
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

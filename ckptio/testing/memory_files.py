@@ -59,6 +59,8 @@ class MemorySink:
 class MemorySource:
     """A data file being read; see `streams.Source`."""
 
+    is_cached = False
+
     def __init__(self, storage: MemoryStorage, name: str, data: bytearray, nbytes: int) -> None:
         self._storage = storage
         self._name = name

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.config import KiB
+from ckptio.engine import load
 from ckptio.errors import CorruptionError
+from ckptio.events import ReadProgressed
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
+from ckptio.testing.memory_files import MemorySource
 from tests.rig import SMALL, assert_same, config_with, inline_engine, random_state
 
 if TYPE_CHECKING:
+    from ckptio.events import Event
     from ckptio.testing import Operation
 
-#: One reader, which takes four ranges in a visit at first.
+#: One reader, which takes all ranges in a visit if they come soon.
 LONE_READER = config_with(max_reads=1, bucket_nbytes=2048 * KiB)
 LARGE = [40 * SMALL.slab_nbytes]
 
@@ -95,3 +99,53 @@ async def test_a_cancelled_load_reads_no_more_than_the_range_it_is_at() -> None:
         with pytest.raises(asyncio.CancelledError):
             await load
         assert num_blocks == SMALL.slab_nbytes // SMALL.block_nbytes
+
+
+@pytest.mark.parametrize(("turn_s", "num_visits"), [(0.0, 40), (3600.0, 1)])
+def test_a_visit_to_a_thread_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch, turn_s: float, num_visits: int
+) -> None:
+    """From a slow device each visit reads a few ranges, so that progress is said."""
+    monkeypatch.setattr(load, "_TURN_S", turn_s)
+    events: list[Event] = []
+
+    async def scenario() -> None:
+        async with inline_engine({"memory": MemoryStorage()}, LONE_READER, events.append) as engine:
+            state = random_state(LARGE)
+            await engine.save(state, "memory")
+            assert_same(await engine.load("memory"), state)
+
+    run_virtual(scenario(), seed=0)
+    progress = [event.read_nbytes for event in events if isinstance(event, ReadProgressed)]
+    assert len(progress) in (num_visits, num_visits + 1)  # the header may need a range of its own
+    assert progress == sorted(progress)
+
+
+@pytest.mark.parametrize(("is_cached", "num_lanes"), [(True, 2), (False, 6)])
+async def test_no_more_lanes_than_cores_read_what_is_cached(
+    monkeypatch: pytest.MonkeyPatch, *, is_cached: bool, num_lanes: int
+) -> None:
+    """A file that is in memory is read by a core each, one on a disk by `max_reads` lanes."""
+    monkeypatch.setattr(load, "_NUM_CORES", 2)
+    monkeypatch.setattr(MemorySource, "is_cached", is_cached)
+    storage = MemoryStorage()
+    config = config_with(max_reads=6, pool_nbytes=4096 * KiB, bucket_nbytes=4096 * KiB)
+    lock, num_inside, most = threading.Lock(), 0, 0
+
+    def count(operation: Operation) -> None:
+        nonlocal num_inside, most
+        if operation.kind == "pread_into":
+            with lock:
+                num_inside += 1
+                most = max(most, num_inside)
+            together.wait(0.05)
+            with lock:
+                num_inside -= 1
+
+    together = threading.Event()  # never set: each read takes a while
+    async with inline_engine({"memory": storage}, config) as engine:
+        state = random_state([12 * SMALL.slab_nbytes])
+        await engine.save(state, "memory")
+        storage.fault = count
+        assert_same(await engine.load("memory"), state)
+    assert most == num_lanes

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage.blocks import BlockReader, BlockWriter
+from ckptio.storage.linux import num_cached_pages
 from ckptio.testing import RecordingFiles, fail_kind
 from tests.rig import SMALL, config_with, page_aligned
 
@@ -301,3 +302,27 @@ def test_tmpfs_is_written_whatever_it_says_to_direct_io(tmpfs: Path) -> None:
     write(RecordingFiles(), tmpfs / "f", data)
     assert (tmpfs / "f").read_bytes() == data
     assert read(RecordingFiles(), tmpfs / "f", len(data)) == data
+
+
+def test_a_reader_says_whether_its_file_is_cached(tmp_path: Path) -> None:
+    """It is after a write through the page cache, and is not once it was dropped from there."""
+    path = tmp_path / "f"
+    path.write_bytes(bytes_of(1 << 20))
+    with open(path, "rb") as file:
+        if num_cached_pages(file.fileno(), 0, 1 << 20) is None:
+            pytest.skip("this kernel does not tell what is in the page cache")
+        assert is_cached(path)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if num_cached_pages(file.fileno(), 0, 1 << 20):
+            pytest.skip("this file system keeps its files in memory")
+    assert not is_cached(path)
+
+
+def is_cached(path: Path) -> bool:
+    nbytes = path.stat().st_size
+    reader = BlockReader(RecordingFiles(), str(path), name="f", nbytes=nbytes, direct=True)
+    try:
+        return reader.is_cached
+    finally:
+        reader.close()
