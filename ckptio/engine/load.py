@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure, outlive, run_blocking
 from ckptio._gc import collection_paused
-from ckptio.engine.context import settle
+from ckptio.engine.context import num_cached_lanes, settle
 from ckptio.engine.landing import bring, check_and_land, opened
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
 from ckptio.events import LoadStarted, ReadProgressed
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 #: Seconds after which a visit to a thread ends with the range it is at, so that its slab goes
 #: to who waits, and progress is said. From memory that is a dozen ranges, from a disk a few.
 _TURN_S = 0.1
-#: More threads than cores copy no faster out of the page cache, and each waits for the others'
-#: GIL: twelve took 7 % longer than two. A disk, to the contrary, wants a dozen reads at a time.
-_NUM_CORES = len(os.sched_getaffinity(0))
 
 
 async def check_sizes(reading: Reading, files: Sequence[int], context: EngineContext) -> set[int]:
@@ -192,11 +188,12 @@ async def _read_file(
                     name=f"read {entry.name}@{segment.start}",
                 )
         else:
-            num_lanes = min(len(segments), context.config.max_reads)
             if source.is_cached:
-                num_lanes = min(num_lanes, _NUM_CORES)
-            lanes = _Lanes(collections.deque(segments), num_lanes)
-            for lane in range(num_lanes):
+                num, gate = num_cached_lanes(context.config), context.cached_lanes
+            else:
+                num, gate = context.config.max_reads, context.lanes
+            lanes = _Lanes(collections.deque(segments), min(len(segments), num), gate)
+            for lane in range(lanes.num):
                 group.create_task(
                     _read_in_lane(lanes, source, reading, context, total_nbytes),
                     name=f"read {entry.name}, lane {lane}",
@@ -228,11 +225,13 @@ class _Lanes:
         left: Ranges to be read. Whoever clears it lets all threads end with the range they
             are at.
         num: How many lanes there are.
-        waiting: Those that wait for a slab.
+        gate: Lets some of all lanes of the engine through.
+        waiting: Those that wait for that, or for a slab.
     """
 
     left: deque[ReadSegment]
     num: int
+    gate: asyncio.Semaphore
     waiting: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -261,7 +260,7 @@ async def _read_in_lane(
     try:
         while lanes.left:
             lanes.waiting.add(lane)
-            async with context.pool.lease() as slab:
+            async with lanes.gate, context.pool.lease() as slab:
                 lanes.waiting.discard(lane)
                 turn = functools.partial(_read_turn, lanes, slab, source, reading)
                 nbytes, damage = await outlive(

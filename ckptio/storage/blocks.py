@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import Lent
 
 _WINDOW_NBYTES = 64 * MiB
+#: A file of which less is in the page cache is read as from a disk, many ranges at a time.
+_CACHED_SHARE = 0.95
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -265,8 +267,8 @@ class BlockReader:
         direct: Whether to try to read past the page cache what is not in it.
 
     Attributes:
-        is_cached: Whether most of it was in the page cache at first. That takes 0.2 ms a GiB
-            to say.
+        is_cached: Whether nearly all of it was in the page cache at first. That takes 0.2 ms a
+            GiB to say.
 
     Raises:
         OSError: It cannot be opened, or is no regular file.
@@ -285,7 +287,7 @@ class BlockReader:
         if direct:
             with contextlib.suppress(OSError):  # refused: the page cache serves, only slower
                 self._direct_fd = files.open(path, direct=True)
-        self.is_cached = self._is_cached(0, nbytes)
+        self.is_cached = self._num_cached(0, nbytes) > _CACHED_SHARE * nbytes
 
     def status(self) -> os.stat_result:
         """Say which file it is, and when it was written. Blocks."""
@@ -323,8 +325,11 @@ class BlockReader:
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether most of a range is in the page cache."""
-        pages = linux.num_cached_pages(self._fd, offset, nbytes)
-        return pages is not None and pages * mmap.PAGESIZE * 2 > nbytes
+        return self._num_cached(offset, nbytes) * 2 > nbytes
+
+    def _num_cached(self, offset: int, nbytes: int) -> int:
+        """Count the bytes of a range that are in the page cache, in whole pages."""
+        return (linux.num_cached_pages(self._fd, offset, nbytes) or 0) * mmap.PAGESIZE
 
     def _read(self, fd: int, offset: int, room: memoryview, nbytes: int) -> None:
         """Read `nbytes` at least, however little the system gives at a time."""

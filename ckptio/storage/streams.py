@@ -64,7 +64,7 @@ class Source(Protocol):
 
     @property
     def is_cached(self) -> bool:
-        """Whether most of it was in memory when it was opened: reads wait for no device."""
+        """Whether nearly all of it was in memory when it was opened: no read waits for a device."""
         ...
 
     def pread_into(self, offset: int, room: memoryview, nbytes: int) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio.config import KiB
+from ckptio.config import KiB, MiB
 from ckptio.engine import load
+from ckptio.engine.context import num_cached_lanes
 from ckptio.errors import CorruptionError
 from ckptio.events import ReadProgressed
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
@@ -121,31 +122,46 @@ def test_a_visit_to_a_thread_ends_in_time(
     assert progress == sorted(progress)
 
 
+@pytest.mark.parametrize("num_files", [1, 5])
 @pytest.mark.parametrize(("is_cached", "num_lanes"), [(True, 2), (False, 6)])
 async def test_no_more_lanes_than_cores_read_what_is_cached(
-    monkeypatch: pytest.MonkeyPatch, *, is_cached: bool, num_lanes: int
+    monkeypatch: pytest.MonkeyPatch, *, is_cached: bool, num_lanes: int, num_files: int
 ) -> None:
-    """A file that is in memory is read by a core each, one on a disk by `max_reads` lanes."""
-    monkeypatch.setattr(load, "_NUM_CORES", 2)
+    """What is in memory is read by a core each, what is on a disk by `max_reads` lanes.
+
+    However many files there are: what is left of the pool is for those who save meanwhile.
+    """
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(MemorySource, "is_cached", is_cached)
     storage = MemoryStorage()
-    config = config_with(max_reads=6, pool_nbytes=4096 * KiB, bucket_nbytes=4096 * KiB)
+    config = config_with(max_reads=6, pool_nbytes=4096 * KiB, bucket_nbytes=512 * KiB)
     lock, num_inside, most = threading.Lock(), 0, 0
+    most_leased = 0
+    never = threading.Event()
 
     def count(operation: Operation) -> None:
-        nonlocal num_inside, most
+        nonlocal num_inside, most, most_leased
         if operation.kind == "pread_into":
             with lock:
                 num_inside += 1
                 most = max(most, num_inside)
-            together.wait(0.05)
+                leased = pool.statistics().leased_nbytes // pool.slab_nbytes
+                most_leased = max(most_leased, leased)
+            never.wait(0.02)  # each read takes a while
             with lock:
                 num_inside -= 1
 
-    together = threading.Event()  # never set: each read takes a while
     async with inline_engine({"memory": storage}, config) as engine:
-        state = random_state([12 * SMALL.slab_nbytes])
+        pool = engine._core.context.pool
+        state = random_state([7 * SMALL.slab_nbytes] * num_files)
         await engine.save(state, "memory")
+        assert len(storage.files) == num_files
         storage.fault = count
         assert_same(await engine.load("memory"), state)
-    assert most == num_lanes
+    assert most == most_leased == num_lanes
+
+
+def test_fewer_lanes_map_larger_slabs() -> None:
+    """What a load has of the page cache in memory stays within its allowance."""
+    assert num_cached_lanes(config_with(slab_nbytes=128 * MiB, pool_nbytes=1024 * MiB)) == 1
+    assert num_cached_lanes(config_with(max_reads=1)) == 1
