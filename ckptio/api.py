@@ -194,11 +194,14 @@ class Engine:
         Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
         With it, tensors and arrays of the target are filled in place, with no second
         copy of the state in memory; dicts and lists are updated; stateful objects are
-        given their state; and the target is returned.
+        given their state; and the target is returned. Where two names of it are one tensor
+        (tied weights) and two in the checkpoint, the first is loaded, and a note of the
+        report says so.
 
-        No byte of the target changes before the sizes of all files were checked, and no
-        block lands before its checksum was. If a later block turns out damaged, blocks
-        that were right have landed: reload from another checkpoint.
+        No byte of the target changes before the sizes of all files that are needed (without
+        `select`, of all) were checked, and no block lands before its checksum was. If a later
+        block turns out damaged, blocks that were right have landed: reload from another
+        checkpoint.
 
         Each of several ranks has a target of its own, or none: sharded targets take their
         blocks, whatever ranks, mesh and placement wrote them; all else is whole. No target

@@ -19,6 +19,7 @@ from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
 from ckptio.state.fills import names_of
 from ckptio.state.flatten import is_stateful
+from ckptio.state.overlaps import settle_overlaps
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
@@ -175,7 +176,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         match=match, num_tensors=match.num_filled, has_values=match.num_values > 0, notes=notes
     )
     late: list[Callable[[], None]] = []
-    for fill in match.fills:
+    for fill in settle_overlaps(match.fills, manifest.tensors, notes):
         _fill(manifest, fill, restoration, late)
     tensors: dict[int, torch.Tensor] = {}
     _make(manifest, dict.fromkeys(sorted(match.fresh), _Kind(None, None)), tensors, restoration)

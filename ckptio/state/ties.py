@@ -41,7 +41,7 @@ def resolve_ties(
         stored apart.
     """
     sizes = [o.tensor.nbytes for o in occurrences]
-    spans = [_span(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
+    spans = [span_of(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
     if not _any_shared(spans, sizes):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
@@ -81,7 +81,7 @@ def _any_shared(spans: Sequence[tuple[int, int]], sizes: Sequence[int]) -> bool:
     return any(stop - start < size for (start, stop), size in zip(spans, sizes, strict=True))
 
 
-def _span(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
     """First and last byte (exclusive) of a tensor's elements; equal for none."""
     start = tensor.data_ptr()
     if nbytes and not tensor.is_contiguous():
