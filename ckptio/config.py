@@ -35,6 +35,7 @@ _CHOICES = {
 }
 _ENV_PREFIX = "CKPTIO_"
 _MIN_FOR_RESERVE = 8
+_LOCAL_REPLICA_NBYTES = 1 * MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class CheckpointConfig:
     cache_nbytes: int = 256 * MiB
     cache_ttl_s: float = 0.0
     replicate: Replicate = "once"
-    local_replica_nbytes: int = 1 * MiB
+    local_replica_nbytes: int = _LOCAL_REPLICA_NBYTES
     exchange: Exchange = "auto"
     peer_timeout_s: float = 30.0
     meet_timeout_s: float = 600.0
@@ -151,6 +152,8 @@ class CheckpointConfig:
             if getattr(self, name) not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
                 raise ConfigError(f"{name} must be {words}, not {getattr(self, name)!r}")
+        if self.local_replica_nbytes != _LOCAL_REPLICA_NBYTES and self.replicate != "local":
+            raise ConfigError("local_replica_nbytes has no effect without replicate='local'")
         if not isinstance(self.storage_options, Mapping):
             raise ConfigError("storage_options must be a mapping")  # not shown: it has secrets
         if self.file_mode & ~0o777 or self.dir_mode & ~0o777:

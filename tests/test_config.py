@@ -66,6 +66,7 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"block_nbytes": 5000}, "block_nbytes must be a multiple of 4096"),
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
         ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
+        ({"local_replica_nbytes": 4096}, "no effect without replicate='local'"),
         ({"file_mode": 0o1644}, "permission bits"),
         ({"dir_mode": 0o1755}, "permission bits"),
     ],

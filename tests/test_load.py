@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import enum
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -404,6 +405,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.complex64}, "dtype= is a floating-point torch.dtype"),
     ({"types": ["Point"]}, "types= takes classes"),
     ({"types": [Point(1, 2)]}, "types= takes classes"),
+    ({"types": [Point, dict]}, "takes dataclasses, enums and named tuples, and 'dict' is none"),
+    ({"types": [Point, type("Point", (Point,), vars(Point).copy())]}, "two classes of the name"),
     ({"select": []}, "select takes"),
     ({"select": ""}, "select takes"),
     ({"select": 5}, "select takes"),
@@ -688,3 +691,22 @@ def test_what_is_not_selected_may_be_damaged(engine: sync.Engine, tmp_path: Path
             assert_same(engine.load(tmp_path / "c", select=name), {name: tensor})
             good.append(name)
     assert len(good) == 1
+
+
+@pytest.mark.parametrize("select", [["model", "optt"], ["optt", "model"], ["model.*", "m?del.z"]])
+@pytest.mark.parametrize("has_target", [False, True])
+def test_what_is_selected_and_not_there_is_an_error(
+    tmp_path: Path, select: list[str], *, has_target: bool
+) -> None:
+    """One name of several that is mistyped is not left out without a word."""
+    path = str(tmp_path / "c")
+    state = {"model": {"w": torch.ones(2)}, "opt": torch.ones(2)}
+    sync.save(state, path)
+    target = {"model": {"w": torch.zeros(2)}, "opt": torch.zeros(2)} if has_target else None
+    wrong = next(pattern for pattern in select if pattern in ("optt", "m?del.z"))
+    with pytest.raises(TargetError, match=re.escape(f"select= asks for {wrong!r}, and no name")):
+        sync.load(path, into=target, select=select)
+    if target is not None:
+        assert not target["model"]["w"].any()
+    both = sync.load(path, select=["model", "model.w", "o*"])
+    assert set(both) == {"model", "opt"}

@@ -38,6 +38,7 @@ from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
+from ckptio.state.tree import Patterns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -330,6 +331,10 @@ def _prepare(
 
 def _require_selected(request: LoadRequest, restoration: Restoration, path: str) -> None:
     """Refuse to load nothing where something was asked for: mostly a mistyped name."""
+    if isinstance(request.keep, Patterns) and request.strict == "raise" and request.keep.unmatched:
+        names = ", ".join(map(repr, request.keep.unmatched))
+        whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
+        raise TargetError(f"select= asks for {names}, and no name of {whose} matches")
     if not restoration.is_empty or request.strict == "report":
         return
     if request.keep is not None and request.strict == "raise":

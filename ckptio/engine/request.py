@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckptio.errors import ConfigError
+from ckptio.format.encode import class_name
 from ckptio.shards import PerRank, Shard
 from ckptio.state.flatten import is_stateful
 from ckptio.state.rebuild import device_of
@@ -71,8 +74,7 @@ def make_request(
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
-    if not all(isinstance(cls, type) for cls in types):
-        raise ConfigError(f"types= takes classes, not {types!r}")
+    _check_types(types)
     return LoadRequest(
         into=into,
         device=device_of(device),
@@ -81,6 +83,23 @@ def make_request(
         strict=strict,
         types=tuple(types),
     )
+
+
+def _check_types(types: Sequence[type]) -> None:
+    """Refuse what is no class, or none that a value could come back as."""
+    if not all(isinstance(cls, type) for cls in types):
+        raise ConfigError(f"types= takes classes, not {types!r}")
+    by_name: dict[str, type] = {}
+    for cls in types:
+        is_record = dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)
+        if not is_record and not (issubclass(cls, tuple) and hasattr(cls, "_fields")):
+            raise ConfigError(
+                f"types= takes dataclasses, enums and named tuples, and {cls.__name__!r} is none:"
+                " other values come back without it, or not at all"
+            )
+        name = class_name(cls)
+        if by_name.setdefault(name, cls) is not cls:
+            raise ConfigError(f"types= has two classes of the name {name!r}")
 
 
 def may_be_meta(target: Any) -> bool:

@@ -264,7 +264,29 @@ def make_predicate(select: Select) -> Predicate:
         raise ConfigError(
             f"select takes a prefix, a glob, several of these or a predicate, not {select!r}"
         )
-    return lambda fqn: any(_matches(fqn, pattern) for pattern in patterns)
+    return Patterns(patterns)
+
+
+class Patterns:
+    """Accepts the names that one of several patterns matches.
+
+    Args:
+        patterns: Prefixes and globs.
+
+    Attributes:
+        unmatched: Those that have matched none of the names so far.
+    """
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        self._patterns = tuple(patterns)
+        self.unmatched = list(dict.fromkeys(patterns))
+
+    def __call__(self, fqn: str) -> bool:
+        """Whether a name is accepted."""
+        matching = [pattern for pattern in self._patterns if _matches(fqn, pattern)]
+        if matching and self.unmatched:
+            self.unmatched = [p for p in self.unmatched if p not in matching]
+        return bool(matching)
 
 
 def _matches(fqn: str, pattern: str) -> bool:

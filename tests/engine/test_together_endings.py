@@ -526,20 +526,22 @@ def test_a_refused_state_makes_all_ranks_plan_anew(refusing: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "value", "others"),
     [
-        ("durability", "none"),
-        ("block_nbytes", 8192),
-        ("replicate", "local"),
-        ("local_replica_nbytes", 77),
+        ("durability", "none", {}),
+        ("block_nbytes", 8192, {}),
+        ("replicate", "local", {}),
+        ("local_replica_nbytes", 77, {"replicate": "local"}),
     ],
 )
-def test_options_that_differ_are_named_on_every_rank(option: str, value: object) -> None:
+def test_options_that_differ_are_named_on_every_rank(
+    option: str, value: object, others: dict[str, str]
+) -> None:
     """One that syncs its files and one that does not make no checkpoint that is durable."""
 
     async def scenario() -> None:
-        async with job(2, config=config_with()) as ranks:
-            core_of(ranks.engines[1]).context.config = config_with(**{option: value})
+        async with job(2, config=config_with(**others)) as ranks:
+            core_of(ranks.engines[1]).context.config = config_with(**{**others, option: value})
             errors = await outcomes_of(begin_saves(ranks))
             assert len({str(error) for error in errors}) == 1
             error = errors[1]
