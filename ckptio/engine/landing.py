@@ -127,8 +127,11 @@ async def bring(
 ) -> list[CorruptionError]:
     """Read, verify and land a range; arguments and result are those of `check_and_land`."""
     if isinstance(source, AwaitedSource):
-        with slab.view[: segment.nbytes] as room:
-            await source.read_into(segment.start, room)
+        try:
+            with slab.view[: segment.nbytes] as room:
+                await source.read_into(segment.start, room)
+        except CorruptionError as error:
+            return [error]
         source = None
     threads = context.copiers if source is None else context.readers
     return await run_unless_cancelled(
@@ -224,7 +227,11 @@ class _Work:
         expected = segment.checksums[index]
         with memory.view[at : at + block] as room, room[:nbytes] as data:
             if source is not None:
-                source.pread_into(start, room, nbytes)
+                try:
+                    source.pread_into(start, room, nbytes)
+                except CorruptionError as error:  # it ends before: shorter than it was at first
+                    self._damage.append(error)
+                    return
             # what a foreign checkpoint has not summed cannot be verified
             found = expected if expected is None else crc32c(data)
         if found is not None and found != expected:
