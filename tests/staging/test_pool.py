@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio.config import MiB
 from ckptio.staging.pool import Slab, SlabPool
 from ckptio.testing import run_virtual
 
@@ -189,6 +190,20 @@ async def test_prewarming_takes_memory_ahead(asked: int | None, taken: int) -> N
         async with pool.lease():
             pass
     assert pool.statistics().num_allocations == max(taken, 1)
+    pool.close()
+
+
+async def test_prewarmed_memory_is_there() -> None:
+    """Its pages were touched: the first copy into it finds them."""
+
+    def resident_nbytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+
+    pool = SlabPool(64 * MiB, 16 * MiB)
+    before = resident_nbytes()
+    await pool.prewarm()
+    assert resident_nbytes() - before > 60 * MiB
     pool.close()
 
 

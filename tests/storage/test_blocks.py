@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptio.errors import CorruptionError, StorageError
+from ckptio.storage import blocks, linux
 from ckptio.storage.blocks import BlockReader, BlockWriter
-from ckptio.storage.linux import num_cached_pages
+from ckptio.storage.linux import finish_writeback, num_cached_pages, start_writeback
 from ckptio.testing import RecordingFiles, fail_kind
 from tests.rig import SMALL, config_with, page_aligned
 
@@ -288,12 +289,73 @@ def test_direct_io_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_much_is_pushed_out_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the page cache, write-back begins early and old ranges are waited for."""
-    from ckptio.storage import blocks  # noqa: PLC0415  # its window is made small here
+    monkeypatch.setattr(blocks, "_WINDOW_NBYTES", 16384)
+    started, finished = [], []
 
-    monkeypatch.setattr(blocks, "_WINDOW_NBYTES", 8192)
+    def start(fd: int, offset: int, nbytes: int) -> None:
+        started.append((offset, nbytes))
+        start_writeback(fd, offset, nbytes)
+
+    def finish(fd: int, offset: int, nbytes: int) -> None:
+        finished.append((offset, nbytes))
+        finish_writeback(fd, offset, nbytes)
+
+    monkeypatch.setattr(linux, "start_writeback", start)
+    monkeypatch.setattr(linux, "finish_writeback", finish)
     data = bytes_of(100_000)
     write(RecordingFiles(), tmp_path / "f", data, direct_io="off")
     assert (tmp_path / "f").read_bytes() == data
+    ranges = [(at, min(8192, len(data) - at)) for at in range(0, len(data), 8192)]
+    assert started == ranges
+    assert finished == ranges[:-2]  # what is left of the window
+    started.clear()
+    write(RecordingFiles(), tmp_path / "g", data, direct_io="off", durability="none")
+    assert not started
+
+
+def test_what_was_waited_for_leaves_the_page_cache(tmp_path: Path) -> None:
+    """A checkpoint that is written through it drives out nothing but what is in the window."""
+    with open(tmp_path / "f", "wb+", buffering=0) as file:
+        require_disk(file.fileno())
+        file.write(bytes_of(1 << 20))
+        assert num_cached_pages(file.fileno(), 0, 1 << 20) == (1 << 20) // 4096
+        start_writeback(file.fileno(), 0, 1 << 20)
+        finish_writeback(file.fileno(), 0, 1 << 20)
+        assert num_cached_pages(file.fileno(), 0, 1 << 20) == 0
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_what_is_not_cached_is_read_past_the_page_cache(tmp_path: Path, *, is_cached: bool) -> None:
+    """Which leaves other people's pages alone; what is there is taken from there."""
+    is_direct = []
+
+    class Files(RecordingFiles):
+        def pread(self, fd: int, room: memoryview, offset: int) -> int:
+            is_direct.append(fd in self._direct_fds)
+            return super().pread(fd, room, offset)
+
+    path, data = tmp_path / "f", bytes_of(1 << 20)
+    with open(path, "wb+", buffering=0) as file:
+        require_disk(file.fileno())
+        file.write(data)
+        os.fsync(file.fileno())
+        if not is_cached:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read(Files(), path, len(data)) == data
+        assert is_direct == [not is_cached]
+        assert bool(num_cached_pages(file.fileno(), 0, len(data))) is is_cached
+
+
+def require_disk(fd: int) -> None:
+    """Skip where files are in memory only, or the kernel does not tell."""
+    pages = num_cached_pages(fd, 0, 1 << 20)
+    if pages is None:
+        pytest.skip("this kernel does not tell what is in the page cache")
+    os.pwrite(fd, bytes(4096), 0)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if num_cached_pages(fd, 0, 4096):
+        pytest.skip("this file system keeps its files in memory")
 
 
 def test_tmpfs_is_written_whatever_it_says_to_direct_io(tmpfs: Path) -> None:
@@ -308,14 +370,10 @@ def test_a_reader_says_whether_its_file_is_cached(tmp_path: Path) -> None:
     """It is after a write through the page cache, and is not once it was dropped from there."""
     path = tmp_path / "f"
     path.write_bytes(bytes_of(1 << 20))
-    with open(path, "rb") as file:
-        if num_cached_pages(file.fileno(), 0, 1 << 20) is None:
-            pytest.skip("this kernel does not tell what is in the page cache")
+    with open(path, "rb+") as file:
         assert is_cached(path)
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if num_cached_pages(file.fileno(), 0, 1 << 20):
-            pytest.skip("this file system keeps its files in memory")
+        require_disk(file.fileno())
     assert not is_cached(path)
 
 
