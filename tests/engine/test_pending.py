@@ -109,7 +109,7 @@ async def test_a_slab_goes_back_when_the_device_is_done_with_it(
         if doing == "save":
             handle = engine.save(state, "memory", overwrite=True)
             task = asyncio.ensure_future(handle)
-            stop = handle.abort
+            stop: Callable[[], object] = handle.abort
         else:
             task = asyncio.create_task(engine.load("memory"))
             stop = task.cancel

@@ -219,6 +219,7 @@ class Lending:
     def __init__(self, data: bytes, num_blocks: int) -> None:
         self.data = data
         self.reads: list[int] = []
+        self.is_cached = True
         self._num_left = num_blocks
         self._room = bytearray(data)
         self._keep = ctypes.c_char.from_buffer(self._room)
