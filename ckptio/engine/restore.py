@@ -172,11 +172,15 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     if request.strict == "raise" and not match.agrees:
         hint = _nesting(_names_in(request.into), match.unexpected)
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
+    fills = settle_overlaps(match.fills, notes)
     restoration = Restoration(
-        match=match, num_tensors=match.num_filled, has_values=match.num_values > 0, notes=notes
+        match=match,
+        num_tensors=match.num_filled - (len(match.fills) - len(fills)),
+        has_values=match.num_values > 0,
+        notes=notes,
     )
     late: list[Callable[[], None]] = []
-    for fill in settle_overlaps(match.fills, manifest.tensors, notes):
+    for fill in fills:
         _fill(manifest, fill, restoration, late)
     tensors: dict[int, torch.Tensor] = {}
     _make(manifest, dict.fromkeys(sorted(match.fresh), _Kind(None, None)), tensors, restoration)
@@ -248,7 +252,7 @@ def _fill(
     manifest: Manifest, fill: Fill, restoration: Restoration, late: list[Callable[[], None]]
 ) -> None:
     """Want the bytes of one tensor of the target."""
-    index, tensor, node, block = fill
+    index, tensor, node, block, _ = fill
     entry = manifest.tensors[index]
     stored = torch_dtype(entry.dtype)
     destination = len(restoration.makers)

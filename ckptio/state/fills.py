@@ -93,12 +93,14 @@ class Fill(NamedTuple):
         view: The node of the view, if the target takes a part of the stored tensor.
         block: The part of the memory that is filled, and the block of the tensor that it
             takes; all and all if not given.
+        name: What the target calls it.
     """
 
     stored: int
     tensor: torch.Tensor | Blank
     view: Json | None = None
     block: Block | None = None
+    name: str = ""
 
     def memory(self) -> torch.Tensor:
         """Give what is filled, of the shape of what it takes. Makes what is blank.

@@ -14,99 +14,92 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptio.errors import TargetError
+from ckptio.layout import DTYPES
 from ckptio.state.ties import span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
-    from ckptio.format.manifest import TensorEntry
     from ckptio.state.fills import Fill
 
 
-def settle_overlaps(
-    fills: Sequence[Fill], tensors: Sequence[TensorEntry], notes: list[str]
-) -> Sequence[Fill]:
+def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     """Leave out what would be filled over something else.
 
     Args:
         fills: What is to be filled, in the order of the target.
-        tensors: The manifest's tensors, for names.
         notes: Takes a line for each that is left out.
 
     Returns:
         `fills` itself if no memory is shared, as mostly.
 
     Raises:
-        TargetError: Tensors overlap in part, and take different ones of the checkpoint.
+        TargetError: Tensors overlap in part, and were not saved so.
     """
     # blocks of sharded tensors are parts of one local tensor; what is blank has no memory yet
-    whole = [
+    spans = [
         (*span_of(fill.tensor, fill.tensor.nbytes), number)
         for number, fill in enumerate(fills)
         if fill.block is None and isinstance(fill.tensor, torch.Tensor)
     ]
-    whole.sort()
-    if all(a[1] <= b[0] for a, b in itertools.pairwise(whole)):
+    spans.sort()
+    if all(a[1] <= b[0] for a, b in itertools.pairwise(spans)):
         return fills
-    left_out: set[int] = set()
-    cluster: list[int] = []
-    stop = -1
-    for first, end, number in [*whole, (2**64, 2**64, -1)]:
-        if first >= stop:
-            left_out |= _settle(sorted(cluster), fills, tensors, notes)
-            cluster = []
-        if first < end:
-            cluster.append(number)
-            stop = max(stop, end)
+    left_out = _doubles(fills, notes)
+    _require_apart((span, fills[span[2]]) for span in spans if span[2] not in left_out)
     return [fill for number, fill in enumerate(fills) if number not in left_out]
 
 
-def _settle(
-    cluster: Sequence[int],
-    fills: Sequence[Fill],
-    tensors: Sequence[TensorEntry],
-    notes: list[str],
-) -> set[int]:
-    """Say which of the fills in one piece of memory are left out."""
-    left_out: set[int] = set()
-    kept: list[tuple[torch.Tensor, int]] = []
-    for number in cluster:
-        tensor, stored = fills[number].tensor, fills[number].stored
-        assert isinstance(tensor, torch.Tensor)  # noqa: S101  # the caller saw to it
-        others = [k for k in kept if k[1] != stored and _overlap(k[0], tensor)]
-        if not others:
-            kept.append((tensor, stored))
+def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:
+    """Find what fills the very memory that something before it fills with something else."""
+    firsts: dict[Hashable, Fill] = {}
+    doubles: set[int] = set()
+    for number, fill in enumerate(fills):
+        tensor = fill.tensor
+        if fill.block is not None or not isinstance(tensor, torch.Tensor) or not tensor.nbytes:
             continue
-        other, first = others[0][0], tensors[others[0][1]].name
-        name = tensors[stored].name
-        if not _are_equal(other, tensor):
-            raise TargetError(
-                f"cannot fill {name!r} and {first!r}: they share a part of their memory in the"
-                " target, and are two tensors in the checkpoint; clone() one of them"
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = firsts.setdefault(view, fill)
+        if (first.stored, first.view) != (fill.stored, fill.view):
+            doubles.add(number)
+            notes.append(
+                f"{fill.name}: is one tensor with {first.name!r} in the target and another in the"
+                f" checkpoint; {first.name!r} was loaded"
             )
-        left_out.add(number)
-        notes.append(
-            f"{name}: is one tensor with {first!r} in the target and another in the checkpoint;"
-            f" {first!r} was loaded"
-        )
-    return left_out
+    return doubles
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors surely have bytes in common; strided ones may lie between each other."""
-    if one.device != other.device:
-        return False
-    if not (one.is_contiguous() and other.is_contiguous()):
-        return _are_equal(one, other)
-    (a, b), (c, d) = span_of(one, one.nbytes), span_of(other, other.nbytes)
-    return a < d and c < b
+def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
+    """Refuse contiguous tensors that overlap, unless they were saved as views that do so too.
+
+    Strided ones may lie between each other, and are left alone.
+
+    Args:
+        spans: First byte and end of each, sorted, and what it is.
+    """
+    # of what came before, what reaches furthest, and what does of that with another origin
+    furthest: dict[torch.device, list[tuple[int, Hashable, Fill]]] = {}
+    for (start, stop, _), fill in spans:
+        tensor = fill.tensor
+        assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
+        if start == stop or not tensor.is_contiguous():
+            continue
+        reach = furthest.setdefault(tensor.device, [])
+        origin = _origin(fill, tensor)
+        for end, others, other in reach:
+            if start < end and others != origin:
+                raise TargetError(
+                    f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
+                    " memory in the target, and not in the checkpoint; clone() one of them"
+                )
+        reach.append((stop, origin, fill))
+        reach.sort(key=lambda each: each[0], reverse=True)
+        second = next((each for each in reach if each[1] != reach[0][1]), None)
+        furthest[tensor.device] = [reach[0], *([second] if second is not None else [])]
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same view of the same memory."""
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+def _origin(fill: Fill, tensor: torch.Tensor) -> Hashable:
+    """Say what a tensor is a view of: which in the checkpoint, and where that would begin here."""
+    view = fill.view
+    before = 0 if view is None else view["o"] * tensor.itemsize // DTYPES[view["d"]].itemsize
+    return fill.stored, tensor.data_ptr() - before

@@ -173,7 +173,7 @@ class Matcher:
             self.match.fills.append(Fill(found, blank, view))
             return lambda _: blank.value()
         check_fillable(fqn, target)
-        self.match.fills.append(Fill(found, target, view))
+        self.match.fills.append(Fill(found, target, view, None, fqn))
         return lambda _: target
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
@@ -228,7 +228,7 @@ class Matcher:
             and torch_dtype(entry.dtype) == tensor.dtype
         ):
             self.match.num_filled += 1
-            self.match.fills.append(Fill(index, tensor))
+            self.match.fills.append(Fill(index, tensor, name=fqn))
             return lambda _: target
         assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
 

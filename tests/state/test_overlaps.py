@@ -29,6 +29,42 @@ def test_of_one_tensor_under_two_names_the_first_is_loaded(apart: str) -> None:
     assert torch.equal(tensor, torch.full((4,), 2.0))
     (note,) = result.report.notes
     assert note.startswith("a: is one tensor with 'b' in the target")
+    assert result.report.num_tensors == 1
+
+
+def test_of_one_tensor_that_was_two_views_of_one_the_first_is_loaded(tmp_path: Path) -> None:
+    """Views of one stored tensor may be as different as two of them; names are the target's."""
+    base, path = torch.arange(8.0), str(tmp_path / "views")
+    ckptio.sync.save({"base": base, "low": base[:3], "high": base[5:]}, path)
+    tensor = torch.zeros(3)
+    target = {"low": tensor, "high": tensor}
+    result = ckptio.sync.load_with_report(path, into=target, strict="ignore")
+    assert torch.equal(tensor, base[:3])
+    assert "high: is one tensor with 'low' in the target" in "".join(result.report.notes)
+
+
+def test_views_that_overlap_elsewhere_than_they_were_saved_are_refused(tmp_path: Path) -> None:
+    """The same stored tensor is no excuse: neither would come whole."""
+    base, path = torch.arange(8.0), str(tmp_path / "views")
+    ckptio.sync.save({"base": base, "low": base[:3], "high": base[5:]}, path)
+    memory = torch.zeros(8)
+    with pytest.raises(TargetError, match="'high' and 'low': they share"):
+        ckptio.sync.load(
+            path, into={"low": memory[:3], "high": memory[2:5], "base": torch.zeros(8)}
+        )
+    assert not memory.any()
+
+
+def test_a_buffer_of_many_views_is_settled_in_one_pass(tmp_path: Path) -> None:
+    """A flat buffer and thousands of views of it, as flat optimizers have: minutes in pairs."""
+    path, num = str(tmp_path / "flat"), 8000
+    saved = torch.arange(4.0 * num)
+    state = {"flat": saved, **{f"p{i}": saved[4 * i : 4 * i + 4] for i in range(num)}}
+    ckptio.sync.save(state, path)
+    memory = torch.zeros(4 * num)
+    target = {"flat": memory, **{f"p{i}": memory[4 * i : 4 * i + 4] for i in range(num)}}
+    assert not ckptio.sync.load_with_report(path, into=target).report.notes
+    assert torch.equal(memory, saved)
 
 
 def test_what_overlaps_in_part_is_refused(apart: str) -> None:
