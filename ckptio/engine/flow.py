@@ -38,7 +38,7 @@ from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
-from ckptio.state.tree import Patterns
+from ckptio.state.tree import Patterns, names_on_any_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -316,7 +316,7 @@ def _prepare(
     """Match the target, check files, and make what is new."""
     request = dataclasses.replace(request, rank=core.context.ranks.rank)
     restoration = plan_restoration(manifest, storage.path, request)
-    _require_selected(request, restoration, storage.path)
+    _require_selected(request, restoration, manifest, storage.path)
     reading = Reading(storage, manifest, num_tensors=restoration.num_tensors)
     agrees = restoration.match is None or restoration.match.agrees
     whole = request.keep is None and agrees and manifest.num_ranks == 1
@@ -329,12 +329,17 @@ def _prepare(
     return _Load(restoration, reading, reading.target, wanted, whole)
 
 
-def _require_selected(request: LoadRequest, restoration: Restoration, path: str) -> None:
+def _require_selected(
+    request: LoadRequest, restoration: Restoration, manifest: Manifest, path: str
+) -> None:
     """Refuse to load nothing where something was asked for: mostly a mistyped name."""
     if isinstance(request.keep, Patterns) and request.strict == "raise" and request.keep.unmatched:
-        names = ", ".join(map(repr, request.keep.unmatched))
-        whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
-        raise TargetError(f"select= asks for {names}, and no name of {whose} matches")
+        # this rank may have none of what others kept for themselves
+        unmatched = request.keep.unmatched_by(names_on_any_rank(manifest))
+        if unmatched:
+            names = ", ".join(map(repr, unmatched))
+            whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
+            raise TargetError(f"select= asks for {names}, and no name of {whose} matches")
     if not restoration.is_empty or request.strict == "report":
         return
     if request.keep is not None and request.strict == "raise":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Predicate = Callable[[str], bool]
 Select = str | Predicate | Sequence[str]
 _MISSING = object()
+_OF_A_RANK = re.compile(r"~rank\d+")
 _DICT_TAGS = ("dict", "odict", "counter")
 _MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
 _SCALAR_TAGS = frozenset(
@@ -221,6 +223,15 @@ def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
     return found or [(fqn, node)]
 
 
+def names_on_any_rank(manifest: Manifest) -> list[str]:
+    """Give the names of all values, as the ranks that have them name them.
+
+    Raises:
+        FormatError: See `read_tree`.
+    """
+    return [_OF_A_RANK.sub("", name) for name, _ in leaves("", read_tree(manifest))]
+
+
 def keys_of(node: Json) -> list[Json]:
     """Give the encoded keys of a mapping node."""
     value = node if node.get(TAG) is None else node["v"]
@@ -287,6 +298,10 @@ class Patterns:
         if matching and self.unmatched:
             self.unmatched = [p for p in self.unmatched if p not in matching]
         return bool(matching)
+
+    def unmatched_by(self, names: Collection[str]) -> list[str]:
+        """Give those that match none of some more names either."""
+        return [p for p in self.unmatched if not any(_matches(name, p) for name in names)]
 
 
 def _matches(fqn: str, pattern: str) -> bool:

@@ -9,9 +9,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptio import Shard
+from ckptio import PerRank, Shard
 from ckptio.config import KiB
-from ckptio.errors import CheckpointError, ConfigError, CorruptionError, PeerLostError, RankError
+from ckptio.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    PeerLostError,
+    RankError,
+    TargetError,
+)
 from ckptio.events import ExchangePlanned, LoadStarted
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
@@ -79,6 +86,29 @@ async def try_to_load(
 
 def file_nbytes(place: MemoryStorage) -> int:
     return sum(map(len, place.files.values()))
+
+
+def test_a_rank_that_has_nothing_of_its_own_may_ask_for_what_others_have() -> None:
+    """All ranks of a job pass one `select=`; what no rank has is a mistyped name."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(1, place) as ranks:
+            state = {"w": torch.ones(3), "rng": PerRank({"cpu": torch.zeros(2), "n": 1})}
+            await save_states(ranks, [state])
+        async with job(2, place) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                names = ["w", "rng.cpu"]
+                loaded = await engine.load("memory", select=names)
+                assert sorted(loaded) == (["w"] if rank else ["rng", "w"])
+                loaded = await engine.load("memory", select=["w", "rng"])
+                with pytest.raises(TargetError, match="asks for 'rng\\.cuda'"):
+                    await engine.load("memory", select=[*names, "rng.cuda"])
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
 
 
 def spread(tensor: torch.Tensor, grid: Sequence[int]) -> list[dict[str, Any]]:
