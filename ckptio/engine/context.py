@@ -53,8 +53,8 @@ _REMIND_S = 60.0
 def num_cached_lanes(config: CheckpointConfig) -> int:
     """Say how many threads read what is in the page cache at a time.
 
-    More than cores copy no faster, and each waits for the others' GIL: twelve took 7 % longer
-    than two. A disk, to the contrary, wants a dozen reads at a time.
+    More than cores copy no faster, and wait for each other: on two cores, eight cached files took
+    1.1 times as long with twelve threads as with two. A disk wants a dozen reads at a time.
     """
     num_mapped = max(1, _MAX_MAPPED_NBYTES // config.slab_nbytes)
     return min(config.max_reads, len(os.sched_getaffinity(0)), num_mapped)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import Source
 
 #: Seconds after which a visit to a thread ends with the range it is at, so that its slab goes
-#: to who waits, and progress is said. From memory that is a dozen ranges, from a disk a few.
+#: to who waits, and progress is said: after many ranges from memory, after one or two from a disk.
 _TURN_S = 0.1
 
 

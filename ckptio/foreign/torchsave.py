@@ -184,9 +184,8 @@ class TorchSaveReader:
                 yield fd
             except (FormatError, UnpicklingError, OSError):
                 raise
-            except (
-                Exception
-            ) as error:  # a damaged file raises anything, and a sparse tensor of holes
+            except Exception as error:
+                # a damaged file raises anything, and so do the indices of sparse tensors: holes
                 raise _NotByRangesError(f"torch.load cannot read it: {error}") from None
         finally:
             os.close(fd)

@@ -137,7 +137,7 @@ async def test_no_more_lanes_than_cores_read_what_is_cached(
     config = config_with(max_reads=6, pool_nbytes=4096 * KiB, bucket_nbytes=512 * KiB)
     lock, num_inside, most = threading.Lock(), 0, 0
     most_leased = 0
-    never = threading.Event()
+    enough, never = threading.Event(), threading.Event()
 
     def count(operation: Operation) -> None:
         nonlocal num_inside, most, most_leased
@@ -147,7 +147,12 @@ async def test_no_more_lanes_than_cores_read_what_is_cached(
                 most = max(most, num_inside)
                 leased = pool.statistics().leased_nbytes // pool.slab_nbytes
                 most_leased = max(most_leased, leased)
-            never.wait(0.02)  # each read takes a while
+                waits = not enough.is_set()
+                if num_inside == num_lanes:
+                    enough.set()
+            if waits:
+                enough.wait(0.5)
+                never.wait(0.05)  # for one too many to come
             with lock:
                 num_inside -= 1
 

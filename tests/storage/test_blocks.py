@@ -337,6 +337,7 @@ def test_what_is_not_cached_is_read_past_the_page_cache(tmp_path: Path, *, is_ca
     path, data = tmp_path / "f", bytes_of(1 << 20)
     with open(path, "wb+", buffering=0) as file:
         require_disk(file.fileno())
+        require_direct(path)
         file.write(data)
         os.fsync(file.fileno())
         if not is_cached:
@@ -344,6 +345,14 @@ def test_what_is_not_cached_is_read_past_the_page_cache(tmp_path: Path, *, is_ca
         assert read(Files(), path, len(data)) == data
         assert is_direct == [not is_cached]
         assert bool(num_cached_pages(file.fileno(), 0, len(data))) is is_cached
+
+
+def require_direct(path: Path) -> None:
+    """Skip where the file system refuses direct I/O."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"this file system refuses direct I/O: {error}")
 
 
 def require_disk(fd: int) -> None:
