@@ -179,19 +179,28 @@ plain_scalars = st.one_of(
     paths,
     st.sampled_from([*Color, *Level]),
 )
-keys = st.recursive(
-    st.one_of(texts, texts, plain_scalars, st.binary(max_size=4), st.just("~")),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2).map(tuple),
-        st.frozensets(inner, max_size=2),
-        st.builds(Point, inner, inner),
-        st.builds(Key, inner, inner),
-    ),
-    max_leaves=3,
-)
 
 
-def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def keys_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Give what can be a key: these, and what is hashable and made of them."""
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=2).map(tuple),
+            st.frozensets(inner, max_size=2),
+            st.builds(Point, inner, inner),
+            st.builds(Key, inner, inner),
+        ),
+        max_leaves=3,
+    )
+
+
+plain_keys = keys_of(st.one_of(texts, texts, plain_scalars, st.binary(max_size=4), st.just("~")))
+
+
+def containers(
+    inner: st.SearchStrategy[Any], keys: st.SearchStrategy[Any] = plain_keys
+) -> st.SearchStrategy[Any]:
     """Put values into every kind of container."""
     return st.one_of(
         st.dictionaries(keys, inner, max_size=3),
@@ -276,6 +285,8 @@ torch_words = st.one_of(
     st.sampled_from([torch.float32, torch.qint8, torch.complex64]),
     st.sampled_from([torch.device("cpu"), torch.device("cuda:3"), torch.device("meta")]),
 )
+#: Everything that can be a key.
+keys = st.one_of(plain_keys, keys_of(st.one_of(numpy_scalars, torch_words, plain_scalars)))
 leaves = st.one_of(
     tensors(),
     tensors(),
@@ -286,4 +297,4 @@ leaves = st.one_of(
     st.sampled_from([b"", b"x" * 1024, b"y" * 1025, bytearray(b"z" * 5000)]),
 )
 #: States of everything that can be saved.
-states = st.recursive(leaves, containers, max_leaves=8)
+states = st.recursive(leaves, lambda inner: containers(inner, keys), max_leaves=8)

@@ -7,15 +7,14 @@ have become strings, lists or objects. For exactness there is `--json`.
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from ckptio.cli.text import count
 from ckptio.errors import FormatError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG
+from ckptio.format.words import decode_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_ITEMS = 64  # of a container; what comes after them would not be shown
 _MAX_HEX = 13  # a longer integer is shown in hexadecimal, as it is stored
-_NUMPY_PLAIN = re.compile(r"[<>|=][biufcSUmM]\d{0,4}(\[\d{0,4}[a-zA-Z]{1,2}\])?")
+_MAX_FLOAT_NBYTES = 8  # a longer one would lose digits
 _ELLIPSIS = "..."
 
 
@@ -99,11 +98,7 @@ def _int(node: Json) -> Json:
 
 def _scalar(node: Json) -> Any:
     """Read a scalar as a load would; nothing but values of a fixed list comes out."""
-    return ObjectDecoder(_no_leaf).decode("", node)
-
-
-def _no_leaf(fqn: str, _: Json) -> Any:
-    raise FormatError(f"a tensor at {fqn!r} where a value is expected")
+    return ObjectDecoder(decode_word).decode("", node)
 
 
 def _float(node: Json) -> Json:
@@ -112,14 +107,9 @@ def _float(node: Json) -> Json:
 
 
 def _numpy(node: Json) -> Json:
-    import numpy as np  # noqa: PLC0415  # 50 ms that few checkpoints need
-
-    if not _NUMPY_PLAIN.fullmatch(node["d"]):
-        return node
-    raw = base64.b64decode(node["v"], validate=True)
-    value = np.frombuffer(raw, dtype=np.dtype(node["d"]), count=1)[0]
-    if value.dtype.kind in "biu" or (value.dtype.kind == "f" and np.isfinite(value)):
-        return value.item() if value.dtype.itemsize <= np.dtype("f8").itemsize else str(value)
+    value = _scalar(node)
+    if value.dtype.kind in "biu" or (value.dtype.kind == "f" and value - value == 0):
+        return value.item() if value.dtype.itemsize <= _MAX_FLOAT_NBYTES else str(value)
     return str(value)
 
 

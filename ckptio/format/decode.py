@@ -95,6 +95,8 @@ class ObjectDecoder:
                 scalar = _SCALARS.get(tag)
                 if scalar is not None:
                     return scalar(node)
+            if self._num_open_keys and (type(tag) is not str or "t" in node):
+                raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
             return self.decode_leaf(fqn, node)
         if type(node) is list:
             return [self._decode(join_fqn(fqn, i), item, depth + 1) for i, item in enumerate(node)]

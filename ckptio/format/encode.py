@@ -69,13 +69,21 @@ def _key_text(key: Any, depth: int = 0) -> str:
     if dataclasses.is_dataclass(key):
         key = tuple(item for _, item in _fields_of(key))
     if not is_set and not isinstance(key, (tuple, list)):
-        return repr(key)
+        return _word_text(key) if type(key).__module__ in ("numpy", "torch") else repr(key)
     if depth >= _MAX_KEY_TEXT_DEPTH:
         return "..."
     parts = [_key_text(item, depth + 1) for item in key]
     if is_set:
         return f"{{{', '.join(sorted(parts))}}}"
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def _word_text(key: Any) -> str:
+    """Write numpy's and torch's values short; their `repr` is another in other versions."""
+    try:
+        return str(key)
+    except ValueError:  # numpy has no text for a datetime64 without a unit
+        return str(key.tobytes().hex())
 
 
 def class_name(cls: type) -> str:
@@ -91,12 +99,17 @@ class ObjectEncoder:
             arrays, stateful objects). It returns JSON-ready values, or raises
             `UnsupportedLeafError`.
         by_type: The same for exact types, which saves looking at the others first.
+        encode_key_leaf: The same for what is a key, or in one.
     """
 
     def __init__(
-        self, encode_leaf: EncodeLeaf, by_type: Mapping[type, EncodeLeaf] | None = None
+        self,
+        encode_leaf: EncodeLeaf,
+        by_type: Mapping[type, EncodeLeaf] | None = None,
+        encode_key_leaf: EncodeLeaf | None = None,
     ) -> None:
         self._encode_leaf = encode_leaf
+        self._encode_key_leaf = encode_key_leaf or encode_plain_key
         self._open: set[int] = set()
         self._keys: ObjectEncoder | None = None
         self._by_type: dict[type, Callable[[str, Any], Json]] = {
@@ -166,7 +179,7 @@ class ObjectEncoder:
     def _encode_key(self, fqn: str, key: Any) -> Json:
         """Encode what has to be hashable: a key of a dict, or an element of a set."""
         if self._keys is None:
-            keys = ObjectEncoder(_encode_key_leaf)
+            keys = ObjectEncoder(self._encode_key_leaf)
             keys._keys = keys
             keys._open = self._open  # depth counts through keys
             self._keys = keys
@@ -221,21 +234,17 @@ class ObjectEncoder:
         self._open.add(id(value))
 
 
-def encode_key(fqn: str, key: Any) -> Json:
-    """Encode a key of the mapping at `fqn`, as `ObjectEncoder` does.
-
-    Raises:
-        UnsupportedLeafError: It has no portable form.
-    """
-    return ObjectEncoder(_encode_key_leaf).encode(join_fqn(fqn, key), key)
-
-
 def encode_bytes(value: bytes | bytearray) -> Json:
     """Encode bytes inside the document itself."""
     return {TAG: type(value).__name__, "v": base64.b64encode(value).decode("ascii")}
 
 
-def _encode_key_leaf(fqn: str, value: Any) -> Json:
+def encode_plain_key(fqn: str, value: Any) -> Json:
+    """Encode what `ObjectEncoder` has no type for and can be a key: bytes, and nothing else.
+
+    Raises:
+        UnsupportedLeafError: It is something else.
+    """
     if type(value) is bytes:
         return encode_bytes(value)
     raise UnsupportedLeafError(

@@ -9,6 +9,7 @@ import msgspec
 from ckptio.errors import FormatError, PlanError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.words import decode_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,11 +84,7 @@ class Differences:
 
 def decode_key(key: Json) -> Any:
     """Give a key of a mapping as a value."""
-    return key if type(key) is str else ObjectDecoder(_no_leaf).decode_key("", key)
-
-
-def _no_leaf(fqn: str, node: Json) -> Any:
-    raise FormatError(f"{node} at {fqn!r} is no plain value")
+    return key if type(key) is str else ObjectDecoder(decode_word).decode_key("", key)
 
 
 def _fqn(place: Place) -> str:
@@ -120,8 +117,8 @@ def _show(node: Json) -> str:
     if tag in RECORD_TAGS:
         return f"a {tag} {node['c']!r}"
     try:
-        return repr(ObjectDecoder(_no_leaf).decode("", node))
-    except FormatError:
+        return repr(ObjectDecoder(decode_word).decode("", node))
+    except (FormatError, ValueError):  # numpy has no text for a datetime64 without a unit
         return msgspec.json.encode(node).decode()
 
 

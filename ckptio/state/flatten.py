@@ -27,7 +27,9 @@ from ckptio.state.leaves import (
     DTYPE_NAMES,
     NUMPY_KINDS,
     TORCH_DTYPES,
+    WORDS,
     as_bytes,
+    encode_key_leaf,
     encode_scalar,
     plain_dtype,
     way_out_of,
@@ -183,13 +185,12 @@ class _Flattener:
                 PerRank: self._ranks,
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._tensor,
-                torch.Size: lambda _, v: {TAG: "torch.Size", "v": list(v)},
-                torch.dtype: lambda _, v: {TAG: "torch.dtype", "v": str(v).removeprefix("torch.")},
-                torch.device: lambda _, v: {TAG: "torch.device", "v": str(v)},
+                **WORDS,
                 np.ndarray: self._array,
                 bytes: self._bytes,
                 bytearray: self._bytes,
             },
+            encode_key_leaf,
         )
 
     def finish(self, tree: Json) -> FlatState:

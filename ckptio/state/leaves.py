@@ -13,10 +13,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckptio.errors import UnsupportedLeafError
-from ckptio.format.encode import TAG
+from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
 from ckptio.layout import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Json = Any
 
 #: torch's element types that can be stored, by name; fewer in older versions of torch.
@@ -106,6 +108,53 @@ def encode_scalar(fqn: str, value: np.generic) -> Json:
         )
     raw = base64.b64encode(value.tobytes()).decode("ascii")
     return {TAG: "npscalar", "d": value.dtype.str, "v": raw}
+
+
+def encode_size(_: str, value: torch.Size) -> Json:
+    """Encode a size."""
+    return {TAG: "torch.Size", "v": list(value)}
+
+
+def encode_dtype(_: str, value: torch.dtype) -> Json:
+    """Encode an element type that is a value."""
+    return {TAG: "torch.dtype", "v": str(value).removeprefix("torch.")}
+
+
+def encode_device(_: str, value: torch.device) -> Json:
+    """Encode a device that is a value."""
+    return {TAG: "torch.device", "v": str(value)}
+
+
+#: How to encode values of torch's that are words, by their exact types.
+WORDS: dict[type, Callable[[str, Any], Json]] = {
+    torch.Size: encode_size,
+    torch.dtype: encode_dtype,
+    torch.device: encode_device,
+}
+
+
+def encode_key_leaf(fqn: str, value: Any) -> Json:
+    """Encode what `ObjectEncoder` has no type for and can be a key.
+
+    Raises:
+        UnsupportedLeafError: It has no portable form.
+    """
+    encode = WORDS.get(type(value))
+    if encode is not None:
+        return encode(fqn, value)
+    if isinstance(value, np.generic):
+        return encode_scalar(fqn, value)
+    return encode_plain_key(fqn, value)
+
+
+def encode_key(fqn: str, key: Any) -> Json:
+    """Encode a key of the mapping at `fqn`.
+
+    Raises:
+        UnsupportedLeafError: It has no portable form.
+    """
+    encoder = ObjectEncoder(encode_key_leaf, encode_key_leaf=encode_key_leaf)
+    return encoder.encode(join_fqn(fqn, key), key)
 
 
 def _refusal(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:

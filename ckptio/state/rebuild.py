@@ -6,8 +6,6 @@ tensors, arrays, and torch's own words (Size, dtype, device).
 
 from __future__ import annotations
 
-import base64
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ import torch
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import TAG
+from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.state.leaves import TORCH_DTYPES
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import TensorEntry
 
     Json = Any
-
-_NUMPY_NAME = re.compile(
-    r"\|[b]1|[<>|][iufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|[munpfa]s)\])?"
-)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -151,9 +146,9 @@ class Rebuilder:
         if tag == RANKS_TAG:
             return self._own(fqn, node)
         if tag == "npscalar":
-            return _numpy_scalar(_numpy_dtype(node["d"]), node["v"])
+            return numpy_scalar(node["d"], node["v"])
         if tag == "torch.Size":
-            return torch.Size(_list(node["v"]))
+            return torch.Size(size_of(node["v"]))
         if tag == "torch.dtype":
             return torch_dtype_word(node["v"])
         if tag == "torch.device":
@@ -196,7 +191,7 @@ class Rebuilder:
         return base.as_strided(node["s"], node["r"], node["o"] // stored.itemsize)
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
-        dtype = _numpy_dtype(node["d"])
+        dtype = numpy_dtype(node["d"])
         raw = self._stored(node["t"])
         flat = raw.reshape(-1).view(torch.uint8).numpy()
         if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
@@ -251,37 +246,8 @@ def torch_dtype_word(name: object) -> torch.dtype:
     return value
 
 
-def _list(value: Json) -> list[Json]:
-    if type(value) is not list:
-        raise FormatError(f"{value!r} instead of a list in the manifest")
-    return value
-
-
 def _device_word(name: object) -> torch.device:
     try:
         return torch.device(str(name))
     except RuntimeError as error:
         raise FormatError(f"bad device {name!r} in the manifest: {error}") from None
-
-
-def _numpy_dtype(name: object) -> np.dtype[Any]:
-    """Give a numpy dtype of plain kinds only, by its exact name; never objects or records."""
-    if not isinstance(name, str) or not _NUMPY_NAME.fullmatch(name):
-        raise FormatError(f"bad numpy dtype {name!r} in the manifest")
-    return np.dtype(name)
-
-
-def _numpy_scalar(dtype: np.dtype[Any], encoded: str) -> np.generic:
-    """Make a numpy scalar of its bytes."""
-    raw = base64.b64decode(encoded, validate=True)
-    if len(raw) < dtype.itemsize:
-        raise FormatError(f"a scalar {dtype} of {len(raw)} bytes in the manifest")
-    raw = raw[: dtype.itemsize]  # numpy gives an empty string the bytes of one character
-    if dtype.kind == "S":  # indexing an array would drop trailing zeros
-        return np.bytes_(raw)
-    if dtype.kind == "U":
-        return np.str_(
-            raw.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass")
-        )
-    value: np.generic = np.frombuffer(raw, dtype)[0]
-    return value

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError
+from ckptio.errors import TargetError, UnsupportedLeafError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import (
@@ -40,13 +40,12 @@ from ckptio.state.fills import (
 )
 from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
-from ckptio.state.leaves import as_tensor
+from ckptio.state.leaves import as_tensor, encode_key
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
 from ckptio.state.tree import (
     children,
     identity_of,
-    identity_of_key,
     is_absent,
     is_ranks,
     keys_of,
@@ -279,7 +278,7 @@ class Matcher:
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
-            identity = identity_of_key(fqn, key)
+            identity = _identity(fqn, key)
             found = stored.pop(identity, None)
             if found is not None:
                 _, name, item = found
@@ -376,6 +375,16 @@ class Matcher:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
+
+
+def _identity(fqn: str, key: object) -> Hashable:
+    """Give what tells a key of the target from others, enums and records among them."""
+    if type(key) is int or (type(key) is str and key.isascii()):
+        return key
+    try:
+        return identity_of(encode_key(fqn, key))
+    except UnsupportedLeafError:
+        return None  # no checkpoint has such a key
 
 
 def _members(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio.errors import ConfigError, FormatError, UnsupportedLeafError
+from ckptio.errors import ConfigError, FormatError
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import MAX_DEPTH, TAG, encode_key, join_fqn
+from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
+from ckptio.format.words import decode_word
 from ckptio.layout import DTYPES
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.plan.trees import ABSENT
@@ -36,6 +37,8 @@ _SCALAR_TAGS = frozenset(
         "time", "timedelta", "path", "npscalar", "torch.Size", "torch.dtype", "torch.device",
     )
 )  # fmt: skip
+#: Keys of these are equal to others of the same value.
+_VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
 #: JSON values inside each other, at most: a mapping of pairs takes three for one container.
 _MAX_LEVELS = 4 * MAX_DEPTH
 
@@ -201,13 +204,9 @@ def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
 
 def _pairs(fqn: str, pairs: list[Json]) -> Iterator[tuple[str, Json]]:
     """Name the values of a mapping that was written as a list of pairs."""
-    keys = ObjectDecoder(_no_leaf)
+    keys = ObjectDecoder(decode_word)
     for key, item in pairs:
         yield join_fqn(fqn, keys.decode_key(fqn, key)), item
-
-
-def _no_leaf(fqn: str, _: Json) -> Any:
-    raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
 
 
 def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
@@ -239,18 +238,23 @@ def keys_of(node: Json) -> list[Json]:
 
 
 def identity_of(encoded_key: Json) -> Hashable:
-    """Give what tells a key from others; plain keys stand for themselves."""
-    return encoded_key if type(encoded_key) is str else msgspec.json.encode(encoded_key)
+    """Give what tells a key from others: of numbers and bytes the value, whoever's they are.
 
+    So `1` finds what was saved under `numpy.int64(1)`, as in any dict.
 
-def identity_of_key(fqn: str, key: object) -> Hashable:
-    """Give the same for a key of the target, enums and records among them."""
-    if type(key) is str and key.isascii():
-        return key
-    try:
-        return identity_of(encode_key(fqn, key))
-    except UnsupportedLeafError:
-        return None  # no checkpoint has such a key
+    Raises:
+        FormatError: It is no key.
+    """
+    if type(encoded_key) in (str, int):
+        return encoded_key  # type: ignore[no-any-return]  # one of them
+    tag = encoded_key.get(TAG) if type(encoded_key) is dict else None
+    if tag in _VALUE_TAGS or type(encoded_key) in (float, bool):
+        value: Hashable = ObjectDecoder(decode_word).decode_key("", encoded_key)
+        if value == value:  # noqa: PLR0124  # not nan, of which each is another key
+            return value
+    if tag == "torch.Size":
+        encoded_key = {TAG: "tuple", "v": encoded_key["v"]}
+    return ("", msgspec.json.encode(encoded_key))
 
 
 def make_predicate(select: Select) -> Predicate:

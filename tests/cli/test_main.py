@@ -5,9 +5,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
+from ckptio import sync
 from ckptio.__main__ import main
 from tests.cli.rig import (
     data_file,
@@ -64,6 +66,25 @@ def test_no_command_imports_torch(command: str, ckpt: Path) -> None:
     argv = [command] if command.startswith("-") else [command, str(ckpt)]
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_keys_that_are_torchs_are_named_without_it(command: str, tmp_path: Path) -> None:
+    """As a load and `select=` name them."""
+    keys = [torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), np.int64(7), np.float32(0.1)]
+    path = save_at(tmp_path / "words", {"by": {key: torch.zeros(2) for key in keys}, "in": {*keys}})
+    code = _BODY + "assert 'torch' not in sys.modules, 'torch'; sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, str(path)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    if command == "show":
+        for name in ("torch.float32", "cuda:1", "(2, 3)", "7", "0.1"):
+            assert f"{name} " in done.stdout
+            assert list(sync.load(path, select=f"by.{name}")) == ["by"]
 
 
 def test_help_imports_no_engine() -> None:

@@ -4,7 +4,9 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes, join_fqn
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees, take_tree
 from ckptio.shards import PerRank
 from ckptio.state.flatten import flatten
+from ckptio.state.leaves import encode_key_leaf
 from tests.strategies import Point, Settings, plain_scalars, texts
 from tests.strategies import states as all_states
 
@@ -307,6 +310,26 @@ def test_keys_that_would_become_one_are_refused() -> None:
     assert "'x' has equal keys of different kinds, 1 on rank 0 and True on rank 1" in refused(
         {"x": {1: "a"}}, {"x": {True: "b"}}
     )
+    one = ObjectEncoder(encode_key_leaf, None, encode_key_leaf)
+    trees = [one.encode("", {"x": {key: 5}}) for key in (1, np.int64(1))]
+    with pytest.raises(PlanError, match="'x' has equal keys of different kinds"):
+        merge_trees([take_tree(tree, []) for tree in trees], {})
+
+
+def test_keys_of_torch_are_united_without_torch() -> None:
+    """Element types, devices and sizes tell ranks' entries apart like other keys."""
+    one = ObjectEncoder(encode_key_leaf, None, encode_key_leaf)
+    keys = [torch.float32, torch.float64, torch.device("cpu"), torch.Size([1]), np.float32(2)]
+    trees = [one.encode("", dict.fromkeys(part, 5)) for part in (keys[:3], keys[1:])]
+    merged = merge_trees([take_tree(tree, []) for tree in trees], {})
+    assert merged == one.encode("", dict.fromkeys(keys, 5))
+    other = one.encode("", {torch.float64: {torch.device("cpu"): 6}})
+    same = one.encode("", {torch.float64: {torch.device("cpu"): np.float32(5)}})
+    with pytest.raises(PlanError, match=r"'torch\.float64\.cpu' is 6 on rank 0 and .*float32\(5"):
+        merge_trees([take_tree(tree, []) for tree in (other, same)], {})
+    days = [one.encode("", {"at": np.array([day]).view("M8")[0]}) for day in (1, 2)]
+    with pytest.raises(PlanError, match=r"'at' is .* on rank 0 and"):  # numpy cannot write them
+        merge_trees([take_tree(tree, []) for tree in days], {})
 
 
 def test_a_name_that_stands_for_two_tensors_is_refused() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +109,42 @@ def test_another_kind_of_value_is_a_mismatch(saved: Any, target: Any) -> None:
 
 def test_keys_of_any_kind_match_themselves() -> None:
     """Enums and records as keys match without their classes being passed."""
-    keys = [Color.RED, Key(1, 2), Point(1, 2), (1, 2.5), None, b"k", 1, "1", frozenset([Color.RED])]
+    keys = [
+        Color.RED, Key(1, 2), Point(1, 2), (1, 2.5), None, b"k", 1, "1", frozenset([Color.RED]),
+        torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), (torch.int8, np.int8(1)),
+        np.float32(0.1), np.str_("s"), np.datetime64("2024-01-01"), 2**70, math.nan,
+        np.ones(1, "i8").view("M8")[0], np.float32(math.nan), frozenset([torch.float32]),
+    ]  # fmt: skip
     match = match_of({key: zeros(1) for key in keys}, {key: zeros(1) for key in keys})
     assert match.agrees
     assert len(match.fills) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (np.int64(3), 3), (3, np.uint8(3)), (np.float64(0.5), 0.5), (True, np.True_), (1.0, 1),
+        (np.str_("é"), "é"), ("a", np.str_("a")), (np.bytes_(b"k"), b"k"), (2**70, 2.0**70),
+        (torch.Size([2, 3]), (2, 3)), ((2, 3), torch.Size([2, 3])), (np.complex64(1j), 1j),
+    ],
+)  # fmt: skip
+def test_equal_keys_of_another_type_find_each_other(saved: Any, wanted: Any) -> None:
+    """As in any dict; the target keeps its own."""
+    match, result = matched({"x": {saved: zeros(1)}}, {"x": {wanted: zeros(1)}})
+    assert match.agrees
+    assert len(match.fills) == 1
+    assert [type(key) for key in result["x"]] == [type(wanted)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [(1, "1"), ("k", b"k"), (torch.float32, "torch.float32"), (torch.device("cpu"), "cpu"),
+     (np.float32(0.1), 0.1), (None, "None"), (math.nan, np.float32(math.nan))],
+)  # fmt: skip
+def test_keys_that_only_look_alike_do_not(saved: Any, wanted: Any) -> None:
+    """Though they are named alike."""
+    match = match_of({saved: zeros(1)}, {wanted: zeros(1)})
+    assert (len(match.missing), len(match.unexpected)) == (1, 1)
 
 
 def test_a_key_that_no_checkpoint_can_have_is_missing() -> None:

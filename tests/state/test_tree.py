@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.errors import ConfigError, FormatError
-from ckptio.format.encode import MAX_DEPTH
+from ckptio.format.encode import MAX_DEPTH, join_fqn
 from ckptio.format.manifest import Manifest, TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
@@ -23,7 +23,7 @@ from ckptio.state.tree import (
     tensor_index,
     walk,
 )
-from tests.strategies import Point, Settings, states
+from tests.strategies import Point, Settings, keys, states
 
 
 def manifest_with(tree: bytes, num_tensors: int = 1) -> Manifest:
@@ -151,6 +151,15 @@ def test_names_are_selected_by_prefix_glob_list_or_predicate(select: Any, names:
     keep = make_predicate(select)
     every = ["model.a.weight", "model.b", "models.weight", "model", "opt"]
     assert [name for name in every if keep(name)] == names
+
+
+@given(names=st.lists(keys, max_size=4))
+def test_names_of_a_tree_are_those_of_the_state(names: list[Any]) -> None:
+    """Whatever the keys are: a tree is named where neither torch nor classes are known."""
+    flat = flatten([{key: torch.zeros(1)} for key in names])
+    tree = msgspec.json.decode(msgspec.json.encode(flat.tree))
+    expected = [join_fqn(str(i), key) for i, key in enumerate(names)]
+    assert [name for name, _ in walk("", tree)] == expected
 
 
 @pytest.mark.parametrize("select", ["", [], [""], [1], 5, ["a", None]])
