@@ -36,6 +36,16 @@ class DType:
     is_native: bool = True
 
 
+#: Types of bits, which torch keeps and views and hardly more: it has no copy of some of them.
+BIT_DTYPES: dict[str, int] = {
+    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
+    "bits8": 1,
+    "bits16": 2,
+}
+
 DTYPES: dict[str, DType] = {
     dtype.name: dtype
     for dtype in (
@@ -61,6 +71,7 @@ DTYPES: dict[str, DType] = {
         DType("complex32", 4, "F16", (2,), is_native=False),
         DType("complex64", 8, "F32", (2,), is_native=False),
         DType("complex128", 16, "F64", (2,), is_native=False),
+        *(DType(name, n, f"U{8 * n}", is_native=False) for name, n in BIT_DTYPES.items()),
     )
 }
 

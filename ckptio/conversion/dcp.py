@@ -41,8 +41,9 @@ from ckptio.conversion.own import rename_new, take_lock
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
 from ckptio.engine.endings import may_go_on
-from ckptio.errors import CheckpointError, CheckpointExistsError
+from ckptio.errors import CheckpointError, CheckpointExistsError, FormatError
 from ckptio.foreign.dcp import METADATA
+from ckptio.layout import BIT_DTYPES
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles
 
@@ -238,7 +239,7 @@ def write_dcp(
 
     Raises:
         CheckpointExistsError: There is one, and it may not go.
-        FormatError: The state is no dict.
+        FormatError: The state is no dict, or has elements that DCP does not know.
     """
     if not overwrite and os.path.lexists(f"{path}/{METADATA}"):
         with contextlib.suppress(OSError):  # of one that was killed when all was done
@@ -249,6 +250,11 @@ def write_dcp(
 
     def stand_in(index: int) -> torch.Tensor:
         entry = source.manifest.tensors[index]
+        if entry.dtype in BIT_DTYPES:
+            raise FormatError(
+                f"{entry.name!r} has elements of type {entry.dtype}, which DCP cannot write: it"
+                " takes their size to be that of an integer; leave it out with select="
+            )
         tensor = new_like(entry)
         entries[id(tensor)] = entry
         standing.append(tensor)  # alive, so that its identity stays its own

@@ -324,6 +324,22 @@ def test_what_is_there_stays_unless_it_may_go(to: Any, tmp_path: Path) -> None:
     assert_same_state(dict(sorted(found.items())), dict(sorted(make_weights().items())))
 
 
+@pytest.mark.parametrize("name", ["int4", "bits16"])
+def test_elements_that_dcp_does_not_know_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Before anything is written; safetensors files hold them, with the type beside them."""
+    bits = torch.arange(6, dtype=torch.int16).view(getattr(torch, name))
+    state = {"bits": bits, "w": torch.ones(2)}
+    source = save_as("ours", tmp_path / "source", state)
+    with pytest.raises(FormatError, match=f"'bits' has elements of type {name}"):
+        sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert not (tmp_path / "dcp").exists()
+    sync.convert(source, tmp_path / "dcp", to="dcp", select="w", config=SMALL)
+    sync.convert(source, tmp_path / "x.safetensors", to="safetensors", config=SMALL)
+    found = sync.load(tmp_path / "x.safetensors", config=SMALL)["bits"]
+    assert found.dtype == bits.dtype
+    assert torch.equal(found.view(torch.int16), bits.view(torch.int16))
+
+
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     """Before anything is read."""
     source = save_as("ours", tmp_path / "source", make_weights())
