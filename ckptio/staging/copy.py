@@ -19,6 +19,7 @@ from ckptio.staging.memory import (
     window,
 )
 from ckptio.staging.moves import move_all, move_rows
+from ckptio.staging.teams import alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +146,7 @@ class TargetState:
         move_all(moves)
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
-            with torch.inference_mode():
+            with torch.inference_mode(), alone():
                 self._scatter_slow(slow, memory, pending)
 
     def _scatter_slow(

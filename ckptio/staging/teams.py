@@ -1,0 +1,46 @@
+"""Copies by torch on the thread that asks for them.
+
+torch hands an operation on more than 32,768 elements to a team of OpenMP threads, and each
+thread that asks has a team of its own: a dozen that read would have a dozen teams of as many
+threads as there are cores, which go on spinning on the cores of the training for a while. So
+a reader copies alone; there are enough of them. torch's own limit (`torch.set_num_threads`)
+is for all threads of the process, which are not ours; OpenMP's is for the thread that sets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let torch's operations on this thread, and no other, do without a team."""
+    limit = _setter()
+    if limit is None:
+        yield
+        return
+    before = torch.get_num_threads()  # it sets the limit, the first time on a thread
+    limit(1)
+    try:
+        yield
+    finally:
+        limit(before)
+
+
+@functools.cache
+def _setter() -> Callable[[int], None] | None:
+    """Find what limits OpenMP's teams on a thread; `None` where torch was built without."""
+    try:
+        setter = ctypes.PyDLL(None).omp_set_num_threads  # torch loads its library for everybody
+    except AttributeError:
+        return None
+    setter.argtypes, setter.restype = (ctypes.c_int,), None
+    return setter
