@@ -74,7 +74,7 @@ def make_request(
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
-    _check_types(types)
+    check_types(types)
     return LoadRequest(
         into=into,
         device=device_of(device),
@@ -85,8 +85,12 @@ def make_request(
     )
 
 
-def _check_types(types: Sequence[type]) -> None:
-    """Refuse what is no class, or none that a value could come back as."""
+def check_types(types: Sequence[type]) -> None:
+    """Refuse what is no class, or none that a value could come back as.
+
+    Raises:
+        ConfigError: One is so, or two have one name.
+    """
     if not all(isinstance(cls, type) for cls in types):
         raise ConfigError(f"types= takes classes, not {types!r}")
     by_name: dict[str, type] = {}

@@ -424,6 +424,13 @@ def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
         StorageWriter("x", **options)
 
 
+@pytest.mark.parametrize("options", [{"types": [int]}, {"_extension_registry": object()}], ids=str)
+def test_a_reader_refuses_options_without_effect(options: dict[str, Any]) -> None:
+    """When it is made, not where it reads."""
+    with pytest.raises(ConfigError):
+        StorageReader("x", **options)
+
+
 def test_stock_options_mean_what_they_say(tmp_path: Path) -> None:
     """thread_count, sync_files, single_file_per_rank and overwrite, by place and by name."""
     writer = StorageWriter(tmp_path / "c", False, False, 3)  # noqa: FBT003  # as stock writers are made

@@ -27,6 +27,7 @@ from ckptio.adapters.dcp.writer import place_of_rank
 from ckptio.config import CheckpointConfig
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
+from ckptio.engine.request import check_types
 from ckptio.errors import ConfigError
 from ckptio.state.rebuild import torch_dtype
 
@@ -77,6 +78,7 @@ class StorageReader(dcp.StorageReader):
             raise ConfigError(
                 "_extension_registry has no effect: files hold the bytes of tensors as they are"
             )
+        check_types(types)
         self.path = path
         self._types = tuple(types)
         self._allows_opaque = allow_opaque
