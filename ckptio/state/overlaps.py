@@ -70,9 +70,9 @@ def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:
 
 
 def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
-    """Refuse contiguous tensors that overlap, unless they were saved as views that do so too.
+    """Refuse tensors that overlap, unless they were saved as views that do so too.
 
-    Strided ones may lie between each other, and are left alone.
+    Those with gaps may lie between each other, and are left alone.
 
     Args:
         spans: First byte and end of each, sorted, and what it is.
@@ -82,7 +82,7 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
     for (start, stop, _), fill in spans:
         tensor = fill.tensor
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
-        if start == stop or not tensor.is_contiguous():
+        if start == stop or stop - start != tensor.nbytes:
             continue
         reach = furthest.setdefault(tensor.device, [])
         origin = _origin(fill, tensor)

@@ -75,6 +75,20 @@ def test_what_overlaps_in_part_is_refused(apart: str) -> None:
     assert not memory.any()
 
 
+def test_a_tensor_and_its_transpose_are_one_memory(tmp_path: Path) -> None:
+    """Where they were saved so they are filled so; where they were two, that is refused."""
+    path, other = str(tmp_path / "two"), str(tmp_path / "one")
+    rows = torch.arange(4.0).reshape(2, 2)
+    ckptio.sync.save({"w": rows, "t": rows.t().clone()}, path)
+    ckptio.sync.save({"w": rows, "t": rows.t()}, other)
+    memory = torch.zeros(2, 2)
+    with pytest.raises(TargetError, match="they share a part of their memory"):
+        ckptio.sync.load(path, into={"w": memory, "t": memory.t()})
+    assert not memory.any()
+    ckptio.sync.load(other, into={"w": memory, "t": memory.t()})
+    assert torch.equal(memory, rows)
+
+
 @pytest.mark.parametrize("parts", [(slice(4), slice(4, 8)), (slice(None, None, 2), slice(1, 8, 2))])
 def test_parts_of_one_memory_beside_each_other_are_filled(
     apart: str, parts: tuple[slice, slice]
