@@ -6,14 +6,17 @@ keeps its engines.
 
 Engines of one group are told apart by counting: the n-th engine that a rank opens on a
 group meets the n-th of every other rank. The count is kept in the store, since nothing
-else lives as long as the group does. A rank 0 that gives up leaves a note in the place of
-its address, so that a rank that comes too late does not wait.
+else lives as long as the group does. A rank that gives up must not be one behind or ahead of
+the others from then on: a rank 0 leaves a note in the place of its address, and who finds
+one passes on to the next number, where rank 0 may be waiting again; it does not wait long
+for that. A rank that has not found rank 0 gives its number back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -38,6 +41,8 @@ _TOKEN_NBYTES = 32
 _FIRST_PAUSE_S = 0.005
 _MAX_PAUSE_S = 1.0
 _KNOCK_S = 10.0
+#: How long a rank that comes too late waits for rank 0 to come again: it may do at once.
+_GRACE_S = 5.0
 
 
 class Store(Protocol):
@@ -120,11 +125,17 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
 
 @dataclass(frozen=True, slots=True)
 class _Board:
-    """The store, and the key under which this engine meets the others."""
+    """The store, and the number under which this engine meets the others. All of it blocks."""
 
     store: Store
-    key: str
+    group: str
+    rank: int
+    number: int
     host: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}/{self.number}"
 
     def publish(self, address: _Address) -> None:
         self.store.set(self.key, msgspec.json.encode(address).decode())
@@ -134,13 +145,28 @@ class _Board:
             return None
         return msgspec.json.decode(self.store.get(self.key), type=_Address)
 
+    def following(self) -> _Board:
+        """Take the next number."""
+        number = self.store.add(_counter(self.group, self.rank), 1)
+        return dataclasses.replace(self, number=number)
+
+    def give_back(self) -> None:
+        """Let the next engine have this number, unless one has a later one already."""
+        counter = _counter(self.group, self.rank)
+        if self.store.add(counter, 0) == self.number:
+            self.store.add(counter, -1)
+
+
+def _counter(group: str, rank: int) -> str:
+    return f"{group}/opened/{rank}"
+
 
 def _open_board(place: Place) -> _Board:
     """Connect to the store and find out which engine of the group this is."""
-    store = place.open_store()
-    root = f"ckptio/{place.group}"
-    number = store.add(f"{root}/opened/{place.rank}", 1)
-    return _Board(store, f"{root}/{number}", place.host or this_host())
+    board = _Board(
+        place.open_store(), f"ckptio/{place.group}", place.rank, 0, place.host or this_host()
+    )
+    return board.following()
 
 
 def _store_host(store: object) -> str:
@@ -190,7 +216,7 @@ async def _follow(
 ) -> Member:
     """Look where rank 0 listens, go there, and wait for all."""
     loop = asyncio.get_running_loop()
-    address = await _find(board, executor, until_s, deadlines.meet_s)
+    board, address = await _find(board, executor, until_s, deadlines.meet_s)
     group = Member(place.rank, place.world_size, address.token, deadlines, board.host)
     try:
         await _reach(group, address, board, deadlines, min(until_s, loop.time() + deadlines.peer_s))
@@ -202,26 +228,48 @@ async def _follow(
     return group
 
 
-async def _find(board: _Board, executor: Executor, until_s: float, meet_s: float) -> _Address:
-    """Wait until rank 0 says where it is.
+async def _find(
+    board: _Board, executor: Executor, until_s: float, meet_s: float
+) -> tuple[_Board, _Address]:
+    """Wait until rank 0 says where it is; also says under which number.
 
     By asking again and again, ever less often: a store that is told to wait keeps its
     connection, and the trainer's next call with it.
     """
     loop = asyncio.get_running_loop()
     pause_s = _FIRST_PAUSE_S
-    while (address := await run_blocking(executor, board.look)) is None:
-        if loop.time() >= until_s:
-            raise frames.absence([0], meet_s).error()
-        await asyncio.sleep(min(pause_s, max(0.0, until_s - loop.time())))
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-    if address.gone:
-        raise PeerLostError(
-            f"rank 0 waits no longer: {address.gone}; open the engines of all ranks again",
-            ranks=[0],
-            causes={0: address.gone},
-        )
-    return address
+    gone = ""
+    try:
+        while True:
+            address = await run_blocking(executor, board.look)
+            if address is not None and not address.gone:
+                return board, address
+            if address is not None:
+                if not gone:
+                    until_s = min(until_s, loop.time() + _GRACE_S)
+                gone = address.gone
+                board = await run_blocking(executor, board.following)
+                pause_s = _FIRST_PAUSE_S
+            elif loop.time() < until_s:
+                await asyncio.sleep(min(pause_s, max(0.0, until_s - loop.time())))
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            else:
+                raise _absence(gone, meet_s)  # noqa: TRY301  # the number goes back then, too
+    except BaseException:
+        with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
+            await run_blocking(executor, board.give_back)
+        raise
+
+
+def _absence(gone: str, meet_s: float) -> RankError:
+    """Say that rank 0 is not there, or was and has gone."""
+    if not gone:
+        return frames.absence([0], meet_s).error()
+    return PeerLostError(
+        f"rank 0 waits no longer: {gone}; open the engines of all ranks again",
+        ranks=[0],
+        causes={0: gone},
+    )
 
 
 async def _reach(

@@ -104,8 +104,10 @@ async def test_several_engines_of_a_group_meet_their_likes(store: Any, threads: 
     await together(*(g.close() for g in (*first, *second)))
 
 
-async def test_who_does_not_come_is_named_by_all(store: Any, threads: Executor) -> None:
-    """By those who came in time, and by who comes too late, at once."""
+async def test_who_does_not_come_is_named_by_all(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """By those who came in time, and by who comes too late, soon."""
     errors = await together(
         *(join(place(store, r), deadlines=SHORT, executor=threads) for r in (0, 2))
     )
@@ -113,6 +115,7 @@ async def test_who_does_not_come_is_named_by_all(store: Any, threads: Executor) 
     assert all(isinstance(e, PeerLostError) and e.ranks == (1,) for e in errors)
     assert str(errors[0]).startswith("rank 1 did not come within 0.")
     began_s = time.monotonic()
+    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.1)
     with pytest.raises(PeerLostError, match="rank 0 waits no longer: rank 1 did not come"):
         await join(place(store, 1), deadlines=LONG, executor=threads)
     assert time.monotonic() - began_s < LONG.meet_s / 2
@@ -132,14 +135,48 @@ async def test_a_rank_0_that_cannot_be_reached_is_named(store: Any, threads: Exe
         await join(place(store, 1), deadlines=SHORT, executor=threads)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("alone", [0, 1])
+async def test_ranks_meet_again_after_one_came_alone(
+    store: Any, threads: Executor, alone: int, world_size: int
+) -> None:
+    """However often: nobody is one engine behind or ahead of the others from then on."""
+    for _ in range(3):
+        with pytest.raises(PeerLostError):
+            await join(place(store, alone, world_size), deadlines=SHORT, executor=threads)
+    for _ in range(2):
+        groups = await together(
+            *(
+                join(place(store, r, world_size), deadlines=LONG, executor=threads)
+                for r in range(world_size)
+            )
+        )
+        assert await together(*map(use, groups)) == [world_size] * world_size
+        await together(*(group.close() for group in groups))
+
+
+async def test_ranks_meet_again_after_some_came_without_another(
+    store: Any, threads: Executor
+) -> None:
+    """Those who met rank 0 and waited in vain, and who came too late."""
+    await together(*(join(place(store, r), deadlines=SHORT, executor=threads) for r in (0, 2)))
+    await together(*(join(place(store, r), deadlines=SHORT, executor=threads) for r in (1, 2)))
+    groups = await together(
+        *(join(place(store, r), deadlines=LONG, executor=threads) for r in range(3))
+    )
+    assert await together(*map(use, groups)) == [3, 3, 3]
+    await together(*(group.close() for group in groups))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_cancelled_rank_leaves_nothing_open(
-    store: Any, threads: Executor, rank: int
+    store: Any, threads: Executor, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the others need not wait for it."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await join(place(store, rank), deadlines=LONG, executor=threads)
+    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.1)
     if rank == 0:
         with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
             await join(place(store, 1), deadlines=LONG, executor=threads)
