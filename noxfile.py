@@ -29,7 +29,8 @@ def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: s
     """Install torch, then the package with extras, and dependency groups."""
     session.install(torch)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
-    session.install("-e", f".[{extras}]", *needed)
+    # torch is named again, or pip takes a later one where it does not fit what others ask for
+    session.install("-e", f".[{extras}]", torch, *needed)
 
 
 @nox.session
@@ -41,7 +42,7 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("torch", ["2.6", "2.8", "2.11"])
+@nox.parametrize("torch", ["2.6", "2.8", "2.11", "2.15"])
 def compat(session: nox.Session, torch: str) -> None:
     """Run the tests of what torch has a part in with an earlier version of it."""
     install(session, "tests", "clouds", torch=f"torch=={torch}.*")

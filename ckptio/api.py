@@ -115,7 +115,9 @@ class Engine:
         """Start saving a state; returns at once.
 
         The state is taken apart here and now; its tensors are copied in the background.
-        Do not change them before `await handle.staged`. `await handle` is the commit.
+        Do not change them before `await handle.staged`. `await handle` is the commit; of a
+            state that was changed too early, as far as autograd counts it, it raises
+            `StateError`.
 
         A state on the CPU is copied, never referred to after `staged`. One on CUDA is
         copied on a side stream, behind what the current stream has been told so far;

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 #: Small slabs and buckets: a state of a megabyte has many of them. Nothing is synced.
 SMALL = config_with(durability="none")
 
-with warnings.catch_warnings():  # torch says once that complex32 is experimental
-    warnings.simplefilter("ignore")
-    torch.empty(1, dtype=torch.complex32)
-
 #: torch's element types that can be stored, in this version of torch.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
+
+with warnings.catch_warnings():  # torch says once that complex32 is experimental
+    warnings.simplefilter("ignore")
+    torch.empty(1, dtype=torch.complex32)
 
 
 class Point(NamedTuple):

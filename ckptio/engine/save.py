@@ -32,6 +32,7 @@ from ckptio._version import __version__
 from ckptio.engine.context import settle
 from ckptio.engine.endings import end_attempt
 from ckptio.engine.turns import place_for, turn
+from ckptio.errors import StateError
 from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
@@ -132,7 +133,17 @@ class _Progress:
     def submitted(self) -> None:
         self.to_submit -= 1
         if self.to_submit == 0:
+            self._require_unchanged()
             self.job.handle.submitted.reach(None)
+
+    def _require_unchanged(self) -> None:
+        """Refuse a state of which a part was copied before a change, and a part behind it."""
+        index = self.job.source.changed()
+        if index is not None:
+            raise StateError(
+                f"{self.job.flat.specs[index].name!r} was changed before it was copied, and so"
+                " nothing is committed: wait for handle.staged before the state changes"
+            )
 
     def staged(self) -> None:
         self.to_stage -= 1

@@ -46,7 +46,21 @@ class SourceState:
     def __init__(self, tensors: Sequence[torch.Tensor], streams: CallerStreams | None) -> None:
         self._tensors = tensors
         self._addresses = [address_of(tensor) for tensor in tensors]
+        self._versions = _versions_of(tensors)
         self._streams = streams
+
+    def changed(self) -> int | None:
+        """Say which tensor was written to since this was made, the first of them.
+
+        By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
+        or a kernel of one's own, what inference mode makes, and the parameters of a fused
+        optimizer; its steps are counted.
+        """
+        versions = _versions_of(self._tensors)
+        if versions == self._versions:
+            return None
+        pairs = zip(versions, self._versions, strict=True)
+        return next(index for index, (now, then) in enumerate(pairs) if now != then)
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
@@ -87,6 +101,14 @@ class SourceState:
         if on_device:
             assert self._streams is not None  # noqa: S101  # made for just these devices
             pending.append(self._streams.copy(on_device))
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Count how often each tensor was written to, as far as anybody knows."""
+    try:
+        return [tensor._version for tensor in tensors]  # noqa: SLF001  # the one way
+    except RuntimeError:  # inference tensors have no count
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001
 
 
 class Destination(NamedTuple):

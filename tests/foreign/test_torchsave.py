@@ -80,6 +80,7 @@ def leave_mark(path: str) -> None:
     Path(path).touch()
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # as torch 2.15 says
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
     tmp_path: Path, *, is_zip: bool
@@ -119,6 +120,7 @@ def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:
             sync.load(file, config=SMALL)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # as torch 2.15 says
 def test_what_has_no_portable_form_is_refused_by_name(tmp_path: Path) -> None:
     """A sparse tensor, for one."""
     torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "x.pt")

@@ -1,0 +1,130 @@
+"""States that change while they are being copied."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import PerRank
+from ckptio.errors import StateError
+from ckptio.testing import MemoryStorage, run_virtual
+from tests.job_rig import job
+from tests.rig import SMALL, assert_same, inline_engine, random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio import Engine
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW one by one": lambda p: torch.optim.AdamW(p, foreach=False),
+    "AdamW together": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def test_a_state_that_changes_before_it_is_copied_is_not_committed() -> None:
+    """It would be of two steps; what was there before stays."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = random_state([3 * SMALL.slab_nbytes, 70])
+            name, expected = "tensor1", {key: value.clone() for key, value in state.items()}
+            await engine.save(state, "memory")
+            handle = engine.save(state, "memory", overwrite=True)
+            state[name].add_(1)
+            with pytest.raises(StateError, match=rf"'{name}' was changed before it was copied"):
+                await handle
+            with pytest.raises(StateError):
+                await handle.staged
+            assert_same(await engine.load("memory"), expected)
+            assert storage.leftovers() == []
+            handle = engine.save(state, "memory", overwrite=True)
+            await handle.staged
+            expected = {key: value.clone() for key, value in state.items()}
+            state[name].add_(1)
+            await handle
+            assert_same(await engine.load("memory"), expected)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_state_that_changes_while_it_waits_for_slabs_is_not_committed() -> None:
+    """Parts of it were copied by then: that is where a mixture comes from."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = {"w": torch.zeros(20 * SMALL.pool_nbytes // 4)}
+            handle = engine.save(state, "memory")
+            while not engine.statistics().leased_nbytes:
+                await asyncio.sleep(0.0001)
+            state["w"] += 1
+            with pytest.raises(StateError, match=r"wait for handle\.staged"):
+                await handle
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_of_an_optimizer_is_seen(name: str) -> None:
+    """Whichever of torch's ways it takes; of a fused one torch counts the step, no parameters."""
+
+    async def scenario() -> None:
+        model = torch.nn.Linear(3, 3)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            handle = engine.save({"model": model, "optimizer": optimizer}, "memory")
+            optimizer.step()
+            with pytest.raises(StateError, match="was changed before it was copied"):
+                await handle
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_training_does_until_the_step_is_no_change() -> None:
+    """Forward and backward may go on while a state is copied."""
+
+    async def scenario() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(), torch.nn.GELU())
+        with torch.inference_mode():
+            made = torch.ones(5)
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            handle = engine.save({"model": model, "made": made}, "memory")
+            model(torch.ones(1, 3)).sum().backward()
+            model.requires_grad_(requires_grad=False)
+            model.state_dict()
+            await handle
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_state_that_changes_on_one_rank_is_committed_by_none() -> None:
+    """The others hear why."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory")
+        async with job(2, place) as ranks:
+            own = [torch.ones(9), torch.ones(9)]
+            states = [{"own": PerRank(tensor), "all": torch.ones(5)} for tensor in own]
+
+            async def body(rank: int, engine: Engine) -> None:
+                handle = engine.save(states[rank], "memory")
+                if rank == 1:
+                    own[1].add_(1)
+                await handle
+
+            ends = await ranks.each(body)
+            assert all("'own~rank1' was changed" in str(end) for end in ends)
+        assert place.leftovers() == []
+
+    run_virtual(scenario(), seed=0)
