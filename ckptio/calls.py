@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import SaveHandle
-    from ckptio.state.tree import Select
+    from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.handle import CheckpointInfo, SaveHandle
     from ckptio.staging.pool import PoolStatistics
-    from ckptio.state.tree import Select
+    from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 

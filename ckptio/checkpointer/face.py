@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptio.handle import SaveHandle
     from ckptio.plan.decision import SaveEvery
     from ckptio.plan.retention import Retention, StepRecord
-    from ckptio.state.tree import Select
+    from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 

@@ -16,7 +16,7 @@ from ckptio.cli.values import short_json
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointError
 from ckptio.layout import DTYPES, numel
-from ckptio.state.tree import make_predicate
+from ckptio.state.select import make_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -107,8 +107,10 @@ def _float(node: Json) -> Json:
 
 
 def _numpy(node: Json) -> Json:
+    import numpy as np  # noqa: PLC0415  # it is there, once there is a scalar
+
     value = _scalar(node)
-    if value.dtype.kind in "biu" or (value.dtype.kind == "f" and value - value == 0):
+    if value.dtype.kind in "biu" or (value.dtype.kind == "f" and np.isfinite(value)):
         return value.item() if value.dtype.itemsize <= _MAX_FLOAT_NBYTES else str(value)
     return str(value)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.safetensors import Written
-    from ckptio.state.tree import Select
+    from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]

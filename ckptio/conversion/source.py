@@ -16,7 +16,8 @@ from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
-from ckptio.state.tree import children, make_predicate, prune, read_tree, tensor_index, walk
+from ckptio.state.select import make_predicate
+from ckptio.state.tree import children, prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ckptio.engine.core import EngineCore
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
-    from ckptio.state.tree import Select
+    from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
     Json = Any

@@ -38,7 +38,8 @@ from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
-from ckptio.state.tree import Patterns, names_on_any_rank
+from ckptio.state.select import Patterns
+from ckptio.state.tree import names_kept_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -333,17 +334,23 @@ def _require_selected(
     request: LoadRequest, restoration: Restoration, manifest: Manifest, path: str
 ) -> None:
     """Refuse to load nothing where something was asked for: mostly a mistyped name."""
-    if isinstance(request.keep, Patterns) and request.strict == "raise" and request.keep.unmatched:
+    keep = request.keep
+    unmatched = isinstance(keep, Patterns) and keep.unmatched
+    if keep is not None and request.strict == "raise" and (unmatched or restoration.is_empty):
         # this rank may have none of what others kept for themselves
-        unmatched = request.keep.unmatched_by(names_on_any_rank(manifest))
-        if unmatched:
-            names = ", ".join(map(repr, unmatched))
+        is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
+        if isinstance(keep, Patterns) and keep.unmatched:
+            names = ", ".join(map(repr, keep.unmatched))
             whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
-            raise TargetError(f"select= asks for {names}, and no name of {whose} matches")
+            raise TargetError(
+                f"select= asks for {names}, and no name of {whose} matches;"
+                f" `ckptio show {path}` lists the names"
+            )
+        if restoration.is_empty and not any(is_of_others):
+            raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
+        return
     if not restoration.is_empty or request.strict == "report":
         return
-    if request.keep is not None and request.strict == "raise":
-        raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
     match = restoration.match
     if match is not None and (match.missing or match.mismatched):
         first = (match.missing or match.mismatched)[0]

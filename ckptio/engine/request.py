@@ -14,12 +14,13 @@ from ckptio.format.encode import class_name
 from ckptio.shards import PerRank, Shard
 from ckptio.state.flatten import is_stateful
 from ckptio.state.rebuild import device_of
-from ckptio.state.tree import make_predicate
+from ckptio.state.select import make_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.state.tree import Predicate, Select
+    from ckptio.state.select import Select
+    from ckptio.state.tree import Predicate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,8 +180,9 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         notes=notes,
     )
     late: list[Callable[[], None]] = []
+    bases: dict[int, torch.Tensor | None] = {}
     for fill in fills:
-        _fill(manifest, fill, restoration, late)
+        _fill(manifest, fill, restoration, late, bases)
     tensors: dict[int, torch.Tensor] = {}
     _make(manifest, dict.fromkeys(sorted(match.fresh), _Kind(None, None)), tensors, restoration)
     rebuilder = Rebuilder(tensors, request.types, restoration.notes)
@@ -189,6 +190,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     def finish() -> Any:
         for copy in late:
             copy()
+        bases.clear()
         match.mark_written()
         return assemble(rebuilder)
 
@@ -249,9 +251,21 @@ def _make(
 
 
 def _fill(
-    manifest: Manifest, fill: Fill, restoration: Restoration, late: list[Callable[[], None]]
+    manifest: Manifest,
+    fill: Fill,
+    restoration: Restoration,
+    late: list[Callable[[], None]],
+    bases: dict[int, torch.Tensor | None],
 ) -> None:
-    """Want the bytes of one tensor of the target."""
+    """Want the bytes of one tensor of the target.
+
+    Args:
+        manifest: What they are taken from.
+        fill: The tensor.
+        restoration: Takes destinations and ranges.
+        late: Takes what is copied once everything is there.
+        bases: Takes what it is copied from, by index: one of each, however many views there are.
+    """
     index, tensor, node, block, _ = fill
     entry = manifest.tensors[index]
     stored = torch_dtype(entry.dtype)
@@ -273,14 +287,22 @@ def _fill(
         first, count = node["o"], numel(shape) * DTYPES[node["d"]].itemsize
         restoration.needs.append(Need(entry, destination, (first, first + count)))
         return
+
     # a strided view, or a block of a view: its base is read beside it, and copied from
     # when everything is there
-    bases: list[torch.Tensor] = []
+    def copy() -> None:
+        base = bases[index]
+        assert base is not None  # noqa: S101  # it was made before anything landed
+        fill.copy_from(base)
+
+    late.append(copy)
+    if index in bases:
+        return
+    bases[index] = None
 
     def make() -> Destination:
-        bases.append(allocate(entry))
-        return Destination(bases[0], stored)
+        base = bases[index] = allocate(entry)
+        return Destination(base, stored)
 
     restoration.makers.append(make)
     restoration.needs.append(Need(entry, destination))
-    late.append(lambda: fill.copy_from(bases[0]))

@@ -75,9 +75,13 @@ class ObjectDecoder:
         """
         self._num_open_keys += 1
         try:
-            return self.decode(fqn, node)
+            key = self.decode(fqn, node)
+            hash(key)
+        except TypeError:
+            raise FormatError(f"a key at {fqn!r} in the manifest that cannot be one") from None
         finally:
             self._num_open_keys -= 1
+        return key
 
     def _decode(self, fqn: str, node: Json, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:

@@ -66,7 +66,7 @@ def _key_text(key: Any, depth: int = 0) -> str:
     if isinstance(key, enum.Enum):
         return _key_text(key.value, depth)
     is_set = isinstance(key, (set, frozenset))
-    if dataclasses.is_dataclass(key):
+    if dataclasses.is_dataclass(key) and not isinstance(key, type):
         key = tuple(item for _, item in _fields_of(key))
     if not is_set and not isinstance(key, (tuple, list)):
         return _word_text(key) if type(key).__module__ in ("numpy", "torch") else repr(key)
@@ -142,6 +142,8 @@ class ObjectEncoder:
         encode = self._by_type.get(type(value))
         if encode is not None:
             return encode(fqn, value)
+        if hasattr(type(value), "load_state_dict") and hasattr(type(value), "state_dict"):
+            return self._encode_leaf(fqn, value)  # it stands for its state, whatever else it is
         if isinstance(value, enum.Enum):
             inner = self.encode(fqn, value.value)
             return {TAG: "enum", "c": class_name(type(value)), "v": inner}
@@ -318,4 +320,6 @@ def _names_of(value: Any) -> tuple[str, ...]:
 
 
 def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
-    return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    """Give the fields of a dataclass that are set: one with `init=False` may not be."""
+    names = (f.name for f in dataclasses.fields(value))
+    return ((name, getattr(value, name)) for name in names if hasattr(value, name))

@@ -15,6 +15,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
+from ckptio.layout import BIT_DTYPES
 from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES
 from ckptio.state.rebuild import view_of
@@ -22,6 +23,8 @@ from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import numpy as np
 
     from ckptio.state.sharded import Block
 
@@ -115,7 +118,14 @@ class Fill(NamedTuple):
     def copy_from(self, base: torch.Tensor) -> None:
         """Fill it from the whole stored tensor that its view is a part of."""
         view = view_of(base, self.view)
-        self.memory().copy_(view if self.block is None else part_of(view, self.block.box))
+        target, source = (
+            self.memory(),
+            view if self.block is None else part_of(view, self.block.box),
+        )
+        if DTYPE_NAMES.get(target.dtype) in BIT_DTYPES:  # torch has no copy of them
+            bits = torch.uint8 if target.itemsize == 1 else torch.int16
+            target, source = target.view(bits), source.view(bits)
+        target.copy_(source)
 
 
 @dataclass(slots=True)
@@ -177,16 +187,52 @@ class Match:
                 torch.autograd.graph.increment_version(tensor)
 
 
-def take_over(module: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Let a module take new tensors for those it has on the meta device.
+def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:
+    """Let a stateful object take its state.
+
+    Args:
+        fqn: Its name.
+        target: The object.
+        values: Its state; tensors of it that were filled are the object's own.
+        assigns: Whether it is a module with tensors on the meta device, which others replace.
+
+    Returns:
+        Notes for the report.
+
+    Raises:
+        TargetError: It does not take it.
+    """
+    try:
+        if not assigns:
+            target.load_state_dict(values)
+            return []
+        names = take_over(target, values)
+    except Exception as error:  # of the caller's class, which raises anything
+        raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
+    return [
+        f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
+        for name in names
+    ]
+
+
+def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
+    """Let a module take new tensors for those it has on the meta device, and for no others.
 
     What was one parameter under several names stays one: torch's own `assign=True` makes
     a parameter of each name, and an optimizer would step their common memory twice.
+
+    Returns:
+        Names of what is on the meta device still.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    module.load_state_dict(values, assign=True)
+    had = module.state_dict(keep_vars=True)
+    stays = {name for name, own in had.items() if isinstance(own, torch.Tensor) and not own.is_meta}
+    if stays:  # an optimizer may have them
+        module.load_state_dict({n: v for n, v in values.items() if n in stays}, strict=False)
+        values = {name: value for name, value in values.items() if name not in stays}
+    module.load_state_dict(values, strict=not stays, assign=True)
     for tied in names.values():
         if len(tied) == 1:
             continue
@@ -195,6 +241,8 @@ def take_over(module: torch.nn.Module, values: dict[str, Any]) -> None:
         for name in tied:
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, one)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta]
 
 
 def check_fillable(fqn: str, target: torch.Tensor) -> None:
@@ -224,18 +272,32 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
         raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
 
 
+def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
+    """Refuse arrays whose memory cannot take every element.
+
+    Raises:
+        TargetError: With the reason.
+    """
+    if not target.flags.writeable:
+        raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
+    if target.size > 1 and 0 in target.strides:
+        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
+
+
 def classes_in(target: Any) -> Iterator[type]:
     """Give the classes of dataclasses and enums in a value of a target."""
     if isinstance(target, enum.Enum):
         yield type(target)
+        yield from classes_in(target.value)
     elif dataclasses.is_dataclass(target) and not isinstance(target, type):
         yield type(target)
         for field in dataclasses.fields(target):
             yield from classes_in(getattr(target, field.name, None))
     elif isinstance(target, dict):
-        for item in target.values():
+        for key, item in target.items():
+            yield from classes_in(key)
             yield from classes_in(item)
-    elif isinstance(target, (list, tuple)):
+    elif isinstance(target, (list, tuple, set, frozenset)):
         for item in target:
             yield from classes_in(item)
 

@@ -64,7 +64,12 @@ class Stateful(Protocol):
 
 def is_stateful(value: object) -> bool:
     """Whether a value is saved through its `state_dict` and restored through its twin."""
-    return isinstance(value, Stateful) and not isinstance(value, (torch.Tensor, type))
+    if isinstance(value, (torch.Tensor, type)):
+        return False
+    try:
+        return isinstance(value, Stateful)
+    except Exception:  # a `__getattr__` of the caller's, which raises anything
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from ckptio.errors import TargetError
-from ckptio.layout import DTYPES
+from ckptio.layout import DTYPES, row_major_strides
 from ckptio.state.ties import span_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from ckptio.state.fills import Fill
+    from ckptio.state.fills import Blank, Fill
 
 
 def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
@@ -28,7 +29,7 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
 
     Args:
         fills: What is to be filled, in the order of the target.
-        notes: Takes a line for each that is left out.
+        notes: Takes a line for each name that is left out.
 
     Returns:
         `fills` itself if no memory is shared, as mostly.
@@ -36,14 +37,16 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     Raises:
         TargetError: Tensors overlap in part, and were not saved so.
     """
-    # blocks of sharded tensors are parts of one local tensor; what is blank has no memory yet
     spans = [
         (*span_of(fill.tensor, fill.tensor.nbytes), number)
         for number, fill in enumerate(fills)
-        if fill.block is None and isinstance(fill.tensor, torch.Tensor)
+        if isinstance(fill.tensor, torch.Tensor)
     ]
     spans.sort()
-    if all(a[1] <= b[0] for a, b in itertools.pairwise(spans)):
+    # what is on the meta device has no memory yet: names that share some have one blank
+    num_blanks = len(fills) - len(spans)
+    blanks = {id(fill.tensor) for fill in fills if not isinstance(fill.tensor, torch.Tensor)}
+    if len(blanks) == num_blanks and all(a[1] <= b[0] for a, b in itertools.pairwise(spans)):
         return fills
     left_out = _doubles(fills, notes)
     _require_apart((span, fills[span[2]]) for span in spans if span[2] not in left_out)
@@ -54,19 +57,40 @@ def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:
     """Find what fills the very memory that something before it fills with something else."""
     firsts: dict[Hashable, Fill] = {}
     doubles: set[int] = set()
+    said: set[tuple[str, str]] = set()
     for number, fill in enumerate(fills):
-        tensor = fill.tensor
-        if fill.block is not None or not isinstance(tensor, torch.Tensor) or not tensor.nbytes:
+        first = firsts.setdefault((_memory(fill.tensor), _place(fill)), fill)
+        if _origin(first) == _origin(fill):
             continue
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = firsts.setdefault(view, fill)
-        if (first.stored, first.view) != (fill.stored, fill.view):
-            doubles.add(number)
+        doubles.add(number)
+        if (fill.name, first.name) not in said:  # once, of however many blocks
+            said.add((fill.name, first.name))
             notes.append(
                 f"{fill.name}: is one tensor with {first.name!r} in the target and another in the"
                 f" checkpoint; {first.name!r} was loaded"
             )
     return doubles
+
+
+def _memory(tensor: torch.Tensor | Blank) -> Hashable:
+    """Tell which elements of which memory a tensor of the target is; nothing for none."""
+    if not isinstance(tensor, torch.Tensor):
+        return id(tensor)
+    if not tensor.nbytes:
+        return id(tensor), None
+    strides = _strides(tensor.shape, tensor.stride())
+    is_other = (tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, strides, is_other
+
+
+def _place(fill: Fill) -> Hashable:
+    """Tell blocks of one memory apart."""
+    return None if fill.block is None else (fill.block.box, fill.block.at)
+
+
+def _strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Give the strides that matter: of a dimension of one element none does."""
+    return tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
 
 
 def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
@@ -85,7 +109,7 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
         if start == stop or stop - start != tensor.nbytes:
             continue
         reach = furthest.setdefault(tensor.device, [])
-        origin = _origin(fill, tensor)
+        origin = _origin(fill)
         for end, others, other in reach:
             if start < end and others != origin:
                 raise TargetError(
@@ -98,8 +122,25 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
         furthest[tensor.device] = [reach[0], *([second] if second is not None else [])]
 
 
-def _origin(fill: Fill, tensor: torch.Tensor) -> Hashable:
-    """Say what a tensor is a view of: which in the checkpoint, and where that would begin here."""
-    view = fill.view
-    before = 0 if view is None else view["o"] * tensor.itemsize // DTYPES[view["d"]].itemsize
-    return fill.stored, tensor.data_ptr() - before
+def _origin(fill: Fill) -> Hashable:
+    """Say what a tensor is a view of: which in the checkpoint, where that would begin, and how.
+
+    Two that are equal in this and overlap have the same stored element at every place.
+    """
+    tensor, view = fill.tensor, fill.view
+    if not isinstance(tensor, torch.Tensor):
+        return fill.stored, msgspec.json.encode(view)
+    if fill.block is not None:
+        return fill.stored, tensor.data_ptr()  # blocks of one tensor lie beside each other
+    if view is None:
+        before, stored, flips = 0, row_major_strides(tuple(tensor.shape)), (False, False)
+    else:
+        before = view["o"] * tensor.itemsize // DTYPES[view["d"]].itemsize
+        stored, flips = view["r"], (bool(view.get("conj")), bool(view.get("neg")))
+    turned = {
+        (here, there)
+        for n, here, there in zip(tensor.shape, tensor.stride(), stored, strict=True)
+        if n > 1 and here != there
+    }
+    conj, neg = tensor.is_conj() != flips[0], tensor.is_neg() != flips[1]
+    return fill.stored, tensor.data_ptr() - before, frozenset(turned), conj, neg

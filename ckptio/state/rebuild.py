@@ -232,7 +232,7 @@ def check_view(node: Json, base_nbytes: int) -> int:
         raise FormatError(f"a bad view in the manifest: {node}")
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else -1
     stop = int(start + (reach + 1) * itemsize)
-    if stop > base_nbytes or numel(tuple(shape)) >= 1 << 56:
+    if stop > base_nbytes or numel(tuple(n for n in shape if n)) >= 1 << 56:
         raise FormatError(f"a view ends at byte {stop} of a tensor of {base_nbytes} bytes")
     return stop
 

@@ -215,6 +215,7 @@ def memory_of(local: torch.Tensor) -> Hashable:
     return (
         local.untyped_storage()._cdata,  # noqa: SLF001  # nothing public tells storages apart
         local.storage_offset(),
+        local.dtype,
         tuple(local.shape),
         local.stride(),
         local.is_conj(),

@@ -7,12 +7,11 @@ Rules: tensors and arrays of the target are filled in place, and must have the s
 element type of the checkpoint. Of a tensor that is held in parts, the target's blocks are
 filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
-in place. A stateful object gives its state as a template, its tensors are filled in
-place, and what else the checkpoint has under it is made new (but a module takes no names
-that it does not have, and lacks none that is tied to one it is given); then it takes the
-whole, unless nothing of it was selected.
-Any other value of the target is a placeholder for the checkpoint's; a dataclass or an enum
-comes back as its class.
+in place, dataclasses and named tuples by the names of their fields. A stateful object gives
+its state as a template, its tensors are filled in place, and what else the checkpoint has
+under it is made new (but a module takes no names that it does not have, and lacks none that
+is tied to one it is given); then it takes the whole, unless nothing of it was selected. Any
+other value of the target is a placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -26,29 +25,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError, UnsupportedLeafError
+from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import (
     Blank,
     Fill,
     Match,
+    check_array,
     check_fillable,
     classes_in,
     names_of,
-    take_over,
+    take_state,
 )
 from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
-from ckptio.state.leaves import as_tensor, encode_key
+from ckptio.state.leaves import as_tensor
+from ckptio.state.members import identity_of_key, members_of, updated
+from ckptio.state.optimizers import groups_differ, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
+from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
 from ckptio.state.tree import (
     children,
-    identity_of,
     is_absent,
     is_ranks,
-    keys_of,
     leaves,
     prune_at,
     tensor_index,
@@ -123,11 +124,17 @@ class Matcher:
             return self._tensor(fqn, target, node)
         if isinstance(target, np.ndarray):
             return self._array(fqn, target, node)
+        return self._container(fqn, target, node)
+
+    def _container(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Match what has parts, or is a placeholder."""
+        if (tag := record_tag(target)) is not None and tag == tag_of(node):
+            return self._record(fqn, target, node)
         if is_stateful(target):
             return self._stateful(fqn, target, node)
         if isinstance(target, dict):
             return self._dict(fqn, target, node, closed=True)
-        if isinstance(target, (list, tuple)) and target:
+        if isinstance(target, (list, tuple)) and target and not isinstance(target, torch.Size):
             return self._sequence(fqn, target, node)
         return self._value(fqn, target, node)
 
@@ -218,8 +225,7 @@ class Matcher:
             return self._mismatch(fqn, target, other("an array"))
         if found := array_differs(target, node):
             return self._mismatch(fqn, target, found)
-        if not target.flags.writeable:
-            raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
+        check_array(fqn, target)
         tensor, entry = as_tensor(target), self._tensors[index]
         if (
             tensor is not None
@@ -240,6 +246,11 @@ class Matcher:
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
         if not self._selects(fqn, node):
             return lambda _: target
+        if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
+            require_parameters(fqn, target, node)
+            found = groups_differ(fqn, target, node) if self._keep is None else ""
+            if found:
+                return self._mismatch(fqn, target, found)
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
         template = target.state_dict()
@@ -250,10 +261,7 @@ class Matcher:
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             values = assemble(rebuilder)
-            if is_module and has_blanks:
-                take_over(target, values)
-            else:
-                target.load_state_dict(values)
+            rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             return target
 
         return hand_over
@@ -273,12 +281,12 @@ class Matcher:
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
             return self._mismatch(fqn, target, other("a dict"))
-        found_here = _members(fqn, node)
+        found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
-            identity = _identity(fqn, key)
+            identity = identity_of_key(fqn, key)
             found = stored.pop(identity, None)
             if found is not None:
                 _, name, item = found
@@ -296,8 +304,7 @@ class Matcher:
         def update(rebuilder: Rebuilder) -> Any:
             values = {key: assemble(rebuilder) for key, assemble in merged}
             if closed:
-                target.update(values)
-                return target
+                return updated(target, values)
             for encoded_key, assemble in made:
                 values[rebuilder.rebuild_key(fqn, encoded_key)] = assemble(rebuilder)
             return kind(values)
@@ -356,6 +363,21 @@ class Matcher:
 
         return update
 
+    def _record(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Match a dataclass or a named tuple, field by field, by their names."""
+        items = dict(node["v"])
+        merged: dict[str, Assemble] = {}
+        for name, value in fields_of(target).items():
+            if name in items:
+                merged[name] = self.merge(join_fqn(fqn, name), value, items.pop(name))
+            else:
+                self._note_missing(join_fqn(fqn, name), value)
+        for name, item in items.items():
+            self._note_unexpected(join_fqn(fqn, name), item)
+        return lambda rebuilder: with_fields(
+            target, {name: assemble(rebuilder) for name, assemble in merged.items()}
+        )
+
     def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
         if self._keep is None or self._keep(fqn):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
@@ -375,24 +397,3 @@ class Matcher:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
-
-
-def _identity(fqn: str, key: object) -> Hashable:
-    """Give what tells a key of the target from others, enums and records among them."""
-    if type(key) is int or (type(key) is str and key.isascii()):
-        return key
-    try:
-        return identity_of(encode_key(fqn, key))
-    except UnsupportedLeafError:
-        return None  # no checkpoint has such a key
-
-
-def _members(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:
-    """Give key, name and node of what a mapping node holds, by what tells its key from others."""
-    if TAG not in node:  # plain keys stand for themselves
-        prefix = f"{fqn}." if fqn else ""
-        return {key: (key, prefix + key, item) for key, item in node.items()}
-    return {
-        identity_of(key): (key, name, item)
-        for key, (name, item) in zip(keys_of(node), children(fqn, node), strict=True)
-    }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio.errors import ConfigError, FormatError
+from ckptio.errors import FormatError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
@@ -26,9 +24,7 @@ if TYPE_CHECKING:
     Json = Any
 
 Predicate = Callable[[str], bool]
-Select = str | Predicate | Sequence[str]
 _MISSING = object()
-_OF_A_RANK = re.compile(r"~rank\d+")
 _DICT_TAGS = ("dict", "odict", "counter")
 _MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
 _SCALAR_TAGS = frozenset(
@@ -222,13 +218,27 @@ def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
     return found or [(fqn, node)]
 
 
-def names_on_any_rank(manifest: Manifest) -> list[str]:
-    """Give the names of all values, as the ranks that have them name them.
+def names_kept_for_ranks(manifest: Manifest) -> list[str]:
+    """Name what was kept for each rank, as the ranks that have it name it.
 
     Raises:
         FormatError: See `read_tree`.
     """
-    return [_OF_A_RANK.sub("", name) for name, _ in leaves("", read_tree(manifest))]
+    found: list[str] = []
+
+    def visit(fqn: str, node: Json) -> None:
+        if is_ranks(node):
+            for item in node["v"]:
+                found.extend(name for name, _ in leaves(fqn, item) if item != ABSENT)
+        elif type(node) is list:
+            for i, item in enumerate(node):
+                visit(join_fqn(fqn, i), item)
+        elif type(node) is dict and tensor_index(node) is None:
+            for name, item in children(fqn, node):
+                visit(name, item)
+
+    visit("", read_tree(manifest))
+    return found
 
 
 def keys_of(node: Json) -> list[Json]:
@@ -255,64 +265,6 @@ def identity_of(encoded_key: Json) -> Hashable:
     if tag == "torch.Size":
         encoded_key = {TAG: "tuple", "v": encoded_key["v"]}
     return ("", msgspec.json.encode(encoded_key))
-
-
-def make_predicate(select: Select) -> Predicate:
-    """Turn what the user selects by into a predicate on names.
-
-    Args:
-        select: A name or the dotted prefix of names (`"model.layers"`); a glob, if it has
-            one of `*?[` (`"*.weight"`; a star matches dots too); several of these; or a
-            predicate on the name.
-
-    Raises:
-        ConfigError: None of these.
-    """
-    if callable(select):
-        return select
-    patterns = [select] if isinstance(select, str) else select
-    if (
-        not isinstance(patterns, Collection)
-        or not patterns
-        or not all(isinstance(p, str) and p for p in patterns)
-    ):
-        raise ConfigError(
-            f"select takes a prefix, a glob, several of these or a predicate, not {select!r}"
-        )
-    return Patterns(patterns)
-
-
-class Patterns:
-    """Accepts the names that one of several patterns matches.
-
-    Args:
-        patterns: Prefixes and globs.
-
-    Attributes:
-        unmatched: Those that have matched none of the names so far.
-    """
-
-    def __init__(self, patterns: Collection[str]) -> None:
-        self._patterns = tuple(patterns)
-        self.unmatched = list(dict.fromkeys(patterns))
-
-    def __call__(self, fqn: str) -> bool:
-        """Whether a name is accepted."""
-        matching = [pattern for pattern in self._patterns if _matches(fqn, pattern)]
-        if matching and self.unmatched:
-            self.unmatched = [p for p in self.unmatched if p not in matching]
-        return bool(matching)
-
-    def unmatched_by(self, names: Collection[str]) -> list[str]:
-        """Give those that match none of some more names either."""
-        return [p for p in self.unmatched if not any(_matches(name, p) for name in names)]
-
-
-def _matches(fqn: str, pattern: str) -> bool:
-    if any(c in pattern for c in "*?["):
-        return fnmatch.fnmatchcase(fqn, pattern)
-    prefix = pattern.removesuffix(".")
-    return fqn == prefix or fqn.startswith(prefix + ".")
 
 
 def prune(tree: Json, keep: Predicate) -> Json:

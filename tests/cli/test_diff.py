@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def test_tensors_of_bits_that_differ_are_compared(tmp_path: Path) -> None:
+    """Torch cannot convert them."""
+    for name in ("uint4", "bits16"):
+        a, b = (
+            save_at(
+                tmp_path / f"{name}{i}",
+                {"x": torch.tensor([1, i], dtype=torch.int16).view(getattr(torch, name))},
+            )
+            for i in range(2)
+        )
+        assert main(["diff", str(a), str(b)]) == 1
+
+
 def test_diff_names_what_differs_and_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

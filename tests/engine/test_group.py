@@ -103,6 +103,11 @@ def test_a_rank_that_has_nothing_of_its_own_may_ask_for_what_others_have() -> No
                 loaded = await engine.load("memory", select=names)
                 assert sorted(loaded) == (["w"] if rank else ["rng", "w"])
                 loaded = await engine.load("memory", select=["w", "rng"])
+                for select in ("rng.cpu", "rng", lambda name: name.startswith("rng")):
+                    await engine.load("memory", select=select)
+                    own = {"cpu": torch.ones(2), "n": 5}
+                    await engine.load("memory", into={"rng": PerRank(own)}, select=select)
+                    assert own["cpu"].any() == bool(rank)  # type: ignore[attr-defined]  # a tensor
                 with pytest.raises(TargetError, match="asks for 'rng\\.cuda'"):
                     await engine.load("memory", select=[*names, "rng.cuda"])
 

@@ -17,7 +17,7 @@ from ckptio.errors import MismatchError, TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import Box
 from ckptio.shards import PerRank
-from ckptio.state.tree import make_predicate
+from ckptio.state.select import make_predicate
 from tests.rig import SMALL
 from tests.state.ranks import (
     MeshShape,

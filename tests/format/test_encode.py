@@ -111,6 +111,12 @@ def test_zones_come_back_by_name(key: str) -> None:
     assert found.tzinfo.key == key
 
 
+@dataclasses.dataclass
+class Unset:
+    a: int = 1
+    b: int = dataclasses.field(init=False)
+
+
 class Suit(enum.Flag):
     A = 1
     B = 2
@@ -411,6 +417,28 @@ def test_any_document_is_a_value_or_a_format_error(document: Any) -> None:
         for leaf in (no_leaf, decode_word):
             with contextlib.suppress(FormatError):
                 ObjectDecoder(leaf, named_types(types)).decode("", document)
+
+
+@pytest.mark.parametrize("key", [[1], {}, {"~": "bytearray", "v": ""}, {"~": "set", "v": []},
+                                 {"~": "tuple", "v": [[1]]}])  # fmt: skip
+def test_what_is_not_hashable_is_no_key(key: Any) -> None:
+    """Whoever decodes a key puts it into a dict."""
+    with pytest.raises(FormatError):
+        ObjectDecoder(no_leaf).decode_key("", key)
+
+
+def test_a_class_as_a_key_is_refused_by_name() -> None:
+    """A dataclass is one of which its instances have fields."""
+    with pytest.raises(UnsupportedLeafError, match="a key of type type"):
+        encode({Key: 1})
+
+
+def test_a_field_that_was_never_set_is_left_out() -> None:
+    """As dataclasses allow it of `init=False`."""
+    value = Unset()
+    found, _ = decode(encode(value), [Unset])
+    assert type(found) is Unset
+    assert vars(found) == {"a": 1}
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import ckptio.sync
+from ckptio import Shard
 from ckptio.errors import TargetError
+from ckptio.events import LoadFinished
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptio.events import Event
 
 
 @pytest.fixture
@@ -73,6 +77,101 @@ def test_what_overlaps_in_part_is_refused(apart: str) -> None:
     with pytest.raises(TargetError, match="'b' and 'a': they share a part of their memory"):
         ckptio.sync.load(apart, into={"a": memory[:4], "b": memory[1:5]})
     assert not memory.any()
+
+
+def test_tied_targets_on_meta_take_the_first(apart: str) -> None:
+    """They become one tensor, too, and readers would race for it."""
+    meta = torch.empty(4, device="meta")
+    result = ckptio.sync.load_with_report(apart, into={"b": meta, "a": meta})
+    assert result.state["b"] is result.state["a"]
+    assert torch.equal(result.state["a"], torch.full((4,), 2.0))
+    assert len(result.report.notes) == 1
+    other = {"a": meta, "b": meta.view(torch.int32)}  # nothing of one memory, but of two types
+    assert ckptio.sync.load(apart, into=other, strict="ignore")["a"].dtype == torch.float32
+
+
+def test_tied_shards_take_the_first(apart: str) -> None:
+    """Whole tensors, as blocks; once in the notes, however many blocks there are."""
+    memory = torch.zeros(4)
+    shards = {name: Shard(memory, (4,), (0,)) for name in ("a", "b")}
+    result = ckptio.sync.load_with_report(apart, into=shards)
+    assert torch.equal(memory, torch.ones(4))
+    assert len(result.report.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda m: m.view(8, 2), lambda m: m.t().contiguous().view(8, 2)],
+    ids=["another order", "other memory"],
+)
+def test_a_transpose_that_the_target_has_otherwise_is_refused(tmp_path: Path, view: Any) -> None:
+    """One stored tensor and one memory are not enough: each place has to be one element."""
+    path, base = str(tmp_path / "c"), torch.arange(16.0).view(2, 8)
+    ckptio.sync.save({"base": base, "turned": base.t()}, path)
+    memory = torch.zeros(2, 8)
+    target = {"base": memory, "turned": view(memory)}
+    if target["turned"].data_ptr() == memory.data_ptr():
+        with pytest.raises(TargetError, match="they share a part"):
+            ckptio.sync.load(path, into=target)
+        return
+    ckptio.sync.load(path, into=target)
+    assert torch.equal(memory, base)
+    assert torch.equal(target["turned"], base.t())
+
+
+def test_a_conjugate_that_the_target_has_otherwise_is_refused(tmp_path: Path) -> None:
+    """And one that it has as it was saved is no other tensor."""
+    values = torch.randn(4, dtype=torch.complex64)
+    for number, saved in enumerate(({"z": values, "c": values}, {"z": values, "c": values.conj()})):
+        path = str(tmp_path / str(number))
+        ckptio.sync.save(saved, path)
+        memory = torch.zeros(4, dtype=torch.complex64)
+        target = {"z": memory, "c": memory.conj()}
+        if number == 0:
+            with pytest.raises(TargetError, match="they share a part"):
+                ckptio.sync.load(path, into=target)
+            continue
+        assert not ckptio.sync.load_with_report(path, into=target).report.notes
+        assert torch.equal(memory, values)
+
+
+def test_ties_that_differ_in_strides_that_do_not_matter_are_ties(tmp_path: Path) -> None:
+    """Of a dimension of one element."""
+    path, weight = str(tmp_path / "c"), torch.arange(4.0).view(4, 1)
+    ckptio.sync.save({"a": weight.view(1, 4), "b": weight.t()}, path)
+    memory = torch.zeros(4, 1)
+    target = {"a": memory.view(1, 4), "b": memory.t()}
+    assert not ckptio.sync.load_with_report(path, into=target).report.notes
+    assert torch.equal(memory, weight)
+
+
+def test_strided_views_of_one_tensor_read_it_once(tmp_path: Path) -> None:
+    """Columns of a fused weight take one copy of it beside them, not one each."""
+    path, base = str(tmp_path / "c"), torch.randn(1 << 14, 64)
+    ckptio.sync.save({f"v{i}": base[:, i] for i in range(64)}, path)
+    target = {f"v{i}": torch.zeros(1 << 14) for i in range(64)}
+    read: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, LoadFinished):
+            read.append(event.nbytes)
+
+    with ckptio.sync.Engine(observer=note) as engine:
+        engine.load(path, into=target)
+    assert all(torch.equal(target[f"v{i}"], base[:, i]) for i in range(64))
+    (nbytes,) = read
+    assert base.nbytes <= nbytes < 2 * base.nbytes
+
+
+def test_bits_in_strided_views_are_filled(tmp_path: Path) -> None:
+    """Torch has no copy of them."""
+    path, uint4 = str(tmp_path / "c"), vars(torch)["uint4"]
+    bits = torch.arange(8, dtype=torch.uint8).view(uint4)
+    ckptio.sync.save({"a": bits, "v": bits[::2]}, path)
+    memory = torch.zeros(12, dtype=torch.uint8)
+    target = {"a": memory[:8].view(uint4), "v": memory[8:].view(uint4)}
+    ckptio.sync.load(path, into=target)
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 4, 6]
 
 
 def test_a_tensor_and_its_transpose_are_one_memory(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from ckptio.errors import TargetError
 from ckptio.format.manifest import TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
+from ckptio.state.select import make_predicate
 from ckptio.state.target import Matcher
-from ckptio.state.tree import make_predicate
 from tests.strategies import CLASSES, Color, Key, Point, assert_same, plain_states
 
 if TYPE_CHECKING:

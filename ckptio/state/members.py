@@ -1,0 +1,51 @@
+"""Find what a dict of the target has in one of the tree: by keys that are equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.errors import FormatError, UnsupportedLeafError
+from ckptio.format.encode import TAG
+from ckptio.state.leaves import encode_key
+from ckptio.state.tree import children, identity_of, keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    Json = Any
+
+
+def identity_of_key(fqn: str, key: object) -> Hashable:
+    """Give what tells a key of the target from others, enums and records among them."""
+    if type(key) is int or (type(key) is str and key.isascii()):
+        return key
+    try:
+        return identity_of(encode_key(fqn, key))
+    except UnsupportedLeafError:
+        return None  # no checkpoint has such a key
+
+
+def members_of(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, str, Json]]:
+    """Give key, name and node of what a mapping node holds, by what tells its key from others.
+
+    Raises:
+        FormatError: Two keys are equal.
+    """
+    if TAG not in node:  # plain keys stand for themselves
+        prefix = f"{fqn}." if fqn else ""
+        return {key: (key, prefix + key, item) for key, item in node.items()}
+    keys = keys_of(node)
+    members = {
+        identity_of(key): (key, name, item)
+        for key, (name, item) in zip(keys, children(fqn, node), strict=True)
+    }
+    if len(members) < len(keys):
+        raise FormatError(f"two equal keys in the dict at {fqn!r} in the manifest")
+    return members
+
+
+def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """Put values into a dict one by one, and give it: a Counter would add them, in an update."""
+    for key, value in values.items():
+        target[key] = value  # noqa: PERF403
+    return target

@@ -1,0 +1,51 @@
+"""Dataclasses and named tuples of a target: fields by name, in place where they can change."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ckptio.format.encode import TAG
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Json = Any
+
+
+def record_tag(target: object) -> str | None:
+    """Give the tag under which a value is saved by its fields, `None` if it is not."""
+    if isinstance(target, tuple):
+        return "namedtuple" if hasattr(type(target), "_fields") else None
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        return "dataclass"
+    return None
+
+
+def tag_of(node: Json) -> object:
+    """Give the tag of a node; `None` for one without."""
+    return node.get(TAG) if type(node) is dict else None
+
+
+def fields_of(target: Any) -> dict[str, Any]:
+    """Give the fields of a record that are set, by name."""
+    if isinstance(target, tuple):
+        return dict(zip(type(target)._fields, target, strict=True))  # type: ignore[attr-defined]  # a named one
+    names = (field.name for field in dataclasses.fields(target))
+    return {name: getattr(target, name) for name in names if hasattr(target, name)}
+
+
+def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
+    """Give a record with some fields changed: itself, unless it is frozen or a tuple."""
+    now = fields_of(target)
+    changed = {name: value for name, value in values.items() if value is not now[name]}
+    if not changed:
+        return target
+    if isinstance(target, tuple):
+        return tuple.__new__(type(target), {**now, **changed}.values())
+    if type(target).__dataclass_params__.frozen:
+        target = copy.copy(target)
+    for name, value in changed.items():
+        object.__setattr__(target, name, value)
+    return target

@@ -1,0 +1,200 @@
+"""Targets that are dataclasses, named tuples and objects that stand for their state."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+import ckptio.sync
+from ckptio import PerRank
+from ckptio.errors import MismatchError, TargetError, UnsupportedLeafError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass
+class Run:
+    step: int = 0
+    weights: Any = None
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    rate: float
+    weights: torch.Tensor
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Turned(NamedTuple):
+    y: Any
+    x: Any
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    DONE = "done"
+
+
+@dataclass
+class Trainer:
+    """Stands for its state, although its fields could be saved."""
+
+    step: int = 0
+    unsaved: Any = field(default_factory=object)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"s": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["s"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "c")
+
+
+def test_a_dataclass_is_filled_in_place(path: str) -> None:
+    """Whoever holds it has what was loaded: its tensors, modules and all else in it."""
+    ckptio.sync.save({"run": Run(7, torch.ones(3), torch.nn.Linear(1, 1))}, path)
+    run = Run(0, torch.zeros(3), torch.nn.Linear(1, 1))
+    weights, module = run.weights, run.more
+    target = {"run": run}
+    ckptio.sync.load(path, into=target)
+    assert target["run"] is run
+    assert run.step == 7
+    assert run.weights is weights
+    assert torch.equal(weights, torch.ones(3))
+    assert run.more is module
+    with pytest.raises(MismatchError, match=r"run\.weights: shape"):
+        ckptio.sync.load(path, into={"run": Run(0, torch.zeros(2), module)})
+
+
+def test_what_is_not_selected_of_a_dataclass_stays(path: str) -> None:
+    """As in a dict."""
+    ckptio.sync.save({"run": Run(7, torch.ones(3))}, path)
+    run = Run(1, torch.zeros(3), "more")
+    ckptio.sync.load(path, into={"run": run}, select="run.step")
+    assert (run.step, run.more) == (7, "more")
+    assert not run.weights.any()
+
+
+def test_a_frozen_dataclass_is_replaced_and_its_tensors_filled(path: str) -> None:
+    """It cannot change; its tensors can."""
+    ckptio.sync.save([Frozen(0.5, torch.ones(2))], path)
+    mine = Frozen(0.1, torch.zeros(2))
+    target = [mine]
+    ckptio.sync.load(path, into=target)
+    assert target[0] == Frozen(0.5, mine.weights)
+    assert torch.equal(mine.weights, torch.ones(2))
+    assert mine.rate == 0.1
+
+
+def test_fields_go_by_their_names(path: str) -> None:
+    """In any order; those that are there on one side alone are named."""
+    ckptio.sync.save({"p": Pair(1, 2), "r": Run(1)}, path)
+    assert ckptio.sync.load(path, into={"p": Turned(0, 0)}, select="p")["p"] == Turned(y=2, x=1)
+    with pytest.raises(MismatchError) as caught:
+        ckptio.sync.load(path, into={"p": Pair(0, 0), "r": Frozen(0.5, torch.zeros(1))})
+    assert caught.value.missing == ("r.rate",)
+    assert caught.value.unexpected == ("r.step", "r.more")
+
+
+def test_a_value_for_each_rank_in_a_dataclass_stays_one(path: str) -> None:
+    """Its wrapper is the caller's."""
+    ckptio.sync.save({"run": Run(1, PerRank(torch.ones(2)))}, path)
+    own = PerRank(torch.zeros(2))
+    run = Run(0, own)
+    ckptio.sync.load(path, into={"run": run})
+    assert run.weights is own
+    assert torch.equal(own.value, torch.ones(2))
+
+
+def test_a_dataclass_that_stands_for_its_state_does_so(path: str) -> None:
+    """Saved and loaded alike, whatever else it is."""
+    ckptio.sync.save({"t": Trainer(5)}, path)
+    assert ckptio.sync.load(path) == {"t": {"s": 5}}
+    trainer = Trainer()
+    ckptio.sync.load(path, into={"t": trainer})
+    assert trainer.step == 5
+
+
+def test_classes_in_keys_sets_and_enums_of_a_target_come_back(path: str) -> None:
+    """Nobody needs types= for them."""
+    state = {"s": {Phase.DONE}, "d": {Phase.WARM: 1}, "n": Counter(a=5), "z": torch.Size([1, 2])}
+    ckptio.sync.save(state, path)
+    target = {"s": {Phase.WARM}, "d": {Phase.WARM: 0}, "n": Counter(a=1), "z": torch.Size([3])}
+    result = ckptio.sync.load_with_report(path, into=target)
+    assert target == state
+    assert not result.report.notes
+
+
+class Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def test_an_object_with_an_odd_getattr_is_refused_by_name(path: str) -> None:
+    """It raises what it likes where it is asked whether it is stateful."""
+    with pytest.raises(UnsupportedLeafError, match=r"'hp'.*dict"):
+        ckptio.sync.save({"hp": Attributes(lr=1)}, path)
+
+
+class Picky(torch.nn.Linear):
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("not today")
+
+
+def test_an_object_that_does_not_take_its_state_is_named(path: str) -> None:
+    """Its own error is the cause."""
+    ckptio.sync.save({"model": torch.nn.Linear(1, 1)}, path)
+    with pytest.raises(TargetError, match=r"'model' does not take its state.*not today") as caught:
+        ckptio.sync.load(path, into={"model": Picky(1, 1)})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_module_partly_on_meta_keeps_its_other_parameters(path: str) -> None:
+    """An optimizer may have them; what stays on meta is noted."""
+    saved = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    ckptio.sync.save({"m": saved}, path)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2))
+    model.register_buffer("mask", torch.ones(2, device="meta"), persistent=False)
+    first, second = model.get_parameter("0.weight"), model.get_parameter("1.weight")
+    assert first.is_meta
+    result = ckptio.sync.load_with_report(path, into={"m": model})
+    assert model.get_parameter("1.weight") is second
+    for name in ("0.weight", "1.weight"):
+        assert torch.equal(model.get_parameter(name), saved.get_parameter(name))
+    assert result.report.notes == ("m.mask: stays on the meta device; the checkpoint has none",)
+
+
+def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(path: str) -> None:
+    """Its own error would come when the model is overwritten."""
+    model = torch.nn.Linear(2, 2)
+    ckptio.sync.save({"model": model, "opt": torch.optim.AdamW(model.parameters())}, path)
+    mine = torch.nn.Linear(2, 2)
+    before = mine.weight.detach().clone()
+    groups: list[dict[str, Any]] = [{"params": [mine.weight]}, {"params": [mine.bias]}]
+    with pytest.raises(MismatchError, match=r"opt: groups of \[1, 1\] parameters in the target"):
+        ckptio.sync.load(path, into={"model": mine, "opt": torch.optim.AdamW(groups)})
+    assert torch.equal(mine.weight, before)
+
+
+def test_an_optimizer_of_parameters_on_meta_is_refused(path: str) -> None:
+    """It would have those that the model has no more, and train nothing."""
+    model = torch.nn.Linear(2, 2)
+    ckptio.sync.save({"model": model, "opt": torch.optim.AdamW(model.parameters())}, path)
+    mine = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(TargetError, match="its parameters are on the meta device"):
+        ckptio.sync.load(path, into={"model": mine, "opt": torch.optim.AdamW(mine.parameters())})
+    assert mine.weight.is_meta
