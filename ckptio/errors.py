@@ -134,7 +134,7 @@ class MismatchError(TargetError):
             ways_out = f"select= says what to load, {ways_out}"
         super().__init__(
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
-            f" {ways_out} just loads it"
+            f" {ways_out} does so without a word"
         )
 
 

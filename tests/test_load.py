@@ -435,6 +435,37 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
     engine.load(tmp_path / "c", into={"run": {"model": net}}, select="run.model")
 
 
+@pytest.mark.parametrize(
+    ("saved", "target", "hint"),
+    [
+        ({"m": {"l.weight": 1}}, {"m": {"l": {"weight": 1}}}, "'m.l.weight' is in both"),
+        ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "save and load the .module of the wrapper"),
+        ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "save and load the module before"),
+    ],
+)
+def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
+    tmp_path: Path, saved: Any, target: Any, hint: str
+) -> None:
+    """What is in the way is said, not only what is missing."""
+    sync.save(saved, tmp_path / "c")
+    with pytest.raises(MismatchError, match=re.escape(hint)):
+        sync.load(tmp_path / "c", into=target)
+
+
+def test_another_floating_point_type_is_told_what_converts(tmp_path: Path) -> None:
+    """Where that is all that differs."""
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    sync.save(state, tmp_path / "c")
+    target = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in state.items()}
+    with pytest.raises(MismatchError, match=r"dtype=torch\.bfloat16 converts"):
+        sync.load(tmp_path / "c", into=target)
+    sync.load(tmp_path / "c", into=target, dtype=torch.bfloat16)
+    target["a"] = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(MismatchError) as caught:
+        sync.load(tmp_path / "c", into=target)
+    assert "converts" not in str(caught.value)
+
+
 def test_ignoring_what_differs_does_not_load_nothing(engine: sync.Engine, tmp_path: Path) -> None:
     """Where no name at all is in both, somebody is mistaken."""
     engine.save({"m": torch.ones(3)}, tmp_path / "c")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckptio._gc import collection_paused
+from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
@@ -25,7 +26,7 @@ from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -170,7 +171,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match = matcher.match
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     if request.strict == "raise" and not match.agrees:
-        hint = _nesting(_names_in(request.into), match.unexpected)
+        hint = hint_for(match, _names_in(request.into))
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     fills = settle_overlaps(match.fills, notes)
     restoration = Restoration(
@@ -200,22 +201,6 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
 
 def _names_in(target: Any) -> list[str]:
     return names_of("", target.state_dict() if is_stateful(target) else target)
-
-
-def _nesting(given: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say so if the names of a target are those of a checkpoint, a level up or down."""
-    if not given or not unexpected:
-        return ""
-    above = unexpected[0].removesuffix(f".{given[0]}")
-    if above != unexpected[0] and {f"{above}.{name}" for name in given} <= set(unexpected):
-        nested = "target"
-        for part in reversed(above.split(".")):
-            nested = f"{{{part!r}: {nested}}}"
-        return f"the target's names are those below {above!r}: pass into={nested}"
-    below = given[0].removesuffix(f".{unexpected[0]}")
-    if below != given[0] and {f"{below}.{name}" for name in unexpected} <= set(given):
-        return f"the checkpoint's names are those below {below!r} of the target: pass that alone"
-    return ""
 
 
 def _make(

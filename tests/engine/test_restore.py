@@ -277,6 +277,28 @@ def test_an_fsdp_module_is_filled(device: str) -> None:
                 assert_same(local(parameter).detach(), state[name].chunk(2)[rank])
 
 
+def test_a_fresh_optimizer_of_dtensors_is_refused() -> None:
+    """It would take whole moments beside sharded parameters, and fail at its first step."""
+
+    def state_of(_: int) -> Any:
+        module = torch.nn.Linear(4, 6)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return {"opt": optimizer}
+
+    saved = save(1, state_of)
+    with as_rank(1, 2):
+        module = torch.nn.Linear(4, 6)
+        fully_shard(module, mesh=mesh_of((2,)))
+        optimizer = torch.optim.AdamW(module.parameters())
+        with pytest.raises(TargetError, match="get_state_dict"):
+            load(saved, {"opt": optimizer})
+    plain = torch.optim.AdamW(torch.nn.Linear(4, 6).parameters())
+    load(saved, {"opt": plain})
+    assert len(plain.state) == 2
+
+
 def test_each_rank_takes_its_own_values() -> None:
     """With a target and without; wrapped where the target is."""
 
