@@ -401,6 +401,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"into": {}, "strict": "report"}, "use load_with_report"),
     ({"strict": "lenient"}, "strict is 'raise', 'report' or 'ignore'"),
     ({"dtype": torch.int8}, "dtype= is a floating-point torch.dtype"),
+    *(
+        [({"dtype": vars(torch)["float4_e2m1fn_x2"]}, "dtype= is a floating-point torch.dtype")]
+        if "float4_e2m1fn_x2" in vars(torch)
+        else []
+    ),
     ({"dtype": "float32"}, "dtype= is a floating-point torch.dtype"),
     ({"dtype": torch.complex64}, "dtype= is a floating-point torch.dtype"),
     ({"types": ["Point"]}, "types= takes classes"),
@@ -450,6 +455,17 @@ def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
     sync.save(saved, tmp_path / "c")
     with pytest.raises(MismatchError, match=re.escape(hint)):
         sync.load(tmp_path / "c", into=target)
+
+
+@pytest.mark.skipif("float4_e2m1fn_x2" not in vars(torch), reason="a later version of torch")
+def test_packed_elements_keep_their_type(tmp_path: Path) -> None:
+    """Of two in a byte none is a number for itself, that `dtype=` could convert."""
+    packed = torch.arange(4, dtype=torch.uint8).view(vars(torch)["float4_e2m1fn_x2"])
+    sync.save({"p": packed, "w": torch.ones(2)}, tmp_path / "c")
+    found = sync.load(tmp_path / "c", dtype=torch.bfloat16)
+    assert found["w"].dtype == torch.bfloat16
+    assert found["p"].dtype == packed.dtype
+    assert torch.equal(found["p"].view(torch.uint8), packed.view(torch.uint8))
 
 
 def test_another_floating_point_type_is_told_what_converts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ckptio.errors import ConfigError
 from ckptio.format.encode import class_name
 from ckptio.shards import PerRank, Shard
 from ckptio.state.flatten import is_stateful
+from ckptio.state.leaves import is_convertible
 from ckptio.state.rebuild import device_of
 from ckptio.state.select import make_predicate
 
@@ -73,7 +74,7 @@ def make_request(
             "device= has no effect with into=: targets are filled where they are, and none"
             " is on the meta device"
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_convertible(dtype)):
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
     check_types(types)
     return LoadRequest(

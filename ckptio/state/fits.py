@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.format.encode import TAG
+from ckptio.state.leaves import is_convertible
 from ckptio.state.rebuild import check_view, torch_dtype
 from ckptio.state.tree import tensor_index
 
@@ -47,7 +48,7 @@ def find_tensor(
     stored = torch_dtype(stored_dtype)
     if shape != stored_shape:
         return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
-    if dtype != stored and not (converted == dtype and stored.is_floating_point):
+    if dtype != stored and not (converted == dtype and is_convertible(stored)):
         return f"{dtype} in the target, {stored} in the checkpoint"
     return index
 

@@ -30,6 +30,11 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYP
 NUMPY_KINDS = "biufcSUmM"
 
 
+def is_convertible(dtype: torch.dtype) -> bool:
+    """Whether `dtype=` converts elements of a type: floating-point ones, each for itself."""
+    return dtype.is_floating_point and not DTYPE_NAMES.get(dtype, "_x2").endswith("_x2")
+
+
 def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
     """Name the element type of a tensor whose memory can be read.
 

@@ -18,7 +18,7 @@ from ckptio.format.encode import TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.differences import RANKS_TAG
-from ckptio.state.leaves import TORCH_DTYPES
+from ckptio.state.leaves import TORCH_DTYPES, is_convertible
 from ckptio.state.tree import is_absent
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def allocate(
         FormatError: torch cannot make such a tensor.
     """
     own = torch_dtype(entry.dtype)
-    if dtype is not None and own.is_floating_point:
+    if dtype is not None and is_convertible(own):
         own = dtype
     return empty(entry.shape, own, device, entry.name)
 
@@ -174,7 +174,7 @@ class Rebuilder:
     def _in_dtype(self, index: int) -> torch.Tensor:
         """Give a stored tensor in the element type that was asked for, converted once."""
         tensor = self._stored(index)
-        if self.dtype is None or not tensor.is_floating_point() or tensor.dtype == self.dtype:
+        if self.dtype is None or not is_convertible(tensor.dtype) or tensor.dtype == self.dtype:
             return tensor
         if index not in self._converted:
             self._converted[index] = tensor.to(self.dtype)
@@ -183,12 +183,19 @@ class Rebuilder:
     def _view(self, node: Json) -> torch.Tensor:
         stored = self._stored(node["t"])
         view = view_of(stored, node)
-        if self.dtype is None or not view.is_floating_point() or view.dtype == self.dtype:
+        if self.dtype is None or not is_convertible(view.dtype) or view.dtype == self.dtype:
             return view
         if view.dtype != stored.dtype or view.is_neg():
-            return view.to(self.dtype)  # of memory with several types: no longer tied
+            return self._converted_view(stored, node)  # memory of several types: no longer tied
         base = self._in_dtype(node["t"])
         return base.as_strided(node["s"], node["r"], node["o"] // stored.itemsize)
+
+    def _converted_view(self, stored: torch.Tensor, node: Json) -> torch.Tensor:
+        """Convert a view by itself, in the memory that it spans: expanded, it is far larger."""
+        nbytes = check_view(node, stored.nbytes) - node["o"]
+        flat = {**node, "s": [nbytes // DTYPES[node["d"]].itemsize], "r": [1], "neg": False}
+        view = view_of(stored, flat).to(self.dtype).as_strided(node["s"], node["r"], 0)
+        return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(node["d"])

@@ -189,3 +189,29 @@ def test_a_device_without_memory_is_refused() -> None:
     assert device_of("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match="has no memory to load into"):
         device_of("meta")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [([1 << 40], [0], 0), ([5, 1 << 30], [1, 0], 4), ([7, 7], [1, 1], 0), ([0, 3], [3, 1], 8)],
+)
+def test_a_view_is_converted_in_the_memory_that_it_spans(
+    shape: list[int], strides: list[int], offset: int
+) -> None:
+    """An expanded one has far more elements; a checkpoint of a few bytes may say so."""
+    base = torch.arange(13.0).view(torch.uint8)
+    node = {"~": "view", "t": 0, "d": "float32", "o": offset, "s": shape, "r": strides}
+    found = Rebuilder({0: base}, dtype=torch.bfloat16).rebuild("", node)
+    assert found.dtype == torch.bfloat16
+    assert (list(found.shape), list(found.stride())) == (shape, strides)
+    assert found.untyped_storage().nbytes() <= base.nbytes
+    if found.numel() and found.numel() < 100:
+        plain = base.view(torch.float32).as_strided(shape, strides, offset // 4)
+        assert torch.equal(found, plain.to(torch.bfloat16))
+
+
+def test_a_view_of_more_elements_than_there_can_be_is_refused() -> None:
+    """Also where it has none, since one extent is zero."""
+    node = {"~": "view", "t": 0, "d": "float32", "o": 0, "s": [1 << 40, 1 << 40, 0], "r": [0, 0, 0]}
+    with pytest.raises(FormatError):
+        Rebuilder({0: torch.zeros(4)}).rebuild("", node)
