@@ -35,6 +35,7 @@ _SCALAR_TAGS = frozenset(
 )  # fmt: skip
 #: Keys of these are equal to others of the same value.
 _VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
+_TUPLE_TAGS = ("tuple", "namedtuple", "torch.Size")
 #: JSON values inside each other, at most: a mapping of pairs takes three for one container.
 _MAX_LEVELS = 4 * MAX_DEPTH
 
@@ -250,7 +251,8 @@ def keys_of(node: Json) -> list[Json]:
 def identity_of(encoded_key: Json) -> Hashable:
     """Give what tells a key from others: of numbers and bytes the value, whoever's they are.
 
-    So `1` finds what was saved under `numpy.int64(1)`, as in any dict.
+    So `1` finds what was saved under `numpy.int64(1)`, and a tuple a named one, as in any dict.
+    Enums and dataclasses are told apart by their classes, whatever they say is equal to them.
 
     Raises:
         FormatError: It is no key.
@@ -262,9 +264,11 @@ def identity_of(encoded_key: Json) -> Hashable:
         value: Hashable = ObjectDecoder(decode_word).decode_key("", encoded_key)
         if value == value:  # noqa: PLR0124  # not nan, of which each is another key
             return value
-    if tag == "torch.Size":
-        encoded_key = {TAG: "tuple", "v": encoded_key["v"]}
-    return ("", msgspec.json.encode(encoded_key))
+    value = encoded_key.get("v") if tag in _TUPLE_TAGS or tag == "frozenset" else None
+    if type(value) is not list:
+        return ("", msgspec.json.encode(encoded_key))
+    items = [identity_of(pair[1] if tag == "namedtuple" else pair) for pair in value]
+    return (frozenset, frozenset(items)) if tag == "frozenset" else (tuple, *items)
 
 
 def prune(tree: Json, keep: Predicate) -> Json:

@@ -126,6 +126,8 @@ def test_keys_of_any_kind_match_themselves() -> None:
         (np.int64(3), 3), (3, np.uint8(3)), (np.float64(0.5), 0.5), (True, np.True_), (1.0, 1),
         (np.str_("é"), "é"), ("a", np.str_("a")), (np.bytes_(b"k"), b"k"), (2**70, 2.0**70),
         (torch.Size([2, 3]), (2, 3)), ((2, 3), torch.Size([2, 3])), (np.complex64(1j), 1j),
+        ((1, (np.int8(2), "a")), (1, (2, np.str_("a")))), (Point(1, 2), (1, 2)),
+        ((1, 2), Point(1, 2)), (frozenset([np.int64(1)]), frozenset([1])),
     ],
 )  # fmt: skip
 def test_equal_keys_of_another_type_find_each_other(saved: Any, wanted: Any) -> None:
