@@ -10,6 +10,7 @@ from collections import OrderedDict
 from pathlib import Path  # fixtures are annotated with it
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,15 @@ def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
         if select in (None, ["args"]):
             assert "'args' (argparse.Namespace)" in str(caught.value)
     assert not mark.exists()
+
+
+def test_arrays_of_numpy_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    """Their pickles call functions of numpy's, which can be made to read any memory."""
+    file = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "rng": np.arange(5)}, file)
+    with pytest.raises(FormatError, match=r"'rng' \(numpy.*weights_only=False"):
+        sync.load(file, config=SMALL)
+    assert list(sync.load(file, config=SMALL, select="w")) == ["w"]
 
 
 def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:
