@@ -54,7 +54,7 @@ class SourceState:
 
         By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
         or a kernel of one's own, what inference mode makes, and the parameters of a fused
-        optimizer; its steps are counted.
+        optimizer; its steps are counted. Views of one buffer have one count.
         """
         versions = _versions_of(self._tensors)
         if versions == self._versions:
