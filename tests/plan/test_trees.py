@@ -98,7 +98,8 @@ def uniquely_named(state: Any, _counter: list[int] | None = None) -> Any:
     counter = _counter if _counter is not None else [0]
     if isinstance(state, Tensor):
         counter[0] += 1
-        return state._replace(name=f"{state.name}~{counter[0]}")
+        name = state.name.encode("utf-8", "backslashreplace").decode()
+        return state._replace(name=f"{name}~{counter[0]}")
     if isinstance(state, Counter):
         return state
     if isinstance(state, dict):
