@@ -73,11 +73,11 @@ def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:
 
 
 def _memory(tensor: torch.Tensor | Blank) -> Hashable:
-    """Tell which elements of which memory a tensor of the target is; nothing for none."""
+    """Tell which elements of which memory a tensor of the target is; none are nobody else's."""
     if not isinstance(tensor, torch.Tensor):
         return id(tensor)
     if not tensor.nbytes:
-        return id(tensor), None
+        return object()
     strides = _strides(tensor.shape, tensor.stride())
     is_other = (tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, strides, is_other
@@ -101,25 +101,23 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
     Args:
         spans: First byte and end of each, sorted, and what it is.
     """
-    # of what came before, what reaches furthest, and what does of that with another origin
-    furthest: dict[torch.device, list[tuple[int, Hashable, Fill]]] = {}
+    # what reaches furthest is enough: had anything before it another origin and reached as far
+    # as here, the two would have overlapped
+    furthest: dict[torch.device, tuple[int, Hashable, Fill]] = {}
     for (start, stop, _), fill in spans:
         tensor = fill.tensor
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
         if start == stop or stop - start != tensor.nbytes:
             continue
-        reach = furthest.setdefault(tensor.device, [])
         origin = _origin(fill)
-        for end, others, other in reach:
-            if start < end and others != origin:
-                raise TargetError(
-                    f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
-                    " memory in the target, and not in the checkpoint; clone() one of them"
-                )
-        reach.append((stop, origin, fill))
-        reach.sort(key=lambda each: each[0], reverse=True)
-        second = next((each for each in reach if each[1] != reach[0][1]), None)
-        furthest[tensor.device] = [reach[0], *([second] if second is not None else [])]
+        end, others, other = furthest.setdefault(tensor.device, (start, origin, fill))
+        if start < end and others != origin:
+            raise TargetError(
+                f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
+                " memory in the target, and not in the checkpoint; clone() one of them"
+            )
+        if stop > end:
+            furthest[tensor.device] = (stop, origin, fill)
 
 
 def _origin(fill: Fill) -> Hashable:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckptio.errors import FormatError, UnsupportedLeafError
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import MAX_DEPTH, ObjectEncoder, encode_bytes, join_fqn
-from ckptio.format.words import decode_word
+from ckptio.format.words import Word, decode_word
 from tests.strategies import (
     CLASSES,
     Color,
@@ -425,6 +425,20 @@ def test_what_is_not_hashable_is_no_key(key: Any) -> None:
     """Whoever decodes a key puts it into a dict."""
     with pytest.raises(FormatError):
         ObjectDecoder(no_leaf).decode_key("", key)
+
+
+def test_words_are_what_they_stand_for() -> None:
+    """Without torch they are told apart by their texts, and are no strings."""
+    assert Word("torch.int8") == Word("torch.int8")
+    assert len({Word("torch.int8"), Word("torch.int16"), "torch.int8"}) == 3
+    for node in (
+        {"~": "npscalar", "d": "<U2", "v": ""}, {"~": "npscalar", "d": "|S3", "v": "AAA="},
+        {"~": "torch.Size", "v": [1.5]}, {"~": "torch.Size", "v": [True]},
+        {"~": "torch.Size", "v": 5}, {"~": "torch.dtype", "v": 5}, {"~": "torch.device", "v": None},
+        {"~": 0},
+    ):  # fmt: skip
+        with pytest.raises(FormatError):
+            ObjectDecoder(decode_word).decode("", node)
 
 
 def test_a_class_as_a_key_is_refused_by_name() -> None:

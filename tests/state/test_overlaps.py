@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptio.sync
 from ckptio import Shard
 from ckptio.errors import TargetError
 from ckptio.events import LoadFinished
+from ckptio.format.manifest import TensorEntry
+from ckptio.state.flatten import flatten
+from ckptio.state.overlaps import settle_overlaps
+from ckptio.state.rebuild import view_of
+from ckptio.state.target import Matcher
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,6 +179,39 @@ def test_bits_in_strided_views_are_filled(tmp_path: Path) -> None:
     target = {"a": memory[:8].view(uint4), "v": memory[8:].view(uint4)}
     ckptio.sync.load(path, into=target)
     assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 4, 6]
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 5)), min_size=2, max_size=6),
+    ties=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_memory_is_shared_as_it_was_saved_or_refused(
+    parts: list[tuple[int, int]], ties: list[bool]
+) -> None:
+    """Whatever overlaps with what: nothing of a target is loaded as something else's."""
+    memory = torch.arange(16.0)
+    views = [memory[first : first + count] for first, count in parts]
+    saved = {
+        f"v{i}": v if tie else v + 100 for i, (v, tie) in enumerate(zip(views, ties, strict=False))
+    }
+    flat = flatten(saved)
+    entries = tuple(TensorEntry(s.name, s.dtype, s.shape, ()) for s in flat.specs)
+    room = torch.zeros(16)
+    target = {f"v{i}": room[first : first + count] for i, (first, count) in enumerate(parts)}
+    matcher = Matcher(entries)
+    matcher.merge("", target, flat.tree)
+    notes: list[str] = []
+    try:
+        fills = settle_overlaps(matcher.match.fills, notes)
+    except TargetError:
+        assert not all(ties)
+        return
+    for fill in fills:
+        base = flat.sources[fill.stored]
+        fill.memory().copy_(base if fill.view is None else view_of(base, fill.view))
+    named = {fill.name for fill in fills}
+    assert all(torch.equal(target[name], saved[name]) for name in named)
+    assert len(notes) == len(parts) - len(named)
 
 
 def test_a_tensor_and_its_transpose_are_one_memory(tmp_path: Path) -> None:
