@@ -212,6 +212,8 @@ class Engine:
 
         Modules on the meta device get new parameters: make their optimizer afterwards. Over
         DTensors, one that has not stepped has nothing to fill: use torch's `get_state_dict`.
+        Both are refused. Dataclasses in `into` are filled in place, field by field; what a
+        `load_state_dict` raises comes as `TargetError`, when all bytes have landed.
 
         Args:
             path: A checkpoint.
