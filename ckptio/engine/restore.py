@@ -26,7 +26,7 @@ from ckptio.state.target import Matcher
 from ckptio.state.tree import prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -174,9 +174,10 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         hint = hint_for(match, _names_in(request.into))
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     fills = settle_overlaps(match.fills, notes)
+    left_out = set() if fills is match.fills else _names(match.fills) - _names(fills)
     restoration = Restoration(
         match=match,
-        num_tensors=match.num_filled - (len(match.fills) - len(fills)),
+        num_tensors=match.num_filled - len(left_out),
         has_values=match.num_values > 0,
         notes=notes,
     )
@@ -191,12 +192,15 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     def finish() -> Any:
         for copy in late:
             copy()
-        bases.clear()
         match.mark_written()
         return assemble(rebuilder)
 
     restoration.finish = finish
     return restoration
+
+
+def _names(fills: Iterable[Fill]) -> set[str]:
+    return {fill.name for fill in fills}
 
 
 def _names_in(target: Any) -> list[str]:

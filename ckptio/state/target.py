@@ -176,7 +176,7 @@ class Matcher:
         self.match.num_filled += 1
         if target.is_meta:
             blank = self._blank(fqn, target, memory_of(target))
-            self.match.fills.append(Fill(found, blank, view))
+            self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
         check_fillable(fqn, target)
         self.match.fills.append(Fill(found, target, view, None, fqn))
@@ -201,7 +201,7 @@ class Matcher:
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         self.match.fills += [
-            Fill(found, blank or block.local, view, block) for block in sharded.blocks
+            Fill(found, blank or block.local, view, block, fqn) for block in sharded.blocks
         ]
         if blank is not None:
             return lambda _: blank.value()

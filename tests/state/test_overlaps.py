@@ -92,7 +92,9 @@ def test_tied_targets_on_meta_take_the_first(apart: str) -> None:
     result = ckptio.sync.load_with_report(apart, into={"b": meta, "a": meta})
     assert result.state["b"] is result.state["a"]
     assert torch.equal(result.state["a"], torch.full((4,), 2.0))
-    assert len(result.report.notes) == 1
+    (note,) = result.report.notes
+    assert note.startswith("a: is one tensor with 'b' in the target")
+    assert result.report.num_tensors == 1
     other = {"a": meta, "b": meta.view(torch.int32)}  # nothing of one memory, but of two types
     assert ckptio.sync.load(apart, into=other, strict="ignore")["a"].dtype == torch.float32
 
@@ -103,7 +105,11 @@ def test_tied_shards_take_the_first(apart: str) -> None:
     shards = {name: Shard(memory, (4,), (0,)) for name in ("a", "b")}
     result = ckptio.sync.load_with_report(apart, into=shards)
     assert torch.equal(memory, torch.ones(4))
-    assert len(result.report.notes) == 1
+    (note,) = result.report.notes
+    assert note.startswith("b: is one tensor with 'a' in the target")
+    assert result.report.num_tensors == 1
+    with pytest.raises(TargetError, match="cannot fill 'b' and 'a'"):
+        ckptio.sync.load(apart, into={"a": shards["a"], "b": memory})
 
 
 @pytest.mark.parametrize(
