@@ -277,16 +277,14 @@ class TorchSaveReader:
         held_back = self._taken.refused
         refused = [held_back[n] for n in map(number_of, names) if n in held_back]
         if refused:
-            way_out = (
-                "numpy's arrays come with torch.load(weights_only=False), if you trust the file"
-                if any("(numpy." in name for name in refused)
-                else "if they are dataclasses or enums that you trust, allow their classes with"
-                " torch.serialization.safe_globals"
-            )
+            also = ""
+            if any("(numpy." in name for name in refused):
+                also = " (numpy's arrays: this function, numpy.ndarray, numpy.dtype, type(dtype))"
             raise FormatError(
                 f"{self._folder.join(self._name)!r} holds objects that are more than data, and"
                 f" making them may run anything: {', '.join(refused[:_MAX_SHOWN])}; leave them out"
-                f" with select=, or, {way_out}"
+                " with select=, or, if they are dataclasses, enums or arrays that you trust, allow"
+                f" what they are made with{also} by torch.serialization.safe_globals"
             )
         return list(self._folder.each(self._size, names))
 
