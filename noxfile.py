@@ -44,7 +44,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torch", ["2.6", "2.8", "2.11", "2.15"])
 def compat(session: nox.Session, torch: str) -> None:
-    """Run the tests of what torch has a part in with an earlier version of it."""
+    """Run the tests of what torch has a part in with other versions of it."""
     install(session, "tests", "clouds", torch=f"torch=={torch}.*")
     parts = ("adapters", "conversion", "foreign", "staging", "state")
     paths = session.posargs or [f"tests/{part}" for part in parts]

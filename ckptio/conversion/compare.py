@@ -12,8 +12,7 @@ import torch
 from ckptio.conversion.source import Source, batches, parts_of
 from ckptio.engine.core import EngineCore
 from ckptio.format.encode import TAG
-from ckptio.layout import BIT_DTYPES
-from ckptio.state.leaves import DTYPE_NAMES
+from ckptio.state.leaves import as_integers
 from ckptio.state.tree import leaves, tensor_index
 
 if TYPE_CHECKING:
@@ -237,8 +236,7 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Give elements as numbers of the widest kind; complex ones stay complex."""
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128)
-    if DTYPE_NAMES[tensor.dtype] in BIT_DTYPES:  # torch cannot convert them
-        return tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16).to(torch.float64)
+    tensor = as_integers(tensor)
     if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
         return tensor.to(torch.int64).to(torch.float64)
     try:

@@ -15,9 +15,8 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
-from ckptio.layout import BIT_DTYPES
 from ckptio.shards import PerRank, Shard
-from ckptio.state.leaves import DTYPE_NAMES
+from ckptio.state.leaves import DTYPE_NAMES, as_integers
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 
@@ -118,14 +117,8 @@ class Fill(NamedTuple):
     def copy_from(self, base: torch.Tensor) -> None:
         """Fill it from the whole stored tensor that its view is a part of."""
         view = view_of(base, self.view)
-        target, source = (
-            self.memory(),
-            view if self.block is None else part_of(view, self.block.box),
-        )
-        if DTYPE_NAMES.get(target.dtype) in BIT_DTYPES:  # torch has no copy of them
-            bits = torch.uint8 if target.itemsize == 1 else torch.int16
-            target, source = target.view(bits), source.view(bits)
-        target.copy_(source)
+        source = view if self.block is None else part_of(view, self.block.box)
+        as_integers(self.memory()).copy_(as_integers(source))
 
 
 @dataclass(slots=True)

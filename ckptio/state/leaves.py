@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
-from ckptio.layout import DTYPES
+from ckptio.layout import BIT_DTYPES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,13 @@ NUMPY_KINDS = "biufcSUmM"
 def is_convertible(dtype: torch.dtype) -> bool:
     """Whether `dtype=` converts elements of a type: floating-point ones, each for itself."""
     return dtype.is_floating_point and not DTYPE_NAMES.get(dtype, "_x2").endswith("_x2")
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """View elements of bits as integers: torch can neither copy nor convert all of them."""
+    if DTYPE_NAMES.get(tensor.dtype) not in BIT_DTYPES:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
 
 
 def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:

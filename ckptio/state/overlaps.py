@@ -4,6 +4,8 @@ Two names of a target may be one tensor (tied weights), or views of one. That is
 were saved so: then they take the same stored bytes. Where the checkpoint has a tensor of its own
 for each, memory can hold one of them: of equal views the first name is loaded, as torch loads
 either, and a note says so; what overlaps in part is refused, since neither would come whole.
+Tensors with gaps between their elements are compared as wholes alone: they may lie between each
+other.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from hypothesis import given
 
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.manifest import TensorEntry
-from ckptio.layout import BIT_DTYPES
 from ckptio.state.flatten import flatten
-from ckptio.state.leaves import DTYPE_NAMES
+from ckptio.state.leaves import as_integers
 from ckptio.state.rebuild import (
     Rebuilder,
     allocate,
@@ -29,8 +28,7 @@ from tests.strategies import CLASSES, assert_same, states
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor as it is stored; those of bits as integers, since torch has no copy of them."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    is_bits = DTYPE_NAMES[plain.dtype] in BIT_DTYPES
-    bits = plain.view(torch.uint8 if plain.itemsize == 1 else torch.int16) if is_bits else plain
+    bits = as_integers(plain)
     return bits.clone(memory_format=torch.contiguous_format).view(plain.dtype)
 
 
