@@ -397,6 +397,10 @@ def test_selecting_the_model_leaves_the_optimizer_alone(
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"into": {}, "device": "cpu"}, "device= has no effect with into="),
+    ({"into": "cpu"}, "not 'cpu'; device= says where new tensors go"),
+    ({"into": torch.device("cpu")}, "device= says where new tensors go"),
+    ({"into": "model"}, "into= takes what can be filled, not 'model'; without into= all is made"),
+    ({"into": torch.Size([2])}, r"into= takes what can be filled, not torch.Size"),
     ({"strict": "ignore"}, "strict='ignore' has no effect without into="),
     ({"into": {}, "strict": "report"}, "use load_with_report"),
     ({"strict": "lenient"}, "strict is 'raise', 'report' or 'ignore'"),

@@ -7,11 +7,13 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ckptio.errors import ConfigError
 from ckptio.format.encode import class_name
 from ckptio.shards import PerRank, Shard
+from ckptio.state.fills import classes_in
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import is_convertible
 from ckptio.state.rebuild import device_of
@@ -65,6 +67,11 @@ def make_request(
     """
     if strict not in ("raise", "report", "ignore"):
         raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+    if into is not None and not is_target(into):
+        way_out = "device= says where new tensors go, " if _is_device(into) else ""
+        raise ConfigError(
+            f"into= takes what can be filled, not {into!r}; {way_out}without into= all is made new"
+        )
     if into is None and strict == "ignore":
         raise ConfigError("strict='ignore' has no effect without into=")
     if strict == "report" and not reports:
@@ -85,6 +92,23 @@ def make_request(
         strict=strict,
         types=tuple(types),
     )
+
+
+def is_target(value: object) -> bool:
+    """Whether anything of a value could be filled, or says as what it comes back."""
+    if isinstance(value, torch.Size):
+        return False
+    kinds = (torch.Tensor, np.ndarray, Shard, PerRank, dict, list, tuple)
+    return isinstance(value, kinds) or is_stateful(value) or any(classes_in(value))
+
+
+def _is_device(value: Any) -> bool:
+    """Whether somebody means `torch.load(path, "cpu")`."""
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def check_types(types: Sequence[type]) -> None:
