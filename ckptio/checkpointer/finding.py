@@ -34,7 +34,7 @@ async def meet(key: str, message: list[Any], context: EngineContext) -> None:
                 )
         return Same(None)
 
-    async with context.ranks.session(key) as session:
+    async with context.ranks.session(key, f"checkpointer of {message[0]!r}") as session:
         await session.round("meet", message, decide)
 
 
@@ -49,7 +49,7 @@ async def agreed_records(
             [[r.step, r.created.isoformat(), pack_metrics(r.metrics)] for r in await read()]
         )
 
-    async with context.ranks.session(key) as session:
+    async with context.ranks.session(key, "listing the steps") as session:
         answer = await session.round("records", None, decide)
     return [
         StepRecord(
@@ -70,5 +70,5 @@ async def agreed_steps(
         del messages
         return Same([*await read()])
 
-    async with context.ranks.session(key) as session:
+    async with context.ranks.session(key, "listing the steps") as session:
         return list(await session.round("steps", None, decide))

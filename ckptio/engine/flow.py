@@ -248,7 +248,7 @@ def load_flow(
         StorageError: It cannot be read.
     """
     started = time.perf_counter()
-    course = Course(core.next_key("load"))
+    course = Course(core.next_key("load"), path)
     if then is not None:
         course.next_session = course.of("tier")
     try:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
     from ckptio.storage.interface import Storage
+    from ckptio.storage.resolve import PathLike
 
     Json = Any
 
@@ -57,14 +58,17 @@ class Course:
 
     Args:
         key: Names the load among those of the engine, on all ranks alike.
+        path: The checkpoint.
 
     Attributes:
+        title: What errors call the load.
         next_session: The session in which the others will wait for this rank, or may, if
             it does not come; none when all of them end together.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, path: PathLike) -> None:
         self._key = key
+        self.title = f"load of {str(path)!r}"
         self.next_session = self.of("manifest")
 
     def of(self, phase: str) -> str:
@@ -98,7 +102,7 @@ async def fetch_manifest(storage: Storage, context: EngineContext, course: Cours
 
     has = context.received.get(storage.identity)
     course.next_session = ""
-    async with context.ranks.session(course.of("manifest")) as session:
+    async with context.ranks.session(course.of("manifest"), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("read")
         message = {"path": storage.path, "has": None if has is None else has.save_id}
@@ -148,7 +152,7 @@ async def read_together(
     # links are left when all ranks are through: the session ends first
     async with (
         contextlib.AsyncExitStack() as links,
-        context.ranks.session(course.of("read")) as session,
+        context.ranks.session(course.of("read"), course.title) as session,
     ):
         message = await run_blocking(context.executor, meeting.wish, wanted)
         message["cached"] = await meeting.is_cached(wanted)

@@ -102,7 +102,7 @@ async def agree_on_tier(
             return Same(None)
 
     course.next_session = ""
-    async with context.ranks.session(course.of("tier")) as session:
+    async with context.ranks.session(course.of("tier"), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("manifest")
         is_second = await session.round("tier", [first.path, second.path], decide)

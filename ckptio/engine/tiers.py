@@ -189,7 +189,8 @@ class _Copy:
         """
         async with contextlib.AsyncExitStack() as place:
             try:
-                async with self._ranks.session(self._job.key) as session:
+                title = f"copy to {self._job.target.path!r}"
+                async with self._ranks.session(self._job.key, title) as session:
                     if self._ranks.world_size == 1:
                         await self._work(place)
                         await self._meet(session, is_done=True)

@@ -104,7 +104,8 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
     """
     save = _JointSave(job, context, my_turn)
     try:
-        async with context.ranks.session(job.key) as session:
+        title = f"save to {job.storage.path!r}"
+        async with context.ranks.session(job.key, title) as session:
             receipt = await save.run(session)
     except BaseException as error:
         # what was agreed on is agreed on anew, on all ranks

@@ -103,9 +103,9 @@ class Coordinator:
         """Messages that came from other ranks, and answers that went to them."""
         return 0 if self._hub is None else self._hub.num_messages
 
-    def session(self, key: str) -> RankSession:
+    def session(self, key: str, title: str = "") -> RankSession:
         """Make a session; see `interface.Ranks`."""
-        return RankSession(self._sessions, key)
+        return RankSession(self._sessions, key, title)
 
     # joining
 

@@ -149,25 +149,30 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         kind: Whether a rank failed or was lost.
-        text: What to tell people.
+        what: What failed, as the ranks call it among them; empty where `text` says it all.
+        text: What to tell people of it: a sentence without its subject.
         causes: What went wrong, by rank.
         lost: Ranks that were lost or did not come.
         in_doubt: See `RankError`.
     """
 
     kind: Literal["failed", "lost"]
+    what: str
     text: str
     causes: dict[int, str] = {}
     lost: list[int] = []
     in_doubt: bool = False
 
-    def error(self) -> RankError:
-        """Make the error that says so."""
+    def error(self, title: str = "") -> RankError:
+        """Make the error that says so.
+
+        Args:
+            title: What people call what failed.
+        """
+        text = f"{title or self.what} {self.text}" if self.what else self.text
         if self.kind == "lost":
-            return PeerLostError(
-                self.text, ranks=self.lost, causes=self.causes, in_doubt=self.in_doubt
-            )
-        return RankError(self.text, causes=self.causes, in_doubt=self.in_doubt)
+            return PeerLostError(text, ranks=self.lost, causes=self.causes, in_doubt=self.in_doubt)
+        return RankError(text, causes=self.causes, in_doubt=self.in_doubt)
 
 
 decode_verdict = msgspec.json.Decoder(Verdict).decode
@@ -266,13 +271,14 @@ def lost_cause(host: str, reason: str) -> str:
 
 
 def loss(
-    where: str, ranks: Sequence[int], causes: dict[int, str], *, in_doubt: bool = False
+    what: str, ranks: Sequence[int], causes: dict[int, str], *, in_doubt: bool = False
 ) -> Verdict:
     """Make the verdict on what ended because ranks were lost."""
     return Verdict(
         kind="lost",
+        what=what,
         text=(
-            f"{where} failed on {name_causes(causes)}{doubt(in_doubt=in_doubt)}; close the engine,"
+            f"failed on {name_causes(causes)}{doubt(in_doubt=in_doubt)}; close the engine,"
             " and open another when all ranks are there"
         ),
         causes=causes,
@@ -286,6 +292,7 @@ def absence(ranks: Sequence[int], waited_s: float) -> Verdict:
     cause = f"did not come within {waited_s:g} s"
     return Verdict(
         kind="lost",
+        what="",
         text=(
             f"{name_ranks(ranks)} {cause}; every rank of the job has to open an engine, or call"
             " save or load, or pass ranks='solo' where one rank is to work alone"
@@ -296,7 +303,7 @@ def absence(ranks: Sequence[int], waited_s: float) -> Verdict:
 
 
 def failure(
-    where: str,
+    what: str,
     causes: dict[int, str],
     *,
     reason: str = "",
@@ -306,16 +313,16 @@ def failure(
     """Make the verdict on what failed on ranks that are there.
 
     Args:
-        where: What failed.
+        what: What failed, as the ranks call it.
         causes: What went wrong, by rank.
         reason: Said instead of the causes.
         num_more: How many causes there are beside these.
         in_doubt: See `RankError`.
     """
-    what = f": {reason}" if reason else f" on {name_causes(causes)}"
+    why = f": {reason}" if reason else f" on {name_causes(causes)}"
     more = f"; and on {num_more} more" if num_more else ""
-    text = f"{where} failed{what}{more}{doubt(in_doubt=in_doubt)}"
-    return Verdict(kind="failed", text=text, causes=causes, in_doubt=in_doubt)
+    text = f"failed{why}{more}{doubt(in_doubt=in_doubt)}"
+    return Verdict(kind="failed", what=what, text=text, causes=causes, in_doubt=in_doubt)
 
 
 def doubt(*, in_doubt: bool) -> str:

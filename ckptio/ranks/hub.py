@@ -325,12 +325,12 @@ class Hub:
 
 
 def _verdict(meeting: _Meeting) -> Verdict:
-    where = f"session {meeting.key!r}"
+    what = f"session {meeting.key!r}"
     causes, in_doubt = dict(sorted(meeting.causes.items())), meeting.in_doubt
     if meeting.strangers:
-        return loss(where, meeting.strangers, causes, in_doubt=in_doubt)
+        return loss(what, meeting.strangers, causes, in_doubt=in_doubt)
     return failure(
-        where,
+        what,
         causes,
         reason=meeting.reason,
         num_more=meeting.num_causes - len(causes),

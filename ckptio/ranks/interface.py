@@ -123,7 +123,7 @@ class Ranks(Protocol):
     @property
     def address(self) -> str: ...  # noqa: D102  # as above
 
-    def session(self, key: str) -> AbstractAsyncContextManager[Session]:
+    def session(self, key: str, title: str = "") -> AbstractAsyncContextManager[Session]:
         """Make a session: `async with ranks.session(key) as session`.
 
         The block's task is cancelled when the session fails elsewhere. What is left of it
@@ -132,6 +132,8 @@ class Ranks(Protocol):
         Args:
             key: The same on every rank, and used once. Several sessions may be open at a
                 time, and be entered in any order.
+            title: What its errors on this rank call it: "save to 'run/step-4'", say. The key
+                if empty.
 
         Raises:
             RankError: From the block: it failed on some rank. In a world of one, what the

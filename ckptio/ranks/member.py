@@ -72,9 +72,9 @@ class Member:
         """Rounds this rank has gone into."""
         return self._sessions.num_rounds
 
-    def session(self, key: str) -> RankSession:
+    def session(self, key: str, title: str = "") -> RankSession:
         """Make a session; see `interface.Ranks`."""
-        return RankSession(self._sessions, key)
+        return RankSession(self._sessions, key, title)
 
     # joining
 

@@ -166,8 +166,8 @@ class Sessions:
     def loss_in(self, session: RankSession, *, in_doubt: bool) -> Verdict:
         """Make the verdict on a session without a coordinator."""
         assert self.broken is not None  # noqa: S101  # that is why there is none
-        where = f"session {session.key!r}"
-        return loss(where, self.broken.lost, self.broken.causes, in_doubt=in_doubt)
+        what = f"session {session.key!r}"
+        return loss(what, self.broken.lost, self.broken.causes, in_doubt=in_doubt)
 
 
 class RankSession:
@@ -176,6 +176,7 @@ class RankSession:
     Args:
         sessions: Where it belongs.
         key: Its key.
+        title: What its errors call it; the key if empty.
 
     Attributes:
         key: As given.
@@ -183,8 +184,9 @@ class RankSession:
         has_spoken: The coordinator has heard of it from here.
     """
 
-    def __init__(self, sessions: Sessions, key: str) -> None:
+    def __init__(self, sessions: Sessions, key: str, title: str = "") -> None:
         self.key = key
+        self._title = title
         self.is_doomed = False
         self.has_spoken = False
         self._sessions = sessions
@@ -215,7 +217,7 @@ class RankSession:
             finally:
                 self._sessions.leave(self)
         if verdict is not None:
-            raise verdict.error()
+            raise verdict.error(self._title)
         self._task = asyncio.current_task()
         assert self._task is not None  # noqa: S101  # a coroutine runs in a task
         self._num_cancels = self._task.cancelling()
@@ -275,7 +277,7 @@ class RankSession:
             verdict = self._sessions.loss_in(self, in_doubt=False)
             if not self._verdict.done():
                 self._verdict.set_result(verdict)
-            raise verdict.error()
+            raise verdict.error(self._title)
 
     async def _decide(self, decide: Decide, messages: Sequence[Json]) -> Json:
         """Decide for all, on the coordinator."""
@@ -313,7 +315,7 @@ class RankSession:
         finally:
             self._sessions.leave(self)
         if not (is_outside and isinstance(error, asyncio.CancelledError)):
-            raise verdict.error() from (own if isinstance(own, Exception) else None)
+            raise verdict.error(self._title) from (own if isinstance(own, Exception) else None)
 
     def _tell(self, own: BaseException | None) -> None:
         """Tell the coordinator how the block ended, unless there is a verdict already."""

@@ -36,9 +36,9 @@ class SoloRanks:
         self.num_rounds = 0
 
     @contextlib.asynccontextmanager
-    async def session(self, key: str) -> AsyncIterator[SoloRanks]:
+    async def session(self, key: str, title: str = "") -> AsyncIterator[SoloRanks]:
         """Make a session; see `interface.Ranks`."""
-        del key
+        del key, title
         yield self
 
     def decisive(self, *, is_on: bool) -> None:

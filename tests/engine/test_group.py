@@ -417,6 +417,7 @@ def test_a_damaged_block_fails_the_load_on_every_rank_alike(seed: int, which: in
             ends = await try_to_load(ranks, states)
             assert all(isinstance(end, RankError) for end in ends)
             assert len({str(end) for end in ends}) == 1
+            assert str(ends[0]).startswith("load of 'memory' failed on rank ")
             assert name in str(ends[0])
             assert "checksum" in str(ends[0])
             (cause,) = (end.__cause__ for end in ends if end is not None and end.__cause__)

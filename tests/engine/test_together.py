@@ -203,6 +203,7 @@ def test_values_that_differ_are_refused_on_every_rank() -> None:
             errors = await ranks.each(body)
             assert {type(error) for error in errors} == {RankError}
             assert len({str(error) for error in errors}) == 1
+            assert str(errors[0]).startswith(f"save to {ranks.place.path!r} failed on rank 0: ")
             assert "step" in str(errors[0])
             assert ranks.place.manifest is None
             assert ranks.place.leftovers() == []

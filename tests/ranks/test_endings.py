@@ -71,6 +71,32 @@ def test_a_failure_stops_all_and_is_the_cause_where_it_was(failing: int) -> None
     run(scenario())
 
 
+def test_a_failed_session_has_the_title_that_each_rank_gave_it() -> None:
+    """Its key means nothing to people; ranks that are lost, and sessions of later, included."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save", f"save to 'r{ranks.rank}'") as session:
+            if ranks.rank == 2:
+                raise ValueError("full")
+            await session.round("plan", 1, add)
+
+    async def later(ranks: Ranks) -> None:
+        async with ranks.session("load", "load of 'x'") as session:
+            await session.round("plan", 1, add)
+
+    async def scenario() -> None:
+        async with group() as world:
+            for rank, error in enumerate(await world.run(body)):
+                assert isinstance(error, RankError)
+                assert str(error) == f"save to 'r{rank}' failed on rank 2: ValueError: full"
+            await world.ranks[1].close()
+            outcomes = await world.run(later)
+            for error in errors_of([outcome for r, outcome in enumerate(outcomes) if r != 1]):
+                assert str(error).startswith("load of 'x' failed on rank 1: lost, ")
+
+    run(scenario())
+
+
 def test_causes_of_several_ranks_are_in_one_error() -> None:
     """Ranks that fail while they are stopped are named too; equal causes are named together."""
 

@@ -256,8 +256,13 @@ def test_who_did_not_come_is_named_on_every_rank() -> None:
 
 def test_a_verdict_is_parsed_strictly() -> None:
     """It comes from another machine."""
-    assert decode_verdict(b'{"kind":"lost","text":"t","lost":[1]}').lost == [1]
-    for data in (b"{}", b'{"kind":"lost","text":"t","x":1}', b'{"kind":"other","text":"t"}'):
+    assert decode_verdict(b'{"kind":"lost","what":"w","text":"t","lost":[1]}').lost == [1]
+    for data in (
+        b"{}",
+        b'{"kind":"lost","text":"t"}',
+        b'{"kind":"lost","what":"w","text":"t","x":1}',
+        b'{"kind":"other","what":"w","text":"t"}',
+    ):
         with pytest.raises(ValueError, match=r"(?i)object|invalid"):
             decode_verdict(data)
     assert parse_head(b'{"type":"bye"}') == Bye()
