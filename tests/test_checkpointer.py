@@ -469,12 +469,24 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path) -> None:
                 break
         last = step
     with sync.Engine(SMALL) as engine, sync.Checkpointer(tmp_path, engine=engine) as ckpt:
+        assert ckpt.engine is engine
         assert ckpt.latest() == last
         assert_same(ckpt.load(), state_of(last))
         assert ckpt.load_with_report().report.path == ckpt.path(last)
         assert ckpt.records()[-1].metrics == {"loss": 1 / last}
         assert ckpt.steps() == tuple(parse_name(name) for name in names_in(tmp_path))
     assert len(log.of(Preempted)) == 1
+
+
+def test_the_blocking_twin_has_an_engine_of_its_own(tmp_path: Path) -> None:
+    """It saves elsewhere as well, and is closed with it; what is no blocking engine is refused."""
+    with sync.Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        ckpt.engine.save(state_of(1), tmp_path / "best")
+    assert_same(sync.load(tmp_path / "best"), state_of(1))
+    with pytest.raises(EngineClosedError):
+        ckpt.engine.load(tmp_path / "best")
+    with pytest.raises(ConfigError, match=r"a ckptio\.sync\.Engine, not"):
+        sync.Checkpointer(tmp_path, engine=Engine(SMALL))  # type: ignore[arg-type]  # the other's
 
 
 def test_leaving_the_blocking_twin_by_an_error_aborts(tmp_path: Path) -> None:

@@ -113,6 +113,20 @@ def test_converting_has_a_twin_with_the_same_parameters() -> None:
     assert not inspect.iscoroutinefunction(ckptio.sync.convert)
 
 
+@pytest.mark.parametrize("name", ["Engine", "Checkpointer"])
+def test_the_classes_have_the_same_names(name: str) -> None:
+    """With the same parameters; the blocking ones have `start_save` besides."""
+    one, other = getattr(ckptio, name), getattr(ckptio.sync, name)
+    names = {key for key in dir(one) if not key.startswith("_")}
+    assert {key for key in dir(other) if not key.startswith("_")} == names | {"start_save"}
+    for key in names:
+        ours, twin = getattr(one, key), getattr(other, key)
+        assert callable(ours) == callable(twin), key
+        if callable(ours):
+            assert inspect.signature(ours).parameters == inspect.signature(twin).parameters, key
+            assert not inspect.iscoroutinefunction(twin), key
+
+
 def test_the_engines_are_made_alike() -> None:
     """Both take the same options; `start_save` takes what `save` takes."""
     one, other = inspect.signature(ckptio.Engine), inspect.signature(ckptio.sync.Engine)

@@ -7,9 +7,9 @@ import sys
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from ckptio.blocking import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
-from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive_blocking
 from ckptio.errors import ConfigError
 
@@ -66,7 +66,7 @@ class Checkpointer:
         preempt_signals: Sequence[int] = (),
         preempt_deadline_s: float | None = None,
         sweep_after_s: float | None = 3600.0,
-        engine: Any = None,
+        engine: Engine | None = None,
         config: CheckpointConfig | None = None,
         observer: Observer | None = None,
         ranks: RanksLike = "auto",
@@ -82,19 +82,19 @@ class Checkpointer:
             preempt_deadline_s=preempt_deadline_s,
             sweep_after_s=sweep_after_s,
         )
+        if engine is not None and not isinstance(engine, Engine):
+            raise ConfigError(f"engine= is a ckptio.sync.Engine, not {engine!r}")
         self._owns = engine is None
-        core = EngineCore(config, observer, ranks) if engine is None else engine._core  # noqa: SLF001  # as below
-        if not isinstance(core, EngineCore):
-            raise ConfigError(f"engine= is an engine, not {engine!r}")
-        self._engine = core
+        self._engine = engine or Engine(config, observer=observer, ranks=ranks)
 
     def __enter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
         self._core.require_new()
         if self._owns:
-            self._engine.start()
+            self._engine.__enter__()
         try:
-            self._engine.call_blocking(self._core.open(self._engine), "open a checkpointer")
+            engine = self._engine._core  # noqa: SLF001  # two faces of one core
+            engine.call_blocking(self._core.open(engine), "open a checkpointer")
             self._core.start()
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -125,7 +125,7 @@ class Checkpointer:
             finally:
                 unseen = core.end()
                 if self._owns:
-                    self._engine.close(abort=error is not None)
+                    self._engine.__exit__(kind, error, traceback)
         if unseen is not None and error is None:
             raise unseen
 
@@ -135,6 +135,11 @@ class Checkpointer:
             handle.durable.wait_done()
         for running in passes:
             running.wait_ended()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that does the work."""
+        return self._engine
 
     @property
     def preempted(self) -> bool:

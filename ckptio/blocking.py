@@ -1,0 +1,201 @@
+"""`Engine` for classic loops: the same names, blocking."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptio.engine.core import EngineCore
+from ckptio.engine.drive import drive_blocking
+from ckptio.engine.verify import VerifyReport, run_verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+    from ckptio.api import RanksLike, Strict
+    from ckptio.cache import CacheStatistics
+    from ckptio.config import CheckpointConfig
+    from ckptio.engine.flow import LoadResult
+    from ckptio.engine.slices import Index
+    from ckptio.events import Observer
+    from ckptio.format.manifest import Manifest
+    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.staging.pool import PoolStatistics
+    from ckptio.state.select import Select
+    from ckptio.storage.resolve import PathLike
+
+
+class Engine:
+    """The blocking twin of `ckptio.Engine`: `with Engine(config) as engine:`.
+
+    `save` waits for the commit. `start_save` returns the handle at once, for a loop that
+    trains on: `handle.staged.wait()`, then change the state; `handle.result()` is the commit.
+
+    Args:
+        config: Options; the defaults if not given.
+        observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
+        ranks: Who takes part: `"auto"`, `"solo"` or a process group; see `ckptio.Engine`.
+            Entering blocks until all of them have come.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        ranks: RanksLike = "auto",
+    ) -> None:
+        self._core = EngineCore(config, observer, ranks)
+
+    def __enter__(self) -> Self:
+        """Start the engine's thread."""
+        self._core.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for what is in flight, or abort it; then give everything back."""
+        self._core.close(abort=error is not None)
+        unseen = self._core.unseen_failure()
+        if unseen is not None and error is None:
+            raise unseen
+
+    def save(
+        self,
+        state: Any,
+        path: PathLike,
+        *,
+        overwrite: bool = False,
+        then: PathLike | None = None,
+    ) -> CheckpointInfo:
+        """Save a state and wait for the commit, on all ranks; see `ckptio.Engine.save`.
+
+        Raises:
+            CheckpointExistsError: There is a checkpoint and `overwrite` is off.
+            RankError: It failed on some rank, and so on all of them.
+            PeerLostError: A rank died, froze or did not come.
+            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
+        """
+        return _result(self.start_save(state, path, overwrite=overwrite, then=then))
+
+    def start_save(
+        self,
+        state: Any,
+        path: PathLike,
+        *,
+        overwrite: bool = False,
+        then: PathLike | None = None,
+    ) -> SaveHandle:
+        """Start saving a state and return at once; see `ckptio.Engine.save`."""
+        from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+
+        return begin_save(self._core, state, path, overwrite=overwrite, then=then)
+
+    def finish_copies(self, root: PathLike) -> tuple[str, ...]:
+        """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""
+        from ckptio.engine.tier_saves import finishing  # noqa: PLC0415  # where it is needed
+
+        return self._core.call_blocking(finishing(self._core, root), f"finish copies of {root!s}")
+
+    def load(
+        self,
+        path: PathLike,
+        into: Any = None,
+        *,
+        then: PathLike | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "raise",
+        types: Sequence[type] = (),
+    ) -> Any:
+        """Load a state; see `ckptio.Engine.load`."""
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
+
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=False)
+        return drive_blocking(
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
+        ).state
+
+    def load_with_report(
+        self,
+        path: PathLike,
+        into: Any = None,
+        *,
+        then: PathLike | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        select: Select | None = None,
+        strict: Strict = "report",
+        types: Sequence[type] = (),
+    ) -> LoadResult:
+        """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
+        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
+
+        request = partial(make_request, into, device, dtype, select, strict, types, reports=True)
+        return drive_blocking(
+            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
+        )
+
+    def load_slice(
+        self,
+        path: PathLike,
+        name: str,
+        index: Index,
+        *,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """Load a part of one tensor; see `ckptio.Engine.load_slice`."""
+        from ckptio.engine import slices  # noqa: PLC0415  # imports torch
+
+        return drive_blocking(
+            self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
+        )
+
+    def inspect(self, path: PathLike) -> Manifest:
+        """Read what a checkpoint is made of; see `ckptio.Engine.inspect`."""
+        storage = self._core.storage(path)
+        return self._core.call_blocking(lambda context: context.cache.get(storage), "inspect")
+
+    def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
+        """Compare every byte with its checksum; see `ckptio.Engine.verify`."""
+        storage = self._core.storage(path)
+        return self._core.call_blocking(
+            lambda context: run_verify(storage, context, compare_copies=compare_copies), "verify"
+        )
+
+    def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
+        """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
+        from ckptio.api import prewarm_step  # noqa: PLC0415
+
+        self._core.pin_if_cuda()
+        self._core.call_blocking(lambda context: prewarm_step(context, nbytes, at), "prewarm")
+
+    def statistics(self) -> PoolStatistics:
+        """Say what the staging pool has and has done."""
+        return self._core.context.pool.statistics()
+
+    def cache_statistics(self) -> CacheStatistics:
+        """Say what the metadata cache has and has done."""
+        return self._core.context.cache.statistics()
+
+
+def _result(handle: SaveHandle) -> CheckpointInfo:
+    """Wait for a commit; an interrupt aborts the save and waits until nothing of it is left."""
+    try:
+        return handle.result()
+    except BaseException:
+        if not handle.done():
+            handle.abort()
+            handle.committed.wait_done()
+        raise
