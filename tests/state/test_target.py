@@ -188,6 +188,30 @@ def test_an_array_is_filled_in_place() -> None:
 
 
 @pytest.mark.parametrize(
+    "saved",
+    [
+        np.arange(6.0).reshape(2, 3).astype(">f8"),
+        np.array(["a", "bcd"]),
+        np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
+        np.zeros((0, 2), dtype=">i4"),
+        np.array(7, dtype=">u2"),
+    ],
+    ids=lambda saved: saved.dtype.str,
+)
+def test_an_array_that_is_no_tensor_of_torch_is_copied_into(saved: np.ndarray[Any, Any]) -> None:
+    """Other byte orders, strings and dates: the target's memory takes them, and is kept."""
+    target = np.empty_like(saved)
+    view = target[...]
+    match, result = matched({"a": saved}, {"a": target})
+    assert match.agrees
+    assert result["a"] is target
+    assert_same(view, saved)
+    swapped = saved.astype(saved.dtype.newbyteorder())
+    if swapped.dtype != saved.dtype:
+        assert "in the target" in match_of({"a": saved}, {"a": swapped}).mismatched[0]
+
+
+@pytest.mark.parametrize(
     ("target", "problem"),
     [
         (torch.zeros(1).expand(4), "its elements share memory"),

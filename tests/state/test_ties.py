@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -115,6 +116,27 @@ def test_mixed_views_without_a_base_are_stored_once() -> None:
     assert flat.nbytes == 64
     assert [spec.name for spec in flat.specs] == ["f~storage"]
     assert_same(rebuilt(flat), state)
+
+
+def test_views_that_do_not_lie_at_whole_elements_of_their_memory_are_stored_apart() -> None:
+    """A view of another type begins at a whole element, so the common bytes have none to give."""
+    base = random_tensor((64,), torch.uint8)
+    state = {"u": base[3:20], "f": base[4:24].view(torch.float32)}
+    flat = flatten(state)
+    assert flat.nbytes == 17 + 20
+    assert flat.untied == ("u", "f")
+    assert_same(rebuilt(flat), state)
+
+
+def test_an_array_and_a_tensor_in_one_memory_are_stored_apart() -> None:
+    """What is no tensor cannot be a view of one; both come back as what they were."""
+    tensor = torch.arange(6.0)
+    state = {"a": tensor.numpy(), "t": tensor, "part": tensor[2:4]}
+    flat = flatten(state)
+    assert flat.untied == ("a", "t", "part")
+    found = rebuilt(flat)
+    assert isinstance(found["a"], np.ndarray)
+    assert_same(found, state)
 
 
 def test_an_expanded_tensor_stores_its_memory() -> None:
