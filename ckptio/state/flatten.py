@@ -29,6 +29,7 @@ from ckptio.state.leaves import (
     TORCH_DTYPES,
     WORDS,
     as_bytes,
+    as_tensor,
     encode_key_leaf,
     encode_scalar,
     plain_dtype,
@@ -301,10 +302,12 @@ class _Flattener:
             problem = f"a numpy array of dtype {array.dtype} has no portable form"
             way_out = "save its fields, or convert it to numbers, strings or dates"
             return self._refuse(fqn, array, UnsupportedLeafError(fqn, problem, way_out))
-        packed = np.ascontiguousarray(array)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name
-        raw = as_bytes(packed)
+        tensor = as_tensor(array)  # copied with the others, in pieces, whatever its strides
+        if tensor is not None:
+            return self._store(fqn, tensor, name, node)
+        raw = as_bytes(np.ascontiguousarray(array))
         if name in TORCH_DTYPES and array.dtype.isnative:
             return self._store(fqn, raw.view(TORCH_DTYPES[name]).view(array.shape), name, node)
         return self._store(fqn, raw, "uint8", node)

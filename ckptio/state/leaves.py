@@ -81,27 +81,31 @@ def way_out_of(value: object) -> str:
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """View a contiguous array as a uint8 tensor, read-only memory included.
-
-    torch warns of read-only memory because it could be written; it is only read here.
-    """
+    """View a contiguous array as a uint8 tensor, read-only memory included."""
     if not array.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    flat = array.reshape(-1).view(np.uint8)
-    if not flat.flags.writeable:
-        interface = dict(flat.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        flat = np.asarray(_Lender(interface, array))
-    return torch.from_numpy(flat)
+    return torch.from_numpy(_writable(array.reshape(-1).view(np.uint8)))
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """View an array as the tensor it was stored as, if torch knows such elements and strides."""
+    """View an array as the tensor it is stored as, if torch knows such elements and strides.
+
+    Read-only memory included, which whoever writes has to look for.
+    """
     if array.dtype.name not in TORCH_DTYPES or not array.dtype.isnative or not array.nbytes:
         return None
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         return None
-    return torch.from_numpy(array)
+    return torch.from_numpy(_writable(array))
+
+
+def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """View an array as one that may be written to: torch warns of others, which it only reads."""
+    if array.flags.writeable:
+        return array
+    interface = dict(array.__array_interface__)
+    interface["data"] = (interface["data"][0], False)
+    return np.asarray(_Lender(interface, array))
 
 
 class _Lender:

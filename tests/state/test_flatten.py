@@ -181,3 +181,20 @@ def test_every_element_type_has_its_name(name: str) -> None:
     """The plan knows torch's own names."""
     (spec,) = flatten([torch.empty(2, dtype=TORCH_DTYPES[name])]).specs
     assert spec.dtype == name
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(24, dtype=np.int16).reshape(4, 6)[:, ::2],
+        np.broadcast_to(np.arange(3), (5, 3)),
+    ],
+    ids=["fortran", "sliced", "expanded, read-only"],
+)
+def test_a_strided_array_is_not_copied_at_the_call(array: np.ndarray[Any, Any]) -> None:
+    """It is copied with everything else, in pieces: a whole copy is memory beside the pool."""
+    (source,) = flatten({"a": array}).sources
+    assert source.data_ptr() == array.__array_interface__["data"][0]
+    assert source.stride() == tuple(stride // array.itemsize for stride in array.strides)
+    assert np.array_equal(source.numpy(), array)
