@@ -29,7 +29,13 @@ from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatErro
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
-from ckptio.storage.files import follow_pointer, read_regular, young_parents
+from ckptio.storage.files import (
+    MAX_TRIES,
+    follow_pointer,
+    make_dirs,
+    read_regular,
+    young_parents,
+)
 from ckptio.storage.leftovers import boot_id, files_of, find_leftovers, notes_of
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX
 
@@ -42,8 +48,6 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
 
 NEW_MANIFEST_PREFIX = ".manifest-"
-#: How often a name may come and go between two looks at it before a save gives up.
-_MAX_TRIES = 100
 
 
 class LocalAttempt:
@@ -79,7 +83,7 @@ class LocalAttempt:
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
         try:
-            self._make_dirs(self._directory)
+            self._make_own_dir()
         except OSError as error:
             raise storage_error(error, self._directory, "cannot join a save") from error
 
@@ -103,8 +107,8 @@ class LocalAttempt:
 
     def _make_marker(self, path: str) -> int:
         """Make the directory and a file in it, though another save's end may remove the first."""
-        for _ in range(_MAX_TRIES):
-            self._make_dirs(self._directory)
+        for _ in range(MAX_TRIES):
+            self._make_own_dir()
             with contextlib.suppress(FileNotFoundError):
                 fd = self._open_marker(path)
                 self._made_files.append(path)
@@ -121,20 +125,7 @@ class LocalAttempt:
             return False
 
     def _make_own_dir(self) -> None:
-        self._make_dirs(self._directory)
-
-    def _make_dirs(self, path: str) -> None:
-        """Make a directory and those above it, remembering which are new."""
-        missing = []
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                self._files.mkdir(directory, self._config.dir_mode)
-                self._made_dirs.append(directory)
-        if missing and not os.path.isdir(missing[0]):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])
+        make_dirs(self._files, self._directory, self._config.dir_mode, self._made_dirs)
 
     @property
     def is_published(self) -> bool:
@@ -242,7 +233,7 @@ class LocalAttempt:
 
     def _give_name(self, new: str, target: str) -> str:
         """Make the manifest visible; see `_publish`."""
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             if self._overwrite:
                 with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
                     return self._replace(new, target)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+#: How often a name may come and go between two looks at it before a save gives up.
+MAX_TRIES = 100
 #: What a directory was told this long ago, in seconds, any system has written by itself.
 _SETTLED_S = 3600.0
 
@@ -240,3 +242,41 @@ def young_parents(directory: str) -> list[str]:
         if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
             found.append(directory)
     return found
+
+
+def make_dirs(files: PosixFiles, path: str, mode: int, made: list[str]) -> None:
+    """Make a directory and those above it.
+
+    Another save's end may remove those above while this one makes the next: then it begins
+    again.
+
+    Args:
+        files: Operations to use.
+        path: The directory.
+        mode: Permissions of those that are new.
+        made: Takes their paths.
+
+    Raises:
+        OSError: One cannot be made.
+    """
+    for last in reversed(range(MAX_TRIES)):
+        try:
+            _make_missing(files, path, mode, made)
+        except FileNotFoundError:
+            if not last:
+                raise
+        else:
+            return
+
+
+def _make_missing(files: PosixFiles, path: str, mode: int, made: list[str]) -> None:
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            files.mkdir(directory, mode)
+            made.append(directory)
+    if missing and not stat.S_ISDIR(os.stat(missing[0]).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), missing[0])

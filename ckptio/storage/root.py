@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -124,8 +125,23 @@ class LocalRoot:
         return [
             Found(name=name, version=self._version(name))
             for name in names
-            if (accepts is None or accepts(name)) and os.path.isdir(self.join(name))
+            if (accepts is None or accepts(name)) and self._is_dir(name)
         ]
+
+    def _is_dir(self, name: str) -> bool:
+        """Whether something is a directory, or a link to one.
+
+        Raises:
+            StorageError: Nobody can tell: it must not be taken for not being there.
+        """
+        try:
+            return stat.S_ISDIR(os.stat(self.join(name)).st_mode)
+        except _GONE:
+            return False
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself
+                return False
+            raise storage_error(error, self.join(name), "cannot stat a checkpoint") from error
 
     def _version(self, name: str) -> tuple[int, ...] | None:
         manifest = f"{self.join(name)}/{MANIFEST_NAME}"

@@ -99,6 +99,20 @@ async def test_a_root_lists_directories_and_which_are_committed(
         await root_at(tmp_path / "run" / "notes.txt", threads).find()
 
 
+async def test_a_name_of_which_nobody_can_tell_is_not_taken_for_nothing(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """A run that finds no step begins anew, over the steps that are there."""
+    root = root_at(tmp_path / "run", threads)
+    await write(tmp_path / "run" / "b", threads)
+    (tmp_path / "run" / "gone").symlink_to("nowhere")
+    (tmp_path / "run" / "loop").symlink_to("loop")
+    assert [found.name for found in await root.find()] == ["b"]
+    (tmp_path / "run" / "long").symlink_to("x" * 300)  # a stat fails, as one does on a stale mount
+    with pytest.raises(StorageError, match=r"cannot stat a checkpoint.*long"):
+        await root.find()
+
+
 async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, threads: Threads) -> None:
     """Manifest first, then data, in this order."""
     await write(tmp_path / "run" / "a", threads)
