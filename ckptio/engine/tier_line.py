@@ -33,6 +33,8 @@ class CopyLine:
         max_slabs: How many these are.
         under_way: Copies that this engine has begun or will begin: place and save id.
         seen: Directories whose unfinished copies this engine has looked for.
+        owing: Directories of which a copy has failed since, and whether another one was made
+            after that.
     """
 
     def __init__(self, max_copies: int, num_slabs: int) -> None:
@@ -40,6 +42,7 @@ class CopyLine:
         self.slabs = asyncio.Semaphore(self.max_slabs)
         self.under_way: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
+        self.owing: dict[str, bool] = {}
         self._max_copies = max_copies
         self._places = asyncio.Semaphore(max_copies)
         self._first = 1  # of those that have not ended

@@ -67,7 +67,8 @@ def begin_copy(
 ) -> Running[Say]:
     """Have a checkpoint copied when it is committed. On the caller's thread.
 
-    The first copy from a directory also takes up what earlier runs owed there.
+    The first copy from a directory also takes up what earlier runs owed there; and so does
+    the next one after copies have failed, and one was made again.
 
     Args:
         core: The engine.
@@ -88,8 +89,9 @@ def begin_copy(
 
     core.submit(copy_and_say, f"copy {job.source.path}", running)
     parent = parent_of(job.source.path)
-    if parent and parent not in copies.seen:
+    if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
+        copies.owing.pop(parent, None)
         core.submit(functools.partial(_take_up, core, parent), f"take up copies of {parent}")
     return running
 
@@ -102,7 +104,7 @@ def parent_of(path: str) -> str:
 
 async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> Say:
     """Copy what was committed, and give what tells the handle how that ended. Never raises."""
-    copies = context.copies
+    copies, parent = context.copies, parent_of(job.source.path)
     try:
         try:
             # to its end even when this is stopped: what comes of the copy depends on it
@@ -122,10 +124,13 @@ async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> S
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
+        copies.owing[parent] = False
         return functools.partial(_fail, handle, _cause(job, error))
     finally:
         copies.under_way.discard(job.name)
         copies.end(job.ticket or 0)
+    if parent in copies.owing:  # the second tier is back
+        copies.owing[parent] = True
     first = handle.committed.wait(0)
     info = CheckpointInfo(
         path=job.target.path,
@@ -202,6 +207,7 @@ async def finish_copies(core: EngineCore, root: PathLike) -> tuple[str, ...]:
             if (to := await _finish(core, path)) is not None:
                 made.append(to)
         except CheckpointError as error:
+            context.copies.owing.setdefault(parent_of(path), False)
             failure = failure or error
     if failure is not None:
         raise failure

@@ -20,10 +20,11 @@ from ckptio import (
     ConfigError,
     Engine,
     KeepLast,
+    StorageError,
     sync,
 )
 from ckptio.checkpointer.steps import step_name
-from ckptio.events import CopyStarted, TierPassedOver
+from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
 from ckptio.storage.names import NOTE_PREFIX
 from ckptio.testing import EventLog
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
@@ -134,11 +135,29 @@ async def test_retention_leaves_what_is_owed(tmp_path: Path, far: str) -> None:
     near = tmp_path / "near"
     await owe(near, far, 1)
     await asyncio.to_thread(sync.save, {"in the way": 1}, f"{far}/{step_name(1)}", config=SMALL)
+    await asyncio.to_thread(sync.save, {"no": "copy"}, near / step_name(2), config=SMALL)
     async with Checkpointer(near, keep=KeepLast(1), then=far, config=SMALL) as ckpt:
-        for step in (2, 3):
-            await ckpt.save(state_of(step), step).durable
+        await ckpt.save(state_of(3), 3).durable
     assert await steps_in(near) == (1, 3)
     assert_same(await asyncio.to_thread(sync.load, near / step_name(1)), state_of(1))
+
+
+async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path: Path) -> None:
+    """In the same run: the first tier would fill, and be the only one that has these steps."""
+    near, far, log = tmp_path / "near", tmp_path / "far", EventLog()
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL, observer=log) as ckpt:
+        far.write_text("not mounted")
+        for step in (1, 2):
+            with pytest.raises(StorageError):
+                await ckpt.save(state_of(step), step).durable
+        far.unlink()
+        for step in (3, 4):
+            await ckpt.save(state_of(step), step).durable
+    assert await steps_in(far) == (1, 2, 3, 4)  # leaving has waited for the copies
+    assert len(log.of(CopyFailed)) == 2
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        await ckpt.save(state_of(5), 5)
+    assert await steps_in(near) == (5,)
 
 
 async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> None:
