@@ -143,6 +143,7 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
         "bad": math.nan,
         "worse": -math.inf,
         "n": 3,
+        "huge": 10**400,
     }
     async with Checkpointer(tmp_path, config=SMALL) as ckpt:
         await ckpt.save(state_of(1), 1, metrics=metrics)
@@ -154,6 +155,7 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
     assert first.step == 1
     assert first.metrics["loss"] == 0.5
     assert first.metrics["n"] == 3
+    assert first.metrics["huge"] == math.inf
     assert math.isnan(first.metrics["bad"])
     assert first.metrics["worse"] == -math.inf
     assert second.metrics == {}
@@ -163,7 +165,14 @@ async def test_metrics_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
 async def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     """Before anything is written."""
     async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
-        wrong: list[Any] = [{"a": "low"}, {"a": "1"}, {3: 1.0}, [1.0], {"a": torch.ones(2)}]
+        wrong: list[Any] = [
+            {"a": "low"},
+            {"a": "1"},
+            {3: 1.0},
+            {"\ud800": 1.0},
+            [1.0],
+            {"a": torch.ones(2)},
+        ]
         for metrics in wrong:
             with pytest.raises(ConfigError, match="metrics="):
                 ckpt.save(state_of(1), 1, metrics=metrics)

@@ -1,9 +1,15 @@
-"""Hear signals while a block lasts, and give them back to whom they belonged before."""
+"""Hear signals while a block lasts, and give them back to whom they belonged before.
+
+A forked child inherits handlers, and would take no notice of the signal that is to end it:
+it gives them back as well, where it begins, and the parent keeps them.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import ConfigError
@@ -45,6 +51,15 @@ class SignalWatch:
             )
         for number in self._signals:
             self._before[number] = signal.signal(number, self._handle)
+        if self._before:
+            found = weakref.WeakMethod(self.stop)
+
+            def give_back() -> None:
+                stop = found()
+                if stop is not None:
+                    stop()
+
+            os.register_at_fork(after_in_child=give_back)
 
     def stop(self) -> None:
         """Give the signals back.

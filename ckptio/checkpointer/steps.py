@@ -56,10 +56,17 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):  # torch raises the last of a large tensor
             number = None
-        if not isinstance(name, str) or number is None or isinstance(value, str):
+        except OverflowError:  # of an int
+            number = math.inf if value > 0 else -math.inf
+        if not _is_text(name) or number is None or isinstance(value, str):
             raise ConfigError(f"metrics= are numbers by name, not {name!r}: {value!r}")
         packed[name] = number if math.isfinite(number) else str(number)
     return packed
+
+
+def _is_text(name: object) -> bool:
+    """Whether something is text that a manifest takes: no lone surrogates."""
+    return isinstance(name, str) and not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def unpack_metrics(packed: object) -> dict[str, float]:

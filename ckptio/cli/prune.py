@@ -8,6 +8,7 @@ than the commit, so that a step without one will not get one.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import Threads, run_blocking
@@ -28,7 +29,7 @@ from ckptio.errors import (
 from ckptio.events import CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
-from ckptio.storage.resolve import resolve_storage
+from ckptio.storage.resolve import remote_url, resolve_storage
 from ckptio.storage.root import resolve_root
 from ckptio.storage.stores import Stores
 
@@ -146,7 +147,8 @@ class _Pruning:
         """Decide, and remove unless that is not wanted.
 
         Raises:
-            ConfigError: The root is none, or no step has a metric by which to decide.
+            ConfigError: The root is none, or is not there, or no step has a metric by which to
+                decide.
             StorageError: It cannot be listed, or a manifest cannot be read now.
         """
         threads = Threads(_NUM_THREADS, "ckptio-prune")
@@ -154,6 +156,10 @@ class _Pruning:
         try:
             root = resolve_root(self._root, config, threads, self._hear, stores)
             keeper = Keeper(root, threads, self._hear)
+            if remote_url(self._root) is None and not await run_blocking(
+                threads, os.path.exists, root.path
+            ):
+                raise ConfigError("there is no such directory")
             doomed = await keeper.plan(policy)
             records = await keeper.records()
             require_metrics(policy, records)

@@ -103,7 +103,7 @@ class KeepEvery(Retention):
     Attributes:
         steps: Keep the multiples of this.
         seconds: Keep the first step, and then each that was committed at least this long
-            after the one kept before it.
+            after the one kept before it, or before that one: a clock went back, or the run.
     """
 
     steps: int | None = None
@@ -126,7 +126,8 @@ class KeepEvery(Retention):
         kept: set[int] = set()
         last: dt.datetime | None = None
         for record in records:
-            if last is None or (record.created - last).total_seconds() >= self.seconds:
+            passed_s = None if last is None else (record.created - last).total_seconds()
+            if passed_s is None or passed_s < 0 or passed_s >= self.seconds:
                 kept.add(record.step)
                 last = record.created
         return kept

@@ -137,11 +137,13 @@ def test_prune_that_keeps_nothing_is_refused(
     assert names_in(root) == NAMES
 
 
-def test_a_root_that_is_not_there_has_nothing_to_prune(
+def test_a_root_that_is_not_there_is_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file is none."""
+    """Mostly a mistyped one, and the disk fills. An empty one is fine; a file is none."""
     code, document = run_json(capsys, "prune", str(tmp_path / "x"), "--keep-last", "1")
+    assert (code, document["error"]) == (2, "there is no such directory")
+    code, document = run_json(capsys, "prune", str(tmp_path), "--keep-last", "1")
     assert (code, document["removed"]) == (0, [])
     (tmp_path / "x").write_text("a file")
     assert main(["prune", str(tmp_path / "x"), "--keep-last", "1"]) == 2

@@ -75,6 +75,12 @@ def test_one_in_a_while_stays_for_good() -> None:
     assert kept(KeepEvery(seconds=25), *RUN) == {10, 40, 70, 100}
 
 
+def test_a_clock_that_goes_back_begins_anew() -> None:
+    """One step that was dated ahead would else be the last one to stay for good."""
+    run = [record(1, 0), record(2, 10), record(3, 1e9), record(4, 20), record(5, 30), record(6, 90)]
+    assert kept(KeepEvery(seconds=25), *run) == {1, 3, 4, 6}
+
+
 def test_the_best_stay() -> None:
     """Of equal ones the higher step; without the metric, or with NaN, nothing is best."""
     run = [
