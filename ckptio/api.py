@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from ckptio._aio import in_own_thread
 from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive
+from ckptio.engine.unseen import end_saves, is_breaking_off
 from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.storage.resolve import remote_url
 
@@ -44,8 +45,9 @@ class Engine:
 
     Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
     the second save on it takes no memory and makes no plan. Leaving the block waits for
-    what is in flight, and raises the error of a save that nobody waited for. Leaving it
-    by an error aborts what is in flight. The end of the program waits for one left open.
+    what is in flight, and raises the error of a save that nobody waited for; the log has it
+    before, when the next save begins. Leaving it by an error aborts what is in flight;
+    `sys.exit()` is none. The end of the program waits for one left open.
 
     Args:
         config: Options; the defaults if not given.
@@ -98,11 +100,9 @@ class Engine:
         Cancelling the wait aborts what is in flight, and is raised when that has ended.
         """
         await in_own_thread(
-            lambda: self._core.close(abort=error is not None), self._core.abort_in_flight
+            lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )
-        unseen = self._core.unseen_failure()
-        if unseen is not None and error is None:
-            raise unseen
+        end_saves(self._core.handles, error)
 
     def save(
         self,

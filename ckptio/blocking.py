@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive_blocking
+from ckptio.engine.unseen import end_saves, is_breaking_off
 from ckptio.engine.verify import VerifyReport, run_verify
 
 if TYPE_CHECKING:
@@ -63,10 +64,8 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         """Wait for what is in flight, or abort it; then give everything back."""
-        self._core.close(abort=error is not None)
-        unseen = self._core.unseen_failure()
-        if unseen is not None and error is None:
-            raise unseen
+        self._core.close(abort=is_breaking_off(error))
+        end_saves(self._core.handles, error)
 
     def save(
         self,

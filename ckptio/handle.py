@@ -124,7 +124,8 @@ class SaveHandle:
     checkpoint on the first tier stays as it is; `await handle` never raises for that.
 
     A handle that is never awaited does not stop its save; leaving the engine waits for it,
-    and for the copy, and raises the error of what nobody waited for.
+    and for the copy, and raises the error of what nobody waited for. The log has that error
+    before, when the next save begins.
 
     Attributes:
         path: What is being written.
@@ -160,13 +161,19 @@ class SaveHandle:
             self.committed if stop_copy is None else Milestone()
         )
         self.retrieved = False
+        self._is_told = False
         self._abort = abort
         self._stop_copy = stop_copy
         self._fence = fence
 
     def __del__(self) -> None:
         """Log the error of a save that nobody waited for, as asyncio does for its tasks."""
-        if self.durable.done() and self.is_unsettled():
+        self.tell()
+
+    def tell(self) -> None:
+        """Log the error of a save that nobody has waited for, once. Called by the engine."""
+        if self.durable.done() and self.is_unsettled() and not self._is_told:
+            self._is_told = True
             _log.error(
                 "the save to %r failed and nobody waited for it: %r", self.path, self.error()
             )
@@ -176,7 +183,8 @@ class SaveHandle:
         if not self.durable.done():
             return True
         if self.committed.error() is not None:
-            return not self.retrieved
+            in_staged = self.staged.is_awaited and self.staged.error() is not None
+            return not (self.retrieved or self.durable.is_awaited or in_staged)
         return self.durable.error() is not None and not self.durable.is_awaited
 
     def error(self) -> BaseException | None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from ckptio.blocking import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
+from ckptio.checkpointer.steps import step_name
 from ckptio.engine.drive import drive_blocking
+from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,8 +111,10 @@ class Checkpointer:
     ) -> None:
         """Wait for what is in flight, or abort it; then close."""
         core = self._core
-        if error is not None:
-            core.abort()
+        if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
+            return
+        if is_breaking_off(error):
+            core.abort(error)
         try:
             try:
                 self._wait_in_flight()
@@ -123,11 +127,11 @@ class Checkpointer:
                 for running in core.stop_watching():
                     running.wait_ended()
             finally:
-                unseen = core.end()
-                if self._owns:
-                    self._engine.__exit__(kind, error, traceback)
-        if unseen is not None and error is None:
-            raise unseen
+                try:
+                    core.end(error)
+                finally:
+                    if self._owns:
+                        self._engine.__exit__(kind, error, traceback)
 
     def _wait_in_flight(self) -> None:
         handles, passes = self._core.waits()
@@ -233,6 +237,13 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Give the highest committed step; `None` if there is none."""
         return max(self.steps(), default=None)
+
+    def discard_after(self, step: int) -> tuple[int, ...]:
+        """Remove the steps above one; see `ckptio.Checkpointer.discard_after`."""
+        core = self._core
+        step_name(step)
+        question = functools.partial(core.agreed_discard, step)
+        return tuple(core.engine.call_blocking(core.asking(question), "discard steps"))
 
     def records(self) -> tuple[StepRecord, ...]:
         """Give number, time and metrics of steps; see `ckptio.Checkpointer.records`."""

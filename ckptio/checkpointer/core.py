@@ -1,7 +1,6 @@
 """What the two faces of a checkpointer share: everything but how they wait.
 
-Rank 0 lists, decides and deletes; the others are told. What is removed is decided after a
-commit, from what is committed then, on the engine's loop: the trainer never waits for it.
+Rank 0 lists, decides and deletes; the others are told. What follows a commit is `upkeep`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice
@@ -19,13 +17,15 @@ from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.checkpointer.tiers import second_tier_of
+from ckptio.checkpointer.upkeep import Upkeep
+from ckptio.engine.running import Running
 from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
     SaveAbortedError,
 )
-from ckptio.events import Preempted, RetentionFailed
+from ckptio.events import Preempted
 from ckptio.plan.decision import SaveEvery
 from ckptio.plan.retention import Retention, require_seconds
 from ckptio.storage.resolve import local_path, remote_url
@@ -40,10 +40,9 @@ if TYPE_CHECKING:
     from ckptio.engine.drive import Flow
     from ckptio.engine.flow import LoadResult
     from ckptio.engine.request import LoadRequest
-    from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
     from ckptio.plan.retention import StepRecord
-    from ckptio.storage.interface import Found, Root
+    from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
@@ -95,12 +94,10 @@ class CheckpointerCore:
         self._engine: EngineCore | None = None
         self._keeper: Keeper | None = None
         self._stops: Stops | None = None
+        self._upkeep: Upkeep | None = None
         self._watching: Running[None] | None = None
-        self._passes: list[Running[None]] = []
-        self._saves: list[tuple[int, SaveHandle]] = []
-        self._busy: Counter[int] = Counter()
-        self._one_pass = asyncio.Lock()
         self._last_step = 0
+        self._has_begun = False  # whether `should_save` or `save` was called
         self._asked_s = 0.0
         self._is_ending = False
         self._missed: tuple[SaveHandle, SaveAbortedError] | None = None
@@ -124,6 +121,13 @@ class CheckpointerCore:
         self.engine  # noqa: B018  # raises if there is none
         assert self._keeper is not None  # noqa: S101  # they come together
         return self._keeper
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """What follows saves; see `engine`."""
+        self.engine  # noqa: B018  # raises if there is none
+        assert self._upkeep is not None  # noqa: S101  # they come together
+        return self._upkeep
 
     def require_new(self) -> None:
         """Check that this was not entered before: what it knows is of one block.
@@ -149,6 +153,14 @@ class CheckpointerCore:
             self._second.open(engine, root, self.make_root)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
+        self._upkeep = Upkeep(
+            engine,
+            keeper,
+            self._second,
+            keep=self._keep,
+            sweep_after_s=self._sweep_after_s,
+            is_ending=lambda: self._is_ending,
+        )
         self._asked_s = self.clock()
         self._stops = Stops(key, self._due_in_s, self._stopped)
         self._signals.start()
@@ -159,25 +171,24 @@ class CheckpointerCore:
 
     def start(self) -> None:
         """Begin what goes on in the background."""
-        self._watching = self.engine.submit(self._watch, "watch for calls")
-        second, path = self._second, self.keeper.root.path
-        if second is not None:
-            taking = self.engine.submit(lambda _: second.take_up(path), f"take up {path}")
-            self._passes.append(taking)
-        if self._sweep_after_s is not None:
-            self._look_after(None)
+        endless = Running[None](is_endless=True)
+        self._watching = self.engine.submit(self._watch, "watch for calls", endless)
+        self.upkeep.start()
 
     def waits(self) -> tuple[list[SaveHandle], list[Running[None]]]:
         """Give what is under way: saves, and what comes after them."""
-        return [handle for _, handle in self._saves], list(self._passes)
+        if self._upkeep is None:
+            return [], []
+        return [handle for _, handle in self._upkeep.saves], list(self._upkeep.passes)
 
-    def abort(self) -> None:
-        """Stop what is under way. From any thread; waits for nothing."""
-        for _, handle in self._saves:
-            if not handle.durable.done():
-                handle.abort()
-        for running in self._passes:
-            running.abort()
+    def abort(self, error: BaseException | None = None) -> None:
+        """Stop what is under way. From any thread; waits for nothing.
+
+        Args:
+            error: What the block is left by; the log says what is lost by that.
+        """
+        if self._upkeep is not None:
+            self._upkeep.abort(error)
 
     def stop_watching(self) -> list[Running[None]]:
         """Hear no more calls and give signals back; gives what ends with that."""
@@ -186,20 +197,27 @@ class CheckpointerCore:
         self._signals.stop()
         return [] if self._watching is None else [self._watching]
 
-    def end(self) -> Exception | BaseException | None:
-        """Close. Gives the error of a save that nobody has seen, if there is one."""
+    def end(self, error: BaseException | None) -> None:
+        """Close, when everything has ended.
+
+        Args:
+            error: What the block is left by.
+
+        Raises:
+            BaseException: Without one: the failure of a save that nobody has seen, and before
+                all others a deadline that was missed.
+        """
         self._engine = None
-        failed = [h for _, h in self._saves if h.durable.done() and h.is_unsettled()]
-        errors = [handle.error() for handle in failed]
-        for handle in failed:
-            handle.seen()
+        if self._upkeep is None:
+            return
+        missed = None
         if self._missed is not None:
             late, missed = self._missed
-            if (
-                late.done() and late.committed.error() is not None
-            ):  # else its commit was faster than the abort
-                return missed
-        return errors[0] if errors else None
+            if late.done() and late.durable.done() and late.error() is None:
+                missed = None  # it was faster than the abort
+        self._upkeep.end(error or missed)
+        if missed is not None and error is None:
+            raise missed
 
     # saving
 
@@ -217,22 +235,24 @@ class CheckpointerCore:
         try:
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
-        except ConfigError as error:  # raised again; the other ranks must not wait for this one
+        except Exception as error:  # raised again; the other ranks must not wait for this one
             self._refuse_save(error)
             raise
-        self._busy[step] += 1  # before it begins: an older one of this step may be due to go
+        upkeep = self.upkeep
+        upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
         try:
             handle = begin_save(
                 engine, state, path, overwrite=overwrite, then=then, metadata=metadata
             )
-            self._saves = [*((s, h) for s, h in self._saves if h.is_unsettled()), (step, handle)]
+            upkeep.add(step, handle)
         finally:
-            self._busy[step] -= 1
+            upkeep.busy[step] -= 1
+        self._has_begun = True
         self._last_step, self._asked_s = step, self.clock()
-        self._look_after(handle)
+        upkeep.follow(step)
         return handle
 
-    def _refuse_save(self, error: ConfigError) -> None:
+    def _refuse_save(self, error: Exception) -> None:
         from ckptio.engine.together import fail_together  # noqa: PLC0415  # where it is needed
 
         key = self.engine.next_key("save")
@@ -244,6 +264,7 @@ class CheckpointerCore:
         step_name(step)
         self.engine  # noqa: B018  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
+        self._has_begun = True
         stop = self._stops.ask()
         if isinstance(stop, Stop):
             self.preempted = self.preempted or bool(stop.reason)
@@ -274,78 +295,19 @@ class CheckpointerCore:
         if not self._is_ending or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
-        late = [(step, handle) for step, handle in self._saves if not handle.done()]
+        late = [(step, handle) for step, handle in self.upkeep.saves if not handle.durable.done()]
         if late:
             step, handle = late[-1]
-            error = SaveAbortedError(
-                f"the save of step {step} to {self.keeper.root.path!r} was not committed"
-                f" within {self._deadline_s:g} s of the signal, and was aborted; the steps before"
-                " it are untouched. Give it more time, or save more often"
-            )
+            what = f"step {step} of {self.keeper.root.path!r} was not committed"
+            lost = "and its save was aborted; the steps before it are untouched"
+            if handle.done() and self._second is not None:
+                what = f"step {step} was committed, but not copied to {self._second.path(step)!r}"
+                lost = "and the copy was stopped; a later run that finds the step goes on with it"
+            deadline = f"within {self._deadline_s:g} s of the signal"
+            way_out = "Give it more time, or save more often"
+            error = SaveAbortedError(f"{what} {deadline}, {lost}. {way_out}")
             self._missed = (handle, error)
         self.abort()  # removals, too: whoever leaves now must not wait for them
-
-    # keeping
-
-    def _look_after(self, handle: SaveHandle | None) -> None:
-        """Let go of what is no longer kept, once a save is committed. On rank 0."""
-        engine = self.engine
-        nothing_to_do = self._keep is None and self._sweep_after_s is None
-        if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
-            return
-        self._passes = [running for running in self._passes if not running.future.done()]
-        running = engine.submit(lambda _: self._pass(handle), f"look after {self._given_root!s}")
-        self._passes.append(running)
-
-    async def _pass(self, handle: SaveHandle | None) -> None:
-        if handle is not None:
-            committed = handle.committed.wrapped()
-            committed.add_done_callback(asyncio.Future.exception)  # seen, if this is aborted
-            await asyncio.wait((committed,))
-            if committed.exception() is not None:
-                return
-        await self._tidy(self.keeper, handle)
-        second = self._second
-        if second is None or (handle is not None and not await handle.durable.ended()):
-            return
-        await self._tidy(second.keeper, handle)
-        if handle is not None:  # what was still to be copied when the first tier was looked at
-            await self._tidy(self.keeper, handle)
-
-    async def _tidy(self, keeper: Keeper, handle: SaveHandle | None) -> None:
-        """Look after one tier."""
-        async with self._one_pass:
-            try:
-                found = await keeper.find()
-                if self._keep is not None and handle is not None:
-                    await self._remove(keeper, self._keep, found)
-                if self._second is not None and keeper is self.keeper and handle is not None:
-                    await self._second.thin_out(keeper, self._exempt)
-                if self._sweep_after_s is not None and not self._is_in_a_hurry():
-                    exempt = self._exempt
-                    if self._second is not None and keeper is self._second.keeper:
-                        exempt = await self._second.sparing(exempt, found, self.keeper.root)
-                    await keeper.sweep(self._sweep_after_s, exempt, found)
-            except Exception as error:  # the observer is told; the run goes on
-                self.engine.emit(RetentionFailed(path=keeper.root.path, error=error))
-
-    async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
-        """Remove what is not kept."""
-        for step in await keeper.plan(policy, self._exempt(), found):
-            second = self._second if keeper is self.keeper else None
-            if second is not None and await second.owes(self.path(step)):
-                continue
-            if step not in self._exempt() and not self._is_in_a_hurry():
-                await keeper.remove(step)
-
-    def _is_in_a_hurry(self) -> bool:
-        """Whether what time is left belongs to the last save, which is not committed yet."""
-        return self._is_ending and any(not handle.done() for _, handle in self._saves)
-
-    def _exempt(self) -> set[int]:
-        """Name the steps that are being written, copied or read here."""
-        writing = {step for step, handle in self._saves if not handle.durable.done()}
-        return writing | {step for step, count in list(self._busy.items()) if count}
 
     # finding and loading
 
@@ -366,6 +328,27 @@ class CheckpointerCore:
             return first if self._second is None else await self._second.steps(first)
 
         return await agreed_steps(key, context, read)
+
+    async def agreed_discard(self, after: int, key: str, context: EngineContext) -> list[int]:
+        """Remove the steps above one, from both tiers; rank 0, for all."""
+        first, second = self.keeper, self._second
+        keepers = [first] if second is None else [first, second.keeper]
+
+        async def discard() -> Sequence[int]:
+            busy = [step for step in self.upkeep.under_way() if step > after]
+            if busy:
+                raise ConfigError(
+                    f"step {min(busy)} is being saved, copied or read: wait for that, then discard"
+                )
+            gone = set()
+            for keeper in keepers:
+                for step in reversed(await keeper.steps()):
+                    if step > after:
+                        await self.upkeep.discard(keeper, step)
+                        gone.add(step)
+            return sorted(gone)
+
+        return await agreed_steps(key, context, discard)
 
     def asking(
         self, question: Callable[[str, EngineContext], Awaitable[T]]
@@ -388,12 +371,13 @@ class CheckpointerCore:
                 )
             step = steps[-1]
         path = self.path(step)
-        self._busy[step] += 1
+        self.upkeep.busy[step] += 1
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
                 result = yield from flow.load_flow(self.engine, path, make_request, then)
         finally:
-            self._busy[step] -= 1
-        self._last_step = step
+            self.upkeep.busy[step] -= 1
+        if not self._has_begun:  # later, it may be one that is only looked at
+            self._last_step = step
         return result

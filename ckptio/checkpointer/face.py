@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from ckptio._aio import outlive
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.checkpointer.steps import step_name
 from ckptio.engine.drive import drive
+from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class Checkpointer:
     that could be wrong, and a step that was not committed is none.
 
     Leaving the block waits for what is in flight, removals included, and raises the error
-    of a save that nobody waited for. Leaving it by an error aborts what is in flight.
+    of a save that nobody waited for; the log has it before, when the next save begins. Leaving
+    it by an error aborts what is in flight; `sys.exit()` is none.
 
     With several ranks, make it alike on all of them, and call `save`, `load`,
     `should_save`, `steps`, `latest` and `records` on all of them alike and in one order.
@@ -60,7 +63,8 @@ class Checkpointer:
             run's: another one that saves here counts as the same.
         keep: What is kept of the committed steps; the rest is removed in the background
             after each commit. Everything if not given. The highest step and the one
-            committed last always stay, and so does one that is being written or read.
+            committed last always stay (here, or by the time in its manifest), and so does
+            one that is being written or read.
             Steps with damaged manifests are neither counted nor removed; and while the
             storage does not give a manifest, nothing is removed. Where `durability` is not
             `"full"`, keep several: a power cut may take the newest.
@@ -75,11 +79,12 @@ class Checkpointer:
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
-            One rank that gets one is enough. Needs the main thread.
+            One rank that gets one is enough. Needs the main thread. Forked children give
+            them back.
         preempt_deadline_s: Seconds after the signal in which the last save has to be
-            committed; aborted then, with removals, and leaving the block raises
-            `SaveAbortedError`. A save that begins later than that is not held back: whoever
-            is still alive may still save.
+            committed, and copied to the second tier if there is one; aborted then, with
+            removals, and leaving the block raises `SaveAbortedError`. A save that begins
+            later than that is not held back: whoever is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
             nothing was written there for this many seconds, and in an object store for an
             hour at least; `None` for never. A save that is alive, here or elsewhere, is
@@ -145,8 +150,10 @@ class Checkpointer:
     ) -> None:
         """Wait for what is in flight, or abort it; then close."""
         core = self._core
-        if error is not None:
-            core.abort()
+        if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
+            return
+        if is_breaking_off(error):
+            core.abort(error)
         try:
             await outlive(asyncio.ensure_future(self._in_flight_ended()), on_cancel=core.abort)
         finally:
@@ -154,11 +161,11 @@ class Checkpointer:
                 watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
                 await outlive(asyncio.ensure_future(_all_done(watching)))
             finally:
-                unseen = core.end()
-                if self._owns:
-                    await self._engine.__aexit__(kind, error, traceback)
-        if unseen is not None and error is None:
-            raise unseen
+                try:
+                    core.end(error)
+                finally:
+                    if self._owns:
+                        await self._engine.__aexit__(kind, error, traceback)
 
     async def _in_flight_ended(self) -> None:
         handles, passes = self._core.waits()
@@ -294,6 +301,30 @@ class Checkpointer:
     async def latest(self) -> int | None:
         """Give the highest committed step; `None` if there is none."""
         return max(await self.steps(), default=None)
+
+    async def discard_after(self, step: int) -> tuple[int, ...]:
+        """Remove the steps above one: those of a run that went back to it.
+
+        Else they are what `load` takes after the next restart, and what `keep` counts.
+
+            state = await ckpt.load(step=800)  # the loss blew up after it
+            await ckpt.discard_after(800)
+
+        Args:
+            step: The highest one to stay; it need not exist.
+
+        Returns:
+            The steps that were removed, from one tier or both, lowest first.
+
+        Raises:
+            ConfigError: It is no step, or one above it is being saved, copied or read here.
+            StorageError: One cannot be removed. Those above it are gone; call it again.
+            FormatError: One is damaged, so that nobody knows what is part of it.
+        """
+        core = self._core
+        step_name(step)
+        question = functools.partial(core.agreed_discard, step)
+        return tuple(await core.engine.call(core.asking(question), "discard steps"))
 
     async def records(self) -> tuple[StepRecord, ...]:
         """Give number, time and metrics of the committed steps, lowest first.

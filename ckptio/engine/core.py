@@ -26,6 +26,7 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
 from ckptio.engine.running import Running, at_exit, call_into, never_end_in_child
+from ckptio.engine.unseen import unsettled
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
 from ckptio.foreign.storage import AnyStorage
@@ -66,6 +67,9 @@ class EngineCore:
         observer: Takes events, on any thread.
         ranks: The engines to work with: `"auto"`, `"solo"` or a process group; see
             `api.Engine`.
+
+    Attributes:
+        handles: Saves under way, or of which nobody has seen that they failed.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class EngineCore:
         self._pid = os.getpid()
         self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
-        self._handles: list[SaveHandle] = []
+        self.handles: list[SaveHandle] = []
         self._side_streams: dict[bool, SideStreams] = {}
         self._num_keys: Counter[str] = Counter()
 
@@ -105,7 +109,7 @@ class EngineCore:
         """
         if self._context is None or self._portal is None:
             raise EngineClosedError("the engine is not open: use it inside `async with Engine()`")
-        if self._pid != os.getpid():
+        if not self.is_here:
             raise EngineClosedError("the engine is the parent's, which forked: open one here")
         return self._context
 
@@ -286,16 +290,7 @@ class EngineCore:
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""
         with self._lock:
-            self._handles = [h for h in self._handles if h.is_unsettled()]
-            self._handles.append(handle)
-
-    def unseen_failure(self) -> BaseException | None:
-        """Give the error of a save that nobody waited for."""
-        failed = [h for h in self._handles if h.durable.done() and h.is_unsettled()]
-        errors = [handle.error() for handle in failed]
-        for handle in failed:
-            handle.seen()
-        return errors[0] if errors else None
+            self.handles = [*unsettled(self.handles), handle]
 
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
         """Give the CUDA streams for one direction, and pin slabs from the first use on.
@@ -338,6 +333,11 @@ class EngineCore:
             running.wait_ended()
             raise
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made it, not a forked child of that."""
+        return self._pid == os.getpid()
+
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
@@ -348,7 +348,7 @@ class EngineCore:
         Args:
             abort: Stop what is in flight first.
         """
-        if self._pid != os.getpid():  # a forked child has neither its threads nor its loop
+        if not self.is_here:  # a forked child has neither its threads nor its loop
             return
         with self._lock:
             portal, self._portal = self._portal, None
@@ -358,6 +358,9 @@ class EngineCore:
         self._stay()
         if abort:
             self.abort_in_flight()
+        for running in in_flight:
+            if running.is_endless:
+                running.abort()
         try:
             try:
                 for running in in_flight:

@@ -22,12 +22,17 @@ T = TypeVar("T")
 class Running(Generic[T]):
     """A coroutine under way on an engine's loop.
 
+    Args:
+        is_endless: It has no end of its own: who closes the engine stops it.
+
     Attributes:
+        is_endless: As given.
         future: Its end.
         reason: Why it was aborted, if who waits for it did not ask for that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_endless: bool = False) -> None:
+        self.is_endless = is_endless
         self.future: Future[T] = Future()
         self._lock = threading.Lock()
         self.reason: Exception | None = None

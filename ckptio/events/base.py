@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 _log = logging.getLogger("ckptio")
 
@@ -15,8 +16,10 @@ class Event:
 
     Attributes:
         path: Path or URL of the checkpoint.
+        is_trouble: Whether somebody has to hear of it: without an observer, the log has it.
     """
 
+    is_trouble: ClassVar[bool] = False
     path: str
 
 
@@ -24,8 +27,10 @@ Observer = Callable[[Event], None]
 
 
 def notify(observer: Observer | None, event: Event) -> None:
-    """Give `event` to `observer`, and log what it raises."""
+    """Give `event` to `observer`, and log what it raises; without one, log what is trouble."""
     if observer is None:
+        if event.is_trouble:
+            _log.warning("%s", event)
         return
     try:
         observer(event)

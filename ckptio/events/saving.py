@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ckptio.events.base import Event
 
@@ -174,4 +175,5 @@ class CopyFailed(CopyEvent):
         error: What ended it; a `CancelledError` if it was stopped.
     """
 
+    is_trouble: ClassVar[bool] = True
     error: BaseException

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ckptio.events.base import Event
 
@@ -70,6 +71,7 @@ class CleanupFailed(Event):
         error: Why.
     """
 
+    is_trouble: ClassVar[bool] = True
     file: str
     error: OSError
 
@@ -95,7 +97,25 @@ class RetentionFailed(Event):
         error: Why.
     """
 
+    is_trouble: ClassVar[bool] = True
     error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HigherStepFound(Event):
+    """A step was saved, and a higher one is there from before: that is what `load` takes.
+
+    So it is after going back to an earlier step. `Checkpointer.discard_after` removes what
+    the run went back from.
+
+    Attributes:
+        step: The step that was saved.
+        highest: The highest of the others.
+    """
+
+    is_trouble: ClassVar[bool] = True
+    step: int
+    highest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class _Watching:
         self.exempt: set[int] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        self.exempt = self._ckpt._core._exempt()
+        self.exempt = self._ckpt._core.upkeep.exempt()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -87,9 +87,9 @@ def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
             watching = _Watching(ckpt)
             handle = ckpt.save({"x": watching}, 7)
             assert watching.exempt == {7}
-            assert ckpt._core._exempt() == {7}
+            assert ckpt._core.upkeep.exempt() == {7}
             await handle
-            assert ckpt._core._exempt() == set()
+            assert ckpt._core.upkeep.exempt() == set()
 
     run_virtual(scenario(), seed=0)
 

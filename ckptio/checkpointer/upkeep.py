@@ -1,0 +1,200 @@
+"""Let go of what is no longer kept, after each commit, on rank 0.
+
+What is removed is decided from what is committed then, on the engine's loop: the trainer
+never waits for it. A step that was committed here a moment ago stays whatever a policy or a
+clock says, until another one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.engine.unseen import end_saves, unsettled
+from ckptio.events import HigherStepFound, RetentionFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.checkpointer.keeper import Keeper
+    from ckptio.checkpointer.tiers import SecondTier
+    from ckptio.engine.core import EngineCore
+    from ckptio.engine.running import Running
+    from ckptio.handle import SaveHandle
+    from ckptio.plan.retention import Retention
+    from ckptio.storage.interface import Found
+
+_log = logging.getLogger("ckptio")
+
+
+class Upkeep:
+    """The saves of a checkpointer, and what follows them.
+
+    Args:
+        engine: Runs it.
+        keeper: Looks after the first tier.
+        second: The second tier, if there is one.
+        keep: What is kept; everything if not given.
+        sweep_after_s: When what dead saves left goes; `None` for never.
+        is_ending: Whether the last save was asked for.
+
+    Attributes:
+        saves: Those under way, or of which nobody has seen that they failed, by step.
+        passes: Runs in the background, of which some may have ended.
+        busy: How often each step is being read, or about to be written.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        keeper: Keeper,
+        second: SecondTier | None,
+        *,
+        keep: Retention | None,
+        sweep_after_s: float | None,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._engine = engine
+        self._keeper = keeper
+        self._second = second
+        self._keep = keep
+        self._sweep_after_s = sweep_after_s
+        self._is_ending = is_ending
+        self.saves: list[tuple[int, SaveHandle]] = []
+        self.passes: list[Running[None]] = []
+        self.busy: Counter[int] = Counter()
+        self._one_pass = asyncio.Lock()
+        self._committed: int | None = None  # the step that was committed here last
+        self._steps: set[int] = set()  # all that were saved here
+        self._is_warned = False
+
+    def start(self) -> None:
+        """Make the copies that are owed, and sweep."""
+        second, path = self._second, self._keeper.root.path
+        if second is not None:
+            taking = self._engine.submit(lambda _: second.take_up(path), f"take up {path}")
+            self.passes.append(taking)
+        if self._sweep_after_s is not None:
+            self.follow(None)
+
+    def add(self, step: int, handle: SaveHandle) -> None:
+        """Take a save that has begun."""
+        self._steps.add(step)
+        waiting = unsettled(handle for _, handle in self.saves)
+        self.saves = [(s, h) for s, h in self.saves if h in waiting] + [(step, handle)]
+
+    def abort(self, error: BaseException | None) -> None:
+        """Stop what is under way. From any thread; waits for nothing.
+
+        Args:
+            error: What the block is left by, for the log; nothing is said without one.
+        """
+        for step, handle in self.saves:
+            if not handle.durable.done():
+                what = "copy" if handle.done() else "save"
+                if error is not None:
+                    _log.warning("the %s of step %d is aborted by %r", what, step, error)
+                handle.abort()
+        for running in self.passes:
+            running.abort()
+
+    def end(self, error: BaseException | None) -> None:
+        """See to it that every failure was seen; see `unseen.end_saves`."""
+        end_saves([handle for _, handle in self.saves], error)
+
+    def follow(self, step: int | None) -> None:
+        """Let go of what is no longer kept, once the save begun last is committed. On rank 0.
+
+        Args:
+            step: What it saves; `None` to sweep only.
+        """
+        engine = self._engine
+        nothing_to_do = self._keep is None and self._sweep_after_s is None
+        if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
+            return
+        handle = None if step is None else self.saves[-1][1]
+        self.passes = [running for running in self.passes if not running.future.done()]
+        root = self._keeper.root.path
+        running = engine.submit(lambda _: self._pass(step, handle), f"look after {root}")
+        self.passes.append(running)
+
+    async def _pass(self, step: int | None, handle: SaveHandle | None) -> None:
+        if handle is not None:
+            if not await handle.committed.ended():
+                return
+            self._committed = step
+        await self._tidy(self._keeper, handle)
+        second = self._second
+        if second is None or (handle is not None and not await handle.durable.ended()):
+            return
+        await self._tidy(second.keeper, handle)
+        if handle is not None:  # what was still to be copied when the first tier was looked at
+            await self._tidy(self._keeper, handle)
+
+    async def _tidy(self, keeper: Keeper, handle: SaveHandle | None) -> None:
+        """Look after one tier."""
+        async with self._one_pass:
+            try:
+                found = await keeper.find()
+                self._look_ahead(found)
+                if self._keep is not None and handle is not None:
+                    await self._remove(keeper, self._keep, found)
+                if self._second is not None and keeper is self._keeper and handle is not None:
+                    await self._second.thin_out(keeper, self.exempt)
+                if self._sweep_after_s is not None and not self._is_in_a_hurry():
+                    exempt = self.exempt
+                    if self._second is not None and keeper is self._second.keeper:
+                        exempt = await self._second.sparing(exempt, found, self._keeper.root)
+                    await keeper.sweep(self._sweep_after_s, exempt, found)
+            except Exception as error:  # the observer is told; the run goes on
+                self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
+
+    def _look_ahead(self, found: Sequence[Found]) -> None:
+        """Say, once, that a load will take another step than the one that was saved last."""
+        steps = {parse_name(item.name) for item in found if item.version is not None}
+        higher = [step for step in steps - self._steps if step is not None]
+        if self._committed is None or self._is_warned or max(higher, default=0) <= self._committed:
+            return
+        self._is_warned = True
+        path, saved = self._keeper.root.path, self._committed
+        self._engine.emit(HigherStepFound(path=path, step=saved, highest=max(higher)))
+
+    async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
+        """Remove what is not kept."""
+        for step in await keeper.plan(policy, self.exempt(), found):
+            second = self._second if keeper is self._keeper else None
+            path = self._keeper.root.join(step_name(step))
+            if second is not None and await second.owes(path):
+                continue
+            if step not in self.exempt() and not self._is_in_a_hurry():
+                await keeper.remove(step)
+
+    def _is_in_a_hurry(self) -> bool:
+        """Whether what time is left belongs to the last save, which is not committed yet."""
+        return self._is_ending() and any(not handle.done() for _, handle in self.saves)
+
+    def exempt(self) -> set[int]:
+        """Name the steps that stay: being written, copied or read here, or committed last."""
+        stays = self.under_way()
+        return stays if self._committed is None else stays | {self._committed}
+
+    def under_way(self) -> set[int]:
+        """Name the steps that are being written, copied or read here."""
+        writing = {step for step, handle in self.saves if not handle.durable.done()}
+        return writing | {step for step, count in list(self.busy.items()) if count}
+
+    async def discard(self, keeper: Keeper, step: int) -> None:
+        """Remove a step that somebody does not want.
+
+        Raises:
+            CheckpointError: It cannot be removed.
+        """
+        async with self._one_pass:
+            if step == self._committed:
+                self._committed = None
+            removal = await keeper.remove(step)
+            if removal.error is not None:
+                raise removal.error

@@ -1,0 +1,54 @@
+"""How a block of an engine ends, and what becomes of errors that nobody has seen.
+
+An error of a save that nobody waited for is told in time, by the log, when the next save
+begins; and once more where the block is left. Leaving it with `sys.exit()` is leaving it in
+order: what is in flight is finished first, since that is how a run that is to be continued
+ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptio.handle import SaveHandle
+
+
+def is_breaking_off(error: BaseException | None) -> bool:
+    """Whether a block that is left by this does not wait for what is in flight."""
+    return error is not None and not isinstance(error, SystemExit)
+
+
+def unsettled(handles: Iterable[SaveHandle]) -> list[SaveHandle]:
+    """Give the saves that are under way, or whose error nobody has seen; the log has it then."""
+    found = [handle for handle in handles if handle.is_unsettled()]
+    for handle in found:
+        handle.tell()
+    return found
+
+
+def end_saves(handles: Iterable[SaveHandle], error: BaseException | None) -> None:
+    """See to it that every failure of a save was seen, when all have ended.
+
+    Args:
+        handles: The saves.
+        error: What the block is left by. With one, the log gets the failures.
+
+    Raises:
+        BaseException: Without one: the first failure that nobody has seen, with notes of the
+            others.
+    """
+    failed = [h for h in handles if h.durable.done() and h.is_unsettled()]
+    for handle in failed:
+        if error is not None:
+            handle.tell()
+        handle.seen()
+    if error is not None or not failed:
+        return
+    first = failed[0].error()
+    assert first is not None  # noqa: S101  # it has failed
+    for other in failed[1:]:
+        first.add_note(f"and the save to {other.path!r} failed: {other.error()!r}")
+    raise first

@@ -1,0 +1,118 @@
+"""Runs that go back to an earlier step, and clocks that do."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from ckptio import Checkpointer, ConfigError, Engine, FormatError, KeepLast, SaveEvery, sync
+from ckptio.checkpointer.steps import step_name
+from ckptio.events import CheckpointRemoved, HigherStepFound
+from ckptio.format.compose import encode_again
+from ckptio.format.manifest import decode_manifest
+from ckptio.testing import EventLog
+from tests.rig import SMALL, assert_same, filled_state, names_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return filled_state([5000, 70_000], step % 251)
+
+
+async def save_steps(root: Path, *steps: int) -> None:
+    async with Checkpointer(root, config=SMALL) as ckpt:
+        for step in steps:
+            await ckpt.save(state_of(step), step)
+
+
+def date_ahead(root: Path, step: int) -> None:
+    """Let a manifest say that it was committed in a thousand years."""
+    path = root / step_name(step) / "manifest.json"
+    manifest = decode_manifest(path.read_bytes())
+    later = msgspec.structs.replace(manifest, created="3" + manifest.created[1:])
+    path.write_bytes(encode_again(later))
+
+
+async def test_what_was_committed_here_last_stays_whatever_the_clocks_say(tmp_path: Path) -> None:
+    """A run that went back saves lower numbers, and its machine's clock may be behind."""
+    await save_steps(tmp_path, 90, 100)
+    for step in (90, 100):
+        date_ahead(tmp_path, step)
+    log = EventLog()
+    async with Checkpointer(tmp_path, keep=KeepLast(2), config=SMALL, observer=log) as ckpt:
+        for step in (81, 82):
+            await ckpt.save(state_of(step), step)
+    assert names_in(tmp_path) == [step_name(82), step_name(90), step_name(100)]
+    assert [event.step for event in log.of(CheckpointRemoved)] == [81]
+    (event,) = log.of(HigherStepFound)
+    assert (event.step, event.highest) == (81, 100)
+
+
+async def test_steps_that_a_run_went_back_from_are_discarded(tmp_path: Path) -> None:
+    """From both tiers; then the newest is the run's own, and numbers can be saved again."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for step in (1, 2, 3, 4):
+            await ckpt.save(state_of(step), step).durable
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        assert_same(await ckpt.load(step=2), state_of(2))
+        assert await ckpt.discard_after(2) == (3, 4)
+        assert await ckpt.discard_after(2) == ()
+        assert await ckpt.latest() == 2
+        await ckpt.save(state_of(30), 3).durable
+        assert await ckpt.discard_after(2) == (3,)  # what was committed here last, too
+    assert names_in(near) == names_in(far) == [step_name(1), step_name(2)]
+    with sync.Checkpointer(near, config=SMALL) as blocking:
+        assert blocking.discard_after(1) == (2,)
+        assert blocking.discard_after(0) == (1,)
+    assert names_in(near) == []
+
+
+async def test_what_is_being_written_or_is_damaged_is_not_discarded(tmp_path: Path) -> None:
+    """It is said, and what can go next time is still there to be counted."""
+    await save_steps(tmp_path, 1, 2)
+    async with Engine(SMALL) as engine, Checkpointer(tmp_path, engine=engine) as ckpt:
+        handle = ckpt.save(filled_state([4 << 20], 1), 3)
+        with pytest.raises(ConfigError, match="step 3 is being saved"):
+            await ckpt.discard_after(1)
+        await handle
+        (tmp_path / step_name(2) / "manifest.json").write_text("{}")
+        with pytest.raises(FormatError):
+            await ckpt.discard_after(1)
+        assert await ckpt.steps() == (1, 2)
+        with pytest.raises(ConfigError, match="step= is an int"):
+            await ckpt.discard_after(-1)
+
+
+async def test_a_load_in_the_middle_of_a_run_moves_no_schedule(tmp_path: Path) -> None:
+    """The best step is looked at; the first load of a run is where it goes on from."""
+    await save_steps(tmp_path, 10, 20, 30)
+    async with Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:
+        await ckpt.load(step=20)
+        assert [s for s in range(21, 33) if await ckpt.should_save(s)] == [30, 31, 32]
+        await ckpt.save(state_of(32), 32)
+        await ckpt.load(step=10)
+        assert [s for s in range(33, 42) if await ckpt.should_save(s)] == [40, 41]
+
+
+async def test_without_an_observer_the_log_has_what_somebody_must_hear(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one, it is the observer's."""
+    await save_steps(tmp_path, 2)
+    with caplog.at_level(logging.WARNING, "ckptio"):
+        async with Checkpointer(tmp_path, config=SMALL, observer=EventLog()) as ckpt:
+            await ckpt.save(state_of(1), 1)
+        assert not caplog.records
+        async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+            await ckpt.save(state_of(1), 1, overwrite=True)
+    assert "HigherStepFound" in caplog.text

@@ -1,0 +1,185 @@
+"""How blocks of engines and checkpointers end, and what is said of saves that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio import Checkpointer, CheckpointExistsError, Engine, SaveAbortedError, sync
+from ckptio.events import CopyProgressed, Event
+from tests.rig import SMALL, config_with, filled_state, names_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+FULL = filled_state([50_000], 1)
+
+FORK = """
+import multiprocessing, os, signal, sys, torch, ckptio.sync
+def work(ready):
+    ready.send(1)
+    while True:
+        pass
+ckpt = ckptio.sync.Checkpointer(sys.argv[1], preempt_signals=[signal.SIGTERM])
+with ckpt:
+    ckpt.save({"t": torch.ones(3)}, 1)
+    fork = multiprocessing.get_context("fork")
+    mine, theirs = fork.Pipe()
+    child = fork.Process(target=work, args=(theirs,), daemon=True)
+    child.start()
+    mine.recv()
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM, child.exitcode
+    pid = os.fork()
+    if not pid:
+        sys.exit(0)  # leaves the block in the child
+    assert os.waitpid(pid, 0)[1] == 0
+    ckpt.save({"t": torch.ones(3)}, 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not ckpt.preempted:
+        if ckpt.should_save(3):
+            ckpt.save({"t": torch.ones(3)}, 3)
+"""
+LEFT_OPEN = """
+import sys, torch, ckptio.sync
+ckpt = ckptio.sync.Checkpointer(sys.argv[1]).__enter__()
+ckpt.start_save({"t": torch.ones(3)}, 1)
+"""
+EXIT = """
+import sys, torch, ckptio.sync
+with ckptio.sync.Checkpointer(sys.argv[1]) as ckpt:
+    ckpt.start_save({"w": torch.ones(8_000_000)}, 1).staged.wait()
+    sys.exit(7)
+"""
+
+
+def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_log_tells_of_a_failure_when_the_next_save_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for a commit while training; the block may never be left in order."""
+    sync.save(FULL, tmp_path / "a", config=SMALL)
+    with pytest.raises(CheckpointExistsError) as caught, sync.Engine(SMALL) as engine:
+        for name, num_told in (("a", 0), ("a", 1), ("b", 2)):
+            engine.start_save(FULL, tmp_path / name).committed.wait_done()
+            assert caplog.text.count("failed and nobody waited for it") == num_told
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
+    assert f"and the save to '{tmp_path}/a' failed" in caught.value.__notes__[0]
+
+
+async def test_a_checkpointer_tells_of_it_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a failure that somebody saw in `staged` is not told, and not raised again."""
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        await ckpt.save(FULL, 1)
+    with pytest.raises(CheckpointExistsError):
+        async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+            await ckpt.save(FULL, 1).committed.ended()
+            await ckpt.save(FULL, 2)
+            assert f"the save to '{ckpt.path(1)}' failed" in caplog.text
+    caplog.clear()
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        with pytest.raises(CheckpointExistsError):
+            await ckpt.save(FULL, 1).staged
+        await ckpt.save(FULL, 3)
+    assert not caplog.records
+
+
+async def test_an_error_that_leaves_a_block_does_not_hide_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has what failed before, and what is aborted by that."""
+    async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+        await ckpt.save(FULL, 1)
+    with pytest.raises(ZeroDivisionError):
+        async with Checkpointer(tmp_path, config=SMALL) as ckpt:
+            await ckpt.save(FULL, 1).committed.ended()
+            ckpt.save(filled_state([4 << 20], 1), 2)
+            raise ZeroDivisionError
+    assert f"the save to '{ckpt._core._given_root}/step-00000001' failed" in caplog.text
+    assert "the save of step 2 is aborted by ZeroDivisionError()" in caplog.text
+
+
+def test_leaving_by_sys_exit_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    """A run that is to be continued ends so, and its last save is what it goes on from."""
+    done = run_program(EXIT, tmp_path / "run")
+    assert done.returncode == 7, done.stderr
+    assert sync.verify(tmp_path / "run" / "step-00000001").is_whole
+    with pytest.raises(SystemExit), sync.Engine(SMALL) as engine:
+        engine.start_save(FULL, tmp_path / "c")
+        raise SystemExit
+    assert sync.verify(tmp_path / "c").is_whole
+
+
+async def test_leaving_an_engine_by_sys_exit_waits_as_well(tmp_path: Path) -> None:
+    """In async code the same."""
+    with pytest.raises(SystemExit):
+        async with Engine(SMALL) as engine:
+            engine.save(FULL, tmp_path / "c")
+            raise SystemExit
+    assert (await asyncio.to_thread(sync.verify, tmp_path / "c")).is_whole
+
+
+def test_children_end_by_the_signals_that_announce_the_end_of_the_run(tmp_path: Path) -> None:
+    """They inherit handlers; and a block that is left in a child is the parent's."""
+    done = run_program(FORK, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert names_in(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def test_a_checkpointer_that_is_left_open_holds_no_program_up(tmp_path: Path) -> None:
+    """Its engine is closed at the end, with the last save finished."""
+    done = run_program(LEFT_OPEN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sync.verify(tmp_path / "step-00000001").is_whole
+
+
+def test_an_engine_may_be_closed_before_its_checkpointer(tmp_path: Path) -> None:
+    """Whatever the order of the blocks, both end."""
+    engine = sync.Engine(SMALL).__enter__()
+    with sync.Checkpointer(tmp_path, engine=engine) as ckpt:
+        ckpt.start_save(FULL, 1)
+        engine.__exit__(None, None, None)
+    assert sync.verify(tmp_path / "step-00000001").is_whole
+
+
+def test_a_copy_that_misses_the_deadline_is_an_error(tmp_path: Path) -> None:
+    """The first tier may be gone with the machine: the last step would be lost unheard."""
+    going, gone = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, CopyProgressed):
+            going.set()
+            gone.wait(20)
+
+    options: dict[str, Any] = {"config": config_with(max_tier_copies=1), "observer": hold}
+    ckpt = sync.Checkpointer(
+        tmp_path / "near", then=tmp_path / "far", preempt_deadline_s=0.2, **options
+    )
+    with pytest.raises(SaveAbortedError, match="step 2 was committed, but not copied to"), ckpt:
+        ckpt.preempt("a notice")
+        while not ckpt.preempted:
+            ckpt.should_save(1)
+        handle = ckpt.start_save(FULL, 2)
+        handle.result()
+        going.wait(20)
+        threading.Timer(0.5, gone.set).start()
+    assert names_in(tmp_path / "near") == ["step-00000002"]
