@@ -448,8 +448,9 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
     ("saved", "target", "hint"),
     [
         ({"m": {"l.weight": 1}}, {"m": {"l": {"weight": 1}}}, "'m.l.weight' is in both"),
-        ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "save and load the .module of the wrapper"),
-        ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "save and load the module before"),
+        ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "names have 'module.': load into a wrapped"),
+        ({"m": {"_orig_mod.w": 1}}, {"m": {"w": 1}}, "; and save the module before torch.compile"),
+        ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "load into the module before torch.compile"),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(

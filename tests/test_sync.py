@@ -127,6 +127,17 @@ def test_the_classes_have_the_same_names(name: str) -> None:
             assert not inspect.iscoroutinefunction(twin), key
 
 
+def test_an_engine_that_is_not_open_says_whether_it_was(tmp_path: Path) -> None:
+    """In words that are right for both kinds of blocks."""
+    engine = ckptio.sync.Engine(SMALL)
+    with pytest.raises(EngineClosedError, match="not open: use it inside its block"):
+        engine.load(tmp_path)
+    with engine:
+        pass
+    with pytest.raises(EngineClosedError, match="closed: it is used inside its block"):
+        engine.load(tmp_path)
+
+
 def test_the_engines_are_made_alike() -> None:
     """Both take the same options; `start_save` takes what `save` takes."""
     one, other = inspect.signature(ckptio.Engine), inspect.signature(ckptio.sync.Engine)

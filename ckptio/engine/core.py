@@ -108,7 +108,8 @@ class EngineCore:
             EngineClosedError: The engine is not open.
         """
         if self._context is None or self._portal is None:
-            raise EngineClosedError("the engine is not open: use it inside `async with Engine()`")
+            how = "not open: use it" if self._portal_block is None else "closed: it is used"
+            raise EngineClosedError(f"the engine is {how} inside its block")
         if not self.is_here:
             raise EngineClosedError("the engine is the parent's, which forked: open one here")
         return self._context

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 #: What wrappers put before the names of a module, and what has the names without.
 _PREFIXES = {
-    "_orig_mod.": "the module before torch.compile",
-    "module.": "the .module of the wrapper",
+    "_orig_mod.": ("the module before torch.compile", "a compiled module"),
+    "module.": ("the .module of the wrapper", "a wrapped module"),
 }
 _OTHER_FLOAT = re.compile(
     r".*: (torch\.b?float\d+) in the target, torch\.b?float\w+ in the checkpoint"
@@ -64,10 +64,15 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if names differ by what a wrapper put before them."""
-    for prefix, plain in _PREFIXES.items():
+    for prefix, (plain, wrapped) in _PREFIXES.items():
         here, there = ({n.replace(prefix, "") for n in names} for names in (missing, unexpected))
         if here & there:
-            return f"names differ by {prefix!r}: save and load {plain}"
+            if any(prefix in name for name in unexpected):
+                return (
+                    f"the checkpoint's names have {prefix!r}: load into {wrapped}, or into a dict"
+                    f" of the target's tensors by these names; and save {plain} from now on"
+                )
+            return f"the target's names have {prefix!r}: load into {plain}"
     return ""
 
 

@@ -12,12 +12,13 @@ import stat
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptio._aio import run_blocking
-from ckptio.errors import CheckpointNotFoundError
+from ckptio.errors import CheckpointNotFoundError, FormatError
 from ckptio.foreign.archive import ZIP
 from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
@@ -244,8 +245,13 @@ def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
     return None
 
 
-def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader | None:
-    """Recognise a file."""
+def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader:
+    """Recognise a file.
+
+    Raises:
+        FormatError: It is of no known format: it is not "not there", after which a run would
+            begin anew.
+    """
     head = folder.read(name, 0, 16)
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
@@ -256,4 +262,9 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)
-    return None
+    if name == MANIFEST_NAME:
+        raise FormatError(f"{name!r} is a checkpoint's manifest: give the directory that it is in")
+    raise FormatError(
+        f"{name!r} is a file of no known format: it begins with {head[:8]!r}, and neither files of"
+        " torch.save nor safetensors files do"
+    )

@@ -74,8 +74,10 @@ def local_path(path: PathLike) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{path!r} is no path of a checkpoint")
-    if not isinstance(path, str) and _SHORTENED.match(text):
+    if _SHORTENED.match(text) and not isinstance(path, str):
         raise ConfigError(f"{path!r} was a URL: a path object drops one of its slashes; pass a str")
+    if _SHORTENED.match(text) and _is_protocol(text.partition(":")[0]):
+        raise ConfigError(f"{path!r} has one slash where a URL has two")
     if "://" not in text:
         return os.path.expanduser(text)
     from fsspec.core import split_protocol  # noqa: PLC0415  # 50 ms that plain paths do not need
@@ -85,3 +87,10 @@ def local_path(path: PathLike) -> str:
     if protocol not in _LOCAL:
         raise ConfigError(f"{text!r} is no path of a local or mounted file system")
     return str(LocalFileSystem._strip_protocol(text))  # noqa: SLF001  # fsspec's public practice
+
+
+def _is_protocol(scheme: str) -> bool:
+    """Whether fsspec knows URLs that begin so."""
+    from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # as above
+
+    return scheme in known_implementations or scheme in registry

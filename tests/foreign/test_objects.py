@@ -255,11 +255,13 @@ def rewritten_loads(store: CountedFileSystem, data: bytes) -> Any:
 
 
 def test_what_is_not_there_is_not_found(store: CountedFileSystem) -> None:
-    """Nothing, an odd file, an empty folder; and what may not be read says so."""
+    """Nothing, an empty folder; and an odd file, and what may not be read, say so."""
     store.pipe_file("/top/readme.txt", b"hello")
-    for name in ("none", "readme.txt", ""):
+    for name in ("none", ""):
         with pytest.raises(CheckpointNotFoundError):
             sync.load(f"counted://top/{name}", config=SMALL)
+    with pytest.raises(FormatError, match="no known format"):
+        sync.load("counted://top/readme.txt", config=SMALL)
     store.pipe_file("/top/a.safetensors", b"\0" * 100)
     store.fails.append("a.safetensors")
     with pytest.raises(StorageError, match="cannot read"):

@@ -197,12 +197,24 @@ def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
 
 
 def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:
-    """A directory of other things, another file, a pipe."""
+    """A directory of other things, a pipe."""
     (tmp_path / "notes.txt").write_text("hello, world: these are notes")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "pipe", tmp_path / "nowhere"):
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "nowhere"):
         with pytest.raises(CheckpointNotFoundError):
             sync.load(path, config=SMALL)
+
+
+def test_a_file_that_is_there_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Who takes a missing checkpoint for the beginning of a run would begin anew."""
+    (tmp_path / "notes.txt").write_text("hello, world: these are notes")
+    (tmp_path / "empty.pt").touch()
+    for name in ("notes.txt", "empty.pt"):
+        with pytest.raises(FormatError, match=f"'{name}' is a file of no known format"):
+            sync.load(tmp_path / name, config=SMALL)
+    sync.save({"a": 1}, tmp_path / "c", config=SMALL)
+    with pytest.raises(FormatError, match="give the directory"):
+        sync.load(tmp_path / "c" / "manifest.json", config=SMALL)
 
 
 def test_a_checkpoint_of_ours_comes_first(folder: Path) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ("file:///a/b", "/a/b"),
         ("local:///a/b", "/a/b"),
         ("with space ü", "with space ü"),
-        ("s3:/bucket", "s3:/bucket"),
     ],
 )
 def test_paths_and_file_urls_name_local_paths(path: Any, expected: str) -> None:
@@ -34,13 +33,17 @@ def test_paths_and_file_urls_name_local_paths(path: Any, expected: str) -> None:
 
 
 def test_a_tilde_is_the_home_directory() -> None:
-    """`~` means what it means in a shell."""
+    """`~` means what it means in a shell; a colon is a letter like any other."""
     assert local_path("~/c") == os.path.expanduser("~/c")
+    assert local_path("run:/c") == "run:/c"
 
 
 @pytest.mark.parametrize(
     "path",
-    ["", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x", Path("s3://bucket/key")],
+    [
+        *("", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x"),
+        *(Path("s3://bucket/key"), "s3:/bucket/key", "memory:/run"),
+    ],
 )
 def test_what_is_no_local_path_is_refused(path: Any) -> None:
     """Other values and other URLs raise `ConfigError` before anything is touched."""
