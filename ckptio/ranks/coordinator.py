@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptio.ranks.hub import Outgoing
     from ckptio.ranks.interface import Deadlines, Json, Same
 
-CLOSED = "it closed its engine"
+CLOSED = "it closed its engine, and every rank has to make the same calls"
 
 
 class Coordinator:
