@@ -198,7 +198,7 @@ class Engine:
         copy of the state in memory; dicts and lists are updated; stateful objects are
         given their state; and the target is returned. Where two names of it are one tensor
         (tied weights) and two in the checkpoint, the first is loaded, and a note of the
-        report says so.
+        report, or the log, says so: nobody knows which of them was meant.
 
         No byte of the target changes before the sizes of all files that are needed (without
         `select`, of all) were checked, and no block lands before its checksum was. If a later
@@ -212,7 +212,8 @@ class Engine:
 
         Modules on the meta device get new parameters: make their optimizer afterwards. Over
         DTensors, one that has not stepped has nothing to fill: use torch's `get_state_dict`.
-        Both are refused. Dataclasses in `into` are filled in place, field by field; what a
+        Both are refused, and so is the state of another of torch's optimizers, or of parameters
+        of other shapes. Dataclasses in `into` are filled in place, field by field; what a
         `load_state_dict` raises comes as `TargetError`, when all bytes have landed.
 
         Args:
@@ -221,8 +222,9 @@ class Engine:
             then: A second tier, as `save` takes it: read instead, with an event, where the
                 first has no checkpoint, or a file of it is missing or has another size.
             device: Where new tensors go: without `into`, and for targets on the meta device.
-            dtype: Convert floating-point tensors to this. With `into`: allow targets that
-                have it. Nothing is ever converted without it.
+            dtype: Convert floating-point tensors to this, step counts of optimizers too:
+                `select` what is meant. With `into`: allow targets that have it. Nothing is ever
+                converted without it.
             select: Load only these names: a dotted prefix, a glob, several of them, or a
                 predicate.
             strict: What to do about names that are missing, unexpected or different:

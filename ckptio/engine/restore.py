@@ -6,6 +6,7 @@ and puts the state together afterwards.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.state.fills import Fill, Match
+
+_log = logging.getLogger("ckptio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,11 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     if request.strict == "raise" and not match.agrees:
         hint = hint_for(match, _names_in(request.into))
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
+    num_notes = len(notes)
     fills = settle_overlaps(match.fills, notes)
+    if request.strict != "report":  # whoever gets no report has to hear of it, too
+        for note in notes[num_notes:]:
+            _log.warning("%s: %s", path, note)
     left_out = set() if fills is match.fills else _names(match.fills) - _names(fills)
     restoration = Restoration(
         match=match,

@@ -9,13 +9,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import TargetError
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.sharded import is_dtensor
-from ckptio.state.tree import children, leaves
+from ckptio.state.tree import children, leaves, tensor_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from ckptio.format.manifest import TensorEntry
+
     Json = Any
+
+#: Options that torch's optimizers got one after the other, and set where a state lacks them.
+_LATE_OPTIONS = frozenset(
+    {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
+)
+#: State of torch's optimizers that has an element for each of the parameter.
+_ELEMENTWISE = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"),
+        *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
+    }
+)
 
 
 def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -> None:
@@ -43,19 +60,64 @@ def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -
         )
 
 
-def groups_differ(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -> str:
-    """Say how the parameter groups differ in number or size; empty if they do not."""
-    here = [len(group["params"]) for group in optimizer.param_groups]
+def optimizer_differs(
+    fqn: str, optimizer: torch.optim.Optimizer, node: Json, entries: Sequence[TensorEntry]
+) -> str:
+    """Say what an optimizer would fail on at its next step; empty if nothing tells.
+
+    Args:
+        fqn: Its name.
+        optimizer: The target.
+        node: What the checkpoint has of it.
+        entries: Tensors of the manifest.
+    """
     members = dict(children(fqn, node))
-    groups = members.get(f"{fqn}.param_groups" if fqn else "param_groups")
-    if type(groups) is not list:
+    stored = _groups_of(members.get(join_fqn(fqn, "param_groups")))
+    if stored is None:
         return ""
-    there = []
+    ids = [group["params"] for group in stored]
+    here, there = [len(g["params"]) for g in optimizer.param_groups], [len(p) for p in ids]
+    if here != there:
+        return f"groups of {here} parameters in the target, of {there} in the checkpoint"
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return ""  # nobody knows what it is made of
+    lacking = sorted(optimizer.defaults.keys() - _LATE_OPTIONS - set[str]().union(*stored))
+    if lacking and stored:
+        kind = type(optimizer).__name__
+        return f"{kind} in the target, one without {lacking[0]!r} in the checkpoint"
+    names = [join_fqn(join_fqn(fqn, "state"), key) for params in ids for key in params]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = dict(children(join_fqn(fqn, "state"), members.get(join_fqn(fqn, "state"), {})))
+    for name, parameter in zip(names, parameters, strict=True):
+        if found := _moments_differ(name, parameter, moments.get(name), entries):
+            return found
+    return ""
+
+
+def _groups_of(node: Json) -> list[dict[str, Json]] | None:
+    """Give the options of each group, names of parameters among them; `None` if it is none."""
+    if type(node) is not list or not all(type(group) is dict for group in node):
+        return None
+    groups = [dict(children("", group)) for group in node]
     for group in groups:
-        params = dict(children("", group)).get("params") if type(group) is dict else None
-        if type(params) is not list:
-            return ""
-        there.append(len(params))
-    if here == there:
-        return ""
-    return f"groups of {here} parameters in the target, of {there} in the checkpoint"
+        ids = group.get("params")
+        if type(ids) is not list or not all(type(key) in (int, str) for key in ids):
+            return None
+    return groups
+
+
+def _moments_differ(
+    name: str, parameter: torch.Tensor, node: Json, entries: Sequence[TensorEntry]
+) -> str:
+    """Say which part of a parameter's state has another shape than it."""
+    for part, item in children(name, node) if type(node) is dict else ():
+        index = tensor_index(item)
+        if index is None or part.removeprefix(f"{name}.") not in _ELEMENTWISE:
+            continue
+        shape = entries[index].shape
+        if item[TAG] != "view" and shape != tuple(parameter.shape):
+            return (
+                f"{part!r} is of a parameter of shape {tuple(parameter.shape)} in the target, and"
+                f" of shape {shape} in the checkpoint"
+            )
+    return ""

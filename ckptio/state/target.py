@@ -42,7 +42,7 @@ from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.members import identity_of_key, members_of, updated
-from ckptio.state.optimizers import groups_differ, require_parameters
+from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
@@ -248,8 +248,8 @@ class Matcher:
             return lambda _: target
         if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
             require_parameters(fqn, target, node)
-            found = groups_differ(fqn, target, node) if self._keep is None else ""
-            if found:
+            found = optimizer_differs(fqn, target, node, self._tensors)
+            if found and self._keep is None:
                 return self._mismatch(fqn, target, found)
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks

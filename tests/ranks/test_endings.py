@@ -667,7 +667,9 @@ def test_ranks_close_in_any_order() -> None:
                     await world.ranks[1].close()
                     outcomes = await world.run(more)
                     errors = errors_of([outcomes[0], *outcomes[2:]])
-                    assert "rank 1: lost, it closed its engine, and every rank has to make" in str(errors[0])
+                    assert "rank 1: lost, it closed its engine, and every rank has to make" in str(
+                        errors[0]
+                    )
         assert asyncio.get_running_loop().time() < 5
 
     run(scenario())

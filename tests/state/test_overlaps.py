@@ -43,6 +43,16 @@ def test_of_one_tensor_under_two_names_the_first_is_loaded(apart: str) -> None:
     assert result.report.num_tensors == 1
 
 
+def test_who_gets_no_report_reads_it_in_the_log(
+    apart: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`load` gives the state alone, and one of two stored tensors is not in it."""
+    tensor = torch.zeros(4)
+    ckptio.sync.load(apart, into={"b": tensor, "a": tensor})
+    (record,) = caplog.records
+    assert "a: is one tensor with 'b' in the target" in record.message
+
+
 def test_of_one_tensor_that_was_two_views_of_one_the_first_is_loaded(tmp_path: Path) -> None:
     """Views of one stored tensor may be as different as two of them; names are the target's."""
     base, path = torch.arange(8.0), str(tmp_path / "views")

@@ -1,0 +1,105 @@
+"""Optimizers as targets of states that they could not go on from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import MismatchError, TargetError, sync
+from ckptio.state.flatten import flatten
+from ckptio.state.optimizers import _ELEMENTWISE
+from tests.rig import SMALL
+from tests.strategies import assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def stepped(name: str, *shape: int, **options: Any) -> torch.optim.Optimizer:
+    """Make an optimizer of torch's that has stepped."""
+    optimizer = fresh(name, *shape, **options)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def fresh(name: str, *shape: int, **options: Any) -> torch.optim.Optimizer:
+    made = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(shape))], lr=0.1, **options)
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
+NAMES = [
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    *("ASGD", "Rprop", "Adafactor"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_takes_its_own_state(tmp_path: Path, name: str) -> None:
+    """Fresh or not; and torch's have no state with elements that is not known."""
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    one = stepped(name, 4, 3, **options)
+    sync.save({"opt": one}, tmp_path / "c", config=SMALL)
+    for other in (fresh(name, 4, 3, **options), stepped(name, 4, 3, **options)):
+        sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+        assert_same(other.state_dict(), one.state_dict())
+    names = {spec.name.rpartition(".")[2] for spec in flatten(one).specs if spec.shape == (4, 3)}
+    assert names <= _ELEMENTWISE
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (lambda: fresh("SGD", 4, 3, momentum=0.9), "SGD in the target, one without 'dampening'"),
+        (lambda: fresh("Adagrad", 4, 3), "Adagrad in the target, one without"),
+        (
+            lambda: fresh("AdamW", 5, 3),
+            r"'opt.state.0.exp_avg' is of a parameter of shape \(5, 3\)",
+        ),
+        (lambda: stepped("AdamW", 4), r"of shape \(4,\) in the target, and of shape \(4, 3\)"),
+    ],
+)
+def test_another_optimizer_is_a_mismatch(tmp_path: Path, other: Any, problem: str) -> None:
+    """It would take the state, and fail at its next step."""
+    sync.save({"opt": stepped("AdamW", 4, 3)}, tmp_path / "c", config=SMALL)
+    target = other()
+    before = target.state_dict()
+    with pytest.raises(MismatchError, match=problem):
+        sync.load(tmp_path / "c", {"opt": target}, config=SMALL)
+    assert_same(target.state_dict(), before)
+
+
+def test_options_that_came_later_are_no_difference(tmp_path: Path) -> None:
+    """They are set where a state lacks them."""
+    state = stepped("AdamW", 4, 3).state_dict()
+    for late in ("fused", "foreach", "decoupled_weight_decay"):
+        state["param_groups"][0].pop(late, None)
+    sync.save(state, tmp_path / "c", config=SMALL)
+    target = fresh("AdamW", 4, 3)
+    sync.load(tmp_path / "c", target, config=SMALL)
+    assert_same(target.state_dict()["state"], state["state"])
+
+
+class Doubled(torch.optim.SGD):
+    """A class of somebody's own, whose state is as it likes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = torch.ones(2, *parameter.shape)
+
+
+def test_of_a_class_of_ones_own_nothing_is_asked(tmp_path: Path) -> None:
+    """Nobody knows what it is made of."""
+    sync.save(Doubled([torch.nn.Parameter(torch.ones(3))]), tmp_path / "c", config=SMALL)
+    target = Doubled([torch.nn.Parameter(torch.ones(3))])
+    sync.load(tmp_path / "c", target, config=SMALL)
+    sync.save({"state": 1}, tmp_path / "d", config=SMALL)
+    with pytest.raises((TargetError, MismatchError)):
+        sync.load(tmp_path / "d", target, config=SMALL)
