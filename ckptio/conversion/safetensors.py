@@ -6,6 +6,7 @@ final name is whole: a conversion that was stopped goes on with the files that a
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,9 +72,20 @@ class _Shard:
         for leaf in leaves:
             self.places.append(StoredTensor(leaf.name, leaf.dtype, leaf.shape, start))
             start += leaf.nbytes
-        notes = {"format": "pt", "ckptio.source": source_id}
+        notes = {"format": "pt", "ckptio.source": _identity(leaves, source_id)}
         self.header = encode_header(self.places, notes)
         self.nbytes = len(self.header) + start
+
+
+def _identity(leaves: Sequence[Leaf], source_id: str) -> str:
+    """Say what a file is made of: of two that have the same, one may stand for the other.
+
+    Names, types and shapes are in its header; which bytes of the source go there is not.
+    """
+    digest = hashlib.blake2b(source_id.encode(), digest_size=16)
+    for leaf in leaves:
+        digest.update(msgspec.json.encode([leaf.name, leaf.entry, leaf.node]))
+    return digest.hexdigest()
 
 
 def write_file(
@@ -241,7 +253,7 @@ def _write(
 
 
 def _is_there(path: str, shard: _Shard) -> bool:
-    """Whether a file is the very one: its header names its source."""
+    """Whether a file is the very one: its header says what it was made of."""
     try:
         with open(path, "rb") as file:
             return (

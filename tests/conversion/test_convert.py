@@ -178,6 +178,22 @@ def test_a_conversion_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert not any(convert(overwrite=True))
 
 
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_another_part_of_the_same_source_is_another_file(to: Any, tmp_path: Path) -> None:
+    """Also where names, types and shapes are the same."""
+    state = {"model": {"w": torch.ones(4)}, "ema": {"w": torch.zeros(4)}}
+    source, target = save_as("ours", tmp_path / "source", state), tmp_path / "x.safetensors"
+    sync.convert(source, target, to=to, strip="model", config=SMALL)
+    report = sync.convert(source, target, to=to, strip="model", config=SMALL)
+    assert [file.was_there for file in report.files] == [True]
+    with pytest.raises(CheckpointExistsError):
+        sync.convert(source, target, to=to, strip="ema", config=SMALL)
+    assert_same_state(sync.load(target, config=SMALL), state["model"])
+    report = sync.convert(source, target, to=to, strip="ema", overwrite=True, config=SMALL)
+    assert [file.was_there for file in report.files] == [False]
+    assert_same_state(sync.load(target, config=SMALL), state["ema"])
+
+
 def test_files_of_another_conversion_are_not_mixed_in(tmp_path: Path) -> None:
     """A reader would take them for parts of it."""
     save_hf(tmp_path / "hf", {"x": torch.ones(2), "y": torch.ones(3)})
