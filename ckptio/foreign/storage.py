@@ -238,10 +238,10 @@ def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
         return DcpReader(folder, block_nbytes)
     for stem in STEMS:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
+        if folder.status(single) is not None:  # first, as in Hugging Face's libraries
+            return SafetensorsReader(folder, [single], block_nbytes=block_nbytes)
         if folder.status(index) is not None:
             return read_index(folder, index, block_nbytes)
-        if folder.status(single) is not None:
-            return SafetensorsReader(folder, [single], block_nbytes=block_nbytes)
     return None
 
 

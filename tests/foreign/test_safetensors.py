@@ -40,6 +40,12 @@ def test_a_checkpoint_of_safetensors_loads(kind: str, file: Path, folder: Path) 
     assert_same_state(sync.load(path, config=SMALL), make_weights())
 
 
+def test_a_single_file_comes_before_an_index_that_was_left_over(folder: Path) -> None:
+    """As `from_pretrained` has it: both load the same."""
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    assert list(sync.load(folder, config=SMALL)) == ["w"]
+
+
 def test_a_folder_of_links_loads(folder: Path, tmp_path: Path) -> None:
     """As the cache of a model hub is made: files are links to where they lie."""
     cache = tmp_path / "cache"
