@@ -236,14 +236,16 @@ def _write(
     advance: Callable[[int], None],
 ) -> list[Written]:
     """Write in the format that was asked for."""
-    from ckptio.conversion import safetensors  # noqa: PLC0415  # only what is needed
-
     if to == "safetensors":
-        return safetensors.write_file(
+        from ckptio.conversion.safetensors import write_file  # noqa: PLC0415  # only what is needed
+
+        return write_file(
             read, target, overwrite=overwrite, drop_values=drop_values, advance=advance
         )
     if to == "hf":
-        return safetensors.write_folder(
+        from ckptio.conversion.hf import write_folder  # noqa: PLC0415  # as above
+
+        return write_folder(
             read,
             target,
             overwrite=overwrite,

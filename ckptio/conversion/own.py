@@ -9,7 +9,8 @@ from ckptio.errors import CommitConflictError
 from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+#: Over NFS a directory has none: a lock there is of what is open for writing.
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

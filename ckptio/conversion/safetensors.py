@@ -1,7 +1,7 @@
-"""Write safetensors: one file, or a folder as Hugging Face's libraries read it.
+"""Write a safetensors file.
 
-A file is written under another name, synced and renamed when it is whole, so what has its
-final name is whole: a conversion that was stopped goes on with the files that are missing.
+It is written under another name, synced and renamed when it is whole, so what has its
+final name is whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ckptio.conversion.source import Leaf, batches, parts_of
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
-    ConfigError,
     FormatError,
     StorageError,
 )
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
     from ckptio.conversion.source import Source
 
-INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _MAX_SHOWN = 5
 
 
@@ -57,7 +54,7 @@ class Written:
     was_there: bool
 
 
-class _Shard:
+class Shard:
     """A file on its way.
 
     Args:
@@ -104,81 +101,13 @@ def write_file(
         FormatError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: Another file is there.
     """
-    shard = _Shard(_tensors_of(source, drop_values=drop_values), source.manifest.save_id)
+    shard = Shard(tensors_of(source, drop_values=drop_values), source.manifest.save_id)
     if os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    return [_write(source, shard, path, path, overwrite=overwrite, advance=advance)]
+    return [write_shard(source, shard, path, path, overwrite=overwrite, advance=advance)]
 
 
-def write_folder(
-    source: Source,
-    path: str,
-    *,
-    overwrite: bool,
-    drop_values: bool,
-    max_shard_nbytes: int,
-    advance: Callable[[int], None],
-) -> list[Written]:
-    """Write a folder of shards with an index; one file needs none.
-
-    Args:
-        source: What is written.
-        path: The folder.
-        overwrite: Replace files of other conversions that are there.
-        drop_values: Leave out what is no tensor.
-        max_shard_nbytes: Bytes of tensors in a file; a larger tensor has one of its own.
-        advance: Takes bytes as they are written.
-
-    Raises:
-        FormatError: There is more than tensors, and it may not be left out.
-        CheckpointExistsError: A file of another conversion is there.
-    """
-    shards = [
-        _Shard(leaves, source.manifest.save_id)
-        for leaves in _share_out(_tensors_of(source, drop_values=drop_values), max_shard_nbytes)
-    ]
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = [_SINGLE]
-    os.makedirs(path, exist_ok=True)
-    others = _others(path, names)
-    if others and not overwrite:
-        raise CheckpointExistsError(f"{path}/{others[0]}")
-    written = [
-        _write(source, shard, f"{path}/{name}", name, overwrite=overwrite, advance=advance)
-        for shard, name in zip(shards, names, strict=True)
-    ]
-    if len(shards) > 1:
-        weight_map = {
-            leaf.name: name
-            for shard, name in zip(shards, names, strict=True)
-            for leaf in shard.leaves
-        }
-        total = sum(leaf.nbytes for shard in shards for leaf in shard.leaves)
-        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index = msgspec.json.format(msgspec.json.encode(document), indent=2)
-        _replace(f"{path}/{INDEX}", lambda fd: _write_all(fd, index), overwrite=True)
-        written.append(Written(INDEX, len(index), was_there=False))
-    for name in others:  # only now: until here the old ones may be all there is
-        os.unlink(f"{path}/{name}")
-    return written
-
-
-def _others(path: str, names: Sequence[str]) -> list[str]:
-    """List files that a reader would take for a part of what is written."""
-    ours = {*names, INDEX} if len(names) > 1 else set(names)
-    return sorted(
-        name
-        for name in os.listdir(path)
-        if name not in ours
-        and (
-            name in (INDEX, _SINGLE)
-            or (name.startswith("model-") and name.endswith(".safetensors"))
-        )
-    )
-
-
-def _tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
+def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     """List what a safetensors file can hold, in the order of its bytes.
 
     Raises:
@@ -218,24 +147,9 @@ def _position(leaf: Leaf) -> tuple[int, int]:
     return (chunks[0].file, chunks[0].start) if chunks else (0, 0)
 
 
-def _share_out(leaves: Sequence[Leaf], max_nbytes: int) -> list[list[Leaf]]:
-    """Fill files up to a size, in order."""
-    if max_nbytes <= 0:
-        raise ConfigError(f"max_shard_nbytes must be positive, not {max_nbytes}")
-    shards: list[list[Leaf]] = [[]]
-    nbytes = 0
-    for leaf in leaves:
-        if shards[-1] and nbytes + leaf.nbytes > max_nbytes:
-            shards.append([])
-            nbytes = 0
-        shards[-1].append(leaf)
-        nbytes += leaf.nbytes
-    return shards
-
-
-def _write(
+def write_shard(
     source: Source,
-    shard: _Shard,
+    shard: Shard,
     path: str,
     name: str,
     *,
@@ -243,16 +157,16 @@ def _write(
     advance: Callable[[int], None],
 ) -> Written:
     """Write a file, unless it is there."""
-    if _is_there(path, shard):
+    if is_there(path, shard):
         advance(sum(leaf.nbytes for leaf in shard.leaves))
         return Written(name, shard.nbytes, was_there=True)
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
-    _replace(path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite)
+    replace_file(path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite)
     return Written(name, shard.nbytes, was_there=False)
 
 
-def _is_there(path: str, shard: _Shard) -> bool:
+def is_there(path: str, shard: Shard) -> bool:
     """Whether a file is the very one: its header says what it was made of."""
     try:
         with open(path, "rb") as file:
@@ -264,19 +178,19 @@ def _is_there(path: str, shard: _Shard) -> bool:
         return False
 
 
-def _fill(fd: int, source: Source, shard: _Shard, advance: Callable[[int], None]) -> None:
+def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None]) -> None:
     """Write header and tensors."""
-    _write_all(fd, shard.header, 0)
+    write_all(fd, shard.header, 0)
     base = len(shard.header)
     starts = {place.name: base + place.start for place in shard.places}
     plain = (leaf for leaf in shard.leaves if leaf.is_plain)
     for batch in batches(part for leaf in plain for part in parts_of(leaf.entry, name=leaf.name)):
         for part, tensor in zip(batch, source.read(batch), strict=True):
-            _write_all(fd, _bytes_of(tensor), starts[part.name] + part.start)
+            write_all(fd, _bytes_of(tensor), starts[part.name] + part.start)
         advance(sum(part.nbytes for part in batch))
     for leaf in shard.leaves:
         if not leaf.is_plain:
-            _write_all(fd, _bytes_of(source.view(leaf)), starts[leaf.name])
+            write_all(fd, _bytes_of(source.view(leaf)), starts[leaf.name])
             advance(leaf.nbytes)
 
 
@@ -286,7 +200,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
+def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write all of some bytes at a place of a file."""
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, offset)
@@ -306,7 +221,7 @@ def _cut(fd: int, path: str) -> None:
     os.ftruncate(fd, 0)
 
 
-def _replace(path: str, fill: Callable[[int], None], *, overwrite: bool) -> None:
+def replace_file(path: str, fill: Callable[[int], None], *, overwrite: bool) -> None:
     """Write a file aside, and give it its name when it is whole and synced.
 
     Raises:

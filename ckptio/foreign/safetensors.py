@@ -28,11 +28,17 @@ _PREFIX_NBYTES = 8
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
 
-class _Index(msgspec.Struct, frozen=True):
+class Index(msgspec.Struct, frozen=True):
+    """An index.
+
+    Attributes:
+        weight_map: The file of each tensor.
+    """
+
     weight_map: dict[str, str]
 
 
-_index_decoder = msgspec.json.Decoder(_Index)
+_index_decoder = msgspec.json.Decoder(Index)
 
 
 class SafetensorsReader:

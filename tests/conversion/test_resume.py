@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptio.conversion.dcp
 import ckptio.storage.local
@@ -276,6 +278,62 @@ def test_a_conversion_to_dcp_goes_on_wherever_it_was_killed(
             assert len(before) + len(rewritten) <= num_pieces
             num_kept += bool(before)
     assert num_kept > 3
+
+
+def load_as_others(folder: Path) -> dict[str, torch.Tensor]:
+    """Load what Hugging Face's libraries find in a folder."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: load_file(folder / file)[name] for name, file in index.items()}
+    assert found.keys() == {n for file in set(index.values()) for n in load_file(folder / file)}
+    return found
+
+
+@pytest.mark.parametrize("limit", [20_000, 1 << 20], ids=["to many", "to one"])
+@pytest.mark.parametrize("before", ["nothing", "many", "one", "one and an index"])
+def test_a_conversion_to_a_folder_goes_on_wherever_it_was_killed(
+    before: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every reader finds all of the old checkpoint or all of the new one, of the same names."""
+    states = [{f"w{i}": torch.full((5000,), x + i) for i in range(3)} for x in (0.0, 10.0, 20.0)]
+    for name, state in zip(("old", "new", "left over"), states, strict=True):
+        sync.save(state, tmp_path / name, config=FILES)
+
+    def convert(name: str, target: Path, nbytes: int, **options: Any) -> list[str]:
+        options |= {"to": "hf", "max_shard_nbytes": nbytes, "config": FILES}
+        return [file.name for file in sync.convert(tmp_path / name, target, **options).files]
+
+    for number in range(1000):
+        target = tmp_path / f"target-{number}"
+        if before == "one and an index":
+            convert("left over", target, 20_000)
+            sync.convert(
+                tmp_path / "old", target / "model.safetensors", to="safetensors", config=FILES
+            )
+        elif before != "nothing":
+            convert("old", target, 20_000 if before == "many" else 1 << 20)
+        with monkeypatch.context() as patch:
+            done = dying_after(number, patch, target)
+            try:
+                convert("new", target, limit, overwrite=before != "nothing")
+                died = False
+            except StorageError:
+                died = True
+        try:
+            found = sync.load(target, config=FILES)
+        except CheckpointNotFoundError:
+            assert before == "nothing"
+        else:
+            (state,) = [state for state in states[:2] if torch.equal(state["w0"], found["w0"])]
+            assert_same_state(dict(sorted(found.items())), state)
+            assert_same_state(dict(sorted(load_as_others(target).items())), state)
+        if not died:
+            break
+        files = convert("new", target, limit, overwrite=before != "nothing")
+        assert_same_state(dict(sorted(sync.load(target, config=FILES).items())), states[1])
+        assert set(os.listdir(target)) == set(files)
+    assert len(done) == number > 3
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf", "safetensors", "ckptio"])
