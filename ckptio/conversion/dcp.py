@@ -220,7 +220,8 @@ class _LazyPlanner(DefaultSavePlanner):
             self._advance(entry.nbytes)
             return self._source.whole(entry)
         if isinstance(value, dict):
-            return type(value)((key, self._read_in(item)) for key, item in value.items())
+            # of a dict, since a Counter counts what it is given one by one
+            return type(value)({key: self._read_in(item) for key, item in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._read_in(item) for item in value)
         return value

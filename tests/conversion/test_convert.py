@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_a_conversion_that_was_stopped_goes_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError):
         convert()
     assert not any(convert(overwrite=True))
+
+
+def test_containers_inside_a_value_of_dcp_stay_what_they_are(tmp_path: Path) -> None:
+    """A tuple is one value there, with all that is in it."""
+    inside = (Counter(a=3), OrderedDict(x=torch.ones(2)), [{"y": torch.zeros(1)}])
+    source = save_as("ours", tmp_path / "source", {"inside": inside, "w": torch.ones(2)})
+    sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert_same_state(sync.load(tmp_path / "dcp", config=SMALL)["inside"], inside)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
