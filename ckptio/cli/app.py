@@ -210,6 +210,8 @@ def diff(
 ) -> None:
     """Say in what two checkpoints differ: names, kinds, types, shapes, bits and values.
 
+    Kinds of containers and of keys are not compared: not every format keeps them.
+
     Exit codes: 0 equal; 1 different; 2 one of them cannot be read, or is damaged.
 
     JSON: a; b; equal; only_a and only_b, lists of names; different, a list of name, reason

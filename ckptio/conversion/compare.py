@@ -1,29 +1,38 @@
-"""Say in what two checkpoints differ, of any known formats, in bounded memory."""
+"""Say in what two checkpoints differ, of any known formats, in bounded memory.
+
+Names are compared, and what has them. So a file of flat names may be equal to a nested state:
+not every format keeps how a state is nested. For that reason kinds of containers that are not
+empty are not compared (a tuple and a list, a dict and an `OrderedDict`), nor kinds of keys (`1`
+and `"1"`). Only where several things have one name, as in `{"a.b": x, "a": {"b": y}}`, they are
+told apart by their places in the state.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 
-from ckptio.conversion.source import Source, batches, parts_of
+from ckptio.conversion.source import Leaf, Source, batches, parts_of
 from ckptio.engine.core import EngineCore
-from ckptio.format.encode import TAG
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.leaves import as_integers
-from ckptio.state.tree import leaves, tensor_index
+from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Iterator
 
     from ckptio.config import CheckpointConfig
-    from ckptio.conversion.source import Leaf
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
     Json = Any
+    #: A name; and the place, of what is not alone in having it.
+    Key = tuple[str, tuple[Hashable, ...]]
 
 Reason = Literal["kind", "dtype", "shape", "bits", "value"]
 #: Elements that are compared as float64 at a time: 8 MiB.
@@ -101,24 +110,49 @@ def run_diff(
     core = EngineCore(config, None, "solo")
     core.start()
     try:
-        return _Comparison(_Side(core, a, select), _Side(core, b, select), progress).report()
+        sides = _Side(core, a, select), _Side(core, b, select)
+        shared = sides[0].shared_names() | sides[1].shared_names()
+        for side in sides:
+            side.arrange(shared)
+        return _Comparison(*sides, progress).report()
     finally:
         core.close()
 
 
 class _Side:
-    """A checkpoint, by name."""
+    """A checkpoint, by name.
+
+    Attributes:
+        leaves: Tensors, arrays and stored bytes.
+        values: Everything else.
+        keys: Of both.
+    """
 
     def __init__(self, core: EngineCore, path: PathLike, select: Select | None) -> None:
         self.source = Source(core, path, select)
         self.source.check()
-        self.leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in self.source.leaves()}
-        self.values: dict[str, Json] = {
-            name or "state": node
-            for name, node in leaves("", self.source.tree)
-            if tensor_index(node) is None
+        self._found = list(_places("", self.source.tree, ()))
+        self.leaves: dict[Key, Leaf] = {}
+        self.values: dict[Key, Json] = {}
+        self.keys: tuple[Key, ...] = ()
+
+    def shared_names(self) -> set[str]:
+        """Give the names that several things have."""
+        return {
+            name for name, count in Counter(name for name, _, _ in self._found).items() if count > 1
         }
-        self.names = (*self.leaves, *self.values)
+
+    def arrange(self, shared: set[str]) -> None:
+        """Give everything its key: a name, and the place where the name is `shared`."""
+        tensors = self.source.manifest.tensors
+        for name, place, node in self._found:
+            key = (name or "state", place if name in shared else ())
+            index = tensor_index(node)
+            if index is None:
+                self.values[key] = node
+            else:
+                self.leaves[key] = Leaf(key[0], tensors[index], node)
+        self.keys = (*self.leaves, *self.values)
 
     def whole(self, leaf: Leaf) -> torch.Tensor:
         if leaf.node[TAG] == "view":
@@ -165,42 +199,42 @@ class _Comparison:
     def report(self) -> DiffReport:
         """Compare everything."""
         a, b = self._a, self._b
-        names_b = set(b.names)
-        both = [name for name in a.names if name in names_b]
-        found = {name: self._look(name) for name in both}
-        alike = [name for name in both if found[name] is None and name in a.leaves]
-        self._total = sum(a.leaves[name].nbytes for name in alike)
-        counts = self._count(alike)
-        for name, count in counts.items():
+        keys_a, keys_b = set(a.keys), set(b.keys)
+        both = [key for key in a.keys if key in keys_b]
+        found = {key: self._look(key) for key in both}
+        alike = [key for key in both if found[key] is None and key in a.leaves]
+        self._total = sum(a.leaves[key].nbytes for key in alike)
+        for key, count in zip(alike, self._count(alike), strict=True):
             if count.num_different:
-                found[name] = Difference(
-                    name=name,
+                found[key] = Difference(
+                    name=key[0],
                     reason="bits",
-                    num_elements=math.prod(a.leaves[name].shape),
+                    num_elements=math.prod(a.leaves[key].shape),
                     num_different=count.num_different,
                     largest=count.largest,
                 )
         differences = tuple(item for item in found.values() if item is not None)
         return DiffReport(
-            only_a=tuple(name for name in a.names if name not in names_b),
-            only_b=tuple(name for name in b.names if name not in set(a.names)),
+            only_a=tuple(key[0] for key in a.keys if key not in keys_b),
+            only_b=tuple(key[0] for key in b.keys if key not in keys_a),
             differences=differences,
             num_same=len(both) - len(differences),
             nbytes=self._total,
         )
 
-    def _look(self, name: str) -> Difference | None:
+    def _look(self, key: Key) -> Difference | None:
         """Compare what can be compared without reading tensors."""
         a, b = self._a, self._b
-        if (name in a.leaves) != (name in b.leaves):
-            kinds = ["a tensor" if name in side.leaves else "a value" for side in (a, b)]
+        name = key[0]
+        if (key in a.leaves) != (key in b.leaves):
+            kinds = ["a tensor" if key in side.leaves else "a value" for side in (a, b)]
             return Difference(name=name, reason="kind", a=kinds[0], b=kinds[1])
-        if name in a.values:
-            one, other = a.values[name], b.values[name]
+        if key in a.values:
+            one, other = a.values[key], b.values[key]
             if msgspec.json.encode(one) == msgspec.json.encode(other):
                 return None
             return Difference(name=name, reason="value", a=_short(one), b=_short(other))
-        x, y = a.leaves[name], b.leaves[name]
+        x, y = a.leaves[key], b.leaves[key]
         if _kind(x) != _kind(y):
             return Difference(name=name, reason="kind", a=_kind(x), b=_kind(y))
         if _dtype(x) != _dtype(y):
@@ -209,27 +243,47 @@ class _Comparison:
             return Difference(name=name, reason="shape", a=str(list(x.shape)), b=str(list(y.shape)))
         return None
 
-    def _count(self, names: list[str]) -> dict[str, _Count]:
+    def _count(self, keys: list[Key]) -> list[_Count]:
         """Compare the bits of tensors that are alike otherwise."""
-        counts = {name: _Count() for name in names}
+        counts = [_Count() for _ in keys]
         a, b = self._a, self._b
-        plain = [n for n in names if a.leaves[n].is_plain and b.leaves[n].is_plain]
-        parts = (part for name in plain for part in parts_of(a.leaves[name].entry, name=name))
+        pairs = [(a.leaves[key], b.leaves[key]) for key in keys]
+        plain = [n for n, (x, y) in enumerate(pairs) if x.is_plain and y.is_plain]
+        parts = (part for n in plain for part in parts_of(pairs[n][0].entry, name=str(n)))
         for batch in batches(parts):
-            twins = [replace(part, entry=b.leaves[part.name].entry) for part in batch]
-            pairs = zip(a.source.read(batch), b.source.read(twins), strict=True)
-            for part, (x, y) in zip(batch, pairs, strict=True):
-                counts[part.name].add(x, y)
+            twins = [replace(part, entry=pairs[int(part.name)][1].entry) for part in batch]
+            read = zip(a.source.read(batch), b.source.read(twins), strict=True)
+            for part, (x, y) in zip(batch, read, strict=True):
+                counts[int(part.name)].add(x, y)
             self._advance(sum(part.nbytes for part in batch))
-        for name in sorted(set(names) - set(plain)):
-            counts[name].add(a.whole(a.leaves[name]), b.whole(b.leaves[name]))
-            self._advance(a.leaves[name].nbytes)
+        for n in sorted(set(range(len(keys))) - set(plain)):
+            one, other = pairs[n]
+            counts[n].add(a.whole(one), b.whole(other))
+            self._advance(one.nbytes)
         return counts
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+def _places(
+    fqn: str, node: Json, place: tuple[Hashable, ...]
+) -> Iterator[tuple[str, tuple[Hashable, ...], Json]]:
+    """Give name, place and node of all that is no container, and of empty ones."""
+    items: list[tuple[str, Json]] = []
+    keys: list[Hashable] = []
+    if type(node) is list:
+        items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
+    elif type(node) is dict and tensor_index(node) is None:
+        items = list(children(fqn, node))
+        if items and node.get(TAG) in (None, *MAPPING_TAGS):
+            keys = [identity_of(key) for key in keys_of(node)]
+    for key, (name, item) in zip(keys or range(len(items)), items, strict=True):
+        yield from _places(name, item, (*place, key))
+    if not items:
+        yield fqn, place, node
 
 
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Predicate = Callable[[str], bool]
 _MISSING = object()
 _DICT_TAGS = ("dict", "odict", "counter")
-_MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
+MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
 _SCALAR_TAGS = frozenset(
     (
         "enum", "int", "float", "complex", "str", "bytes", "bytearray", "date", "datetime",
@@ -136,7 +136,7 @@ def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) 
         if tag == "np":
             return whole and type(node.get("d")) is str
         return whole and _is_naturals([node.get("o")]) and str(node.get("d")) in DTYPES
-    if tag in _MAPPING_TAGS:
+    if tag in MAPPING_TAGS:
         if type(value) is dict and tag in _DICT_TAGS:
             below += value.values()
             return True
@@ -183,7 +183,7 @@ def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
     tag = node.get(TAG)
     value = node.get("v") if tag is not None else node
     prefix = f"{fqn}." if fqn else ""
-    if tag is None or tag in _MAPPING_TAGS:
+    if tag is None or tag in MAPPING_TAGS:
         if type(value) is dict:
             for key, item in value.items():
                 yield prefix + key, item
@@ -306,7 +306,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
         found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
         left = {key: item for key, item in found.items() if item is not _MISSING}
         return left if left or (not node and keep(fqn)) else _MISSING
-    if tag not in (*_MAPPING_TAGS, "tuple", RANKS_TAG):
+    if tag not in (*MAPPING_TAGS, "tuple", RANKS_TAG):
         return node if keep(fqn) else _MISSING
     return _prune_tagged(fqn, node, keep)
 

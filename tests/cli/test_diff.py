@@ -79,6 +79,43 @@ def test_diff_of_equal_checkpoints_is_nothing(
         assert document["num_same"] > 9
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}),
+        ({"a.b": 1, "a": {"b": 2}}, {"a.b": 2, "a": {"b": 1}}),
+        ({1: 1, "1": 2}, {1: 2, "1": 1}),
+        ({1: 1, "1": 2}, {"1": 2}),
+    ],
+)
+def test_what_has_one_name_is_told_apart_by_its_place(
+    first: dict[Any, Any], second: dict[Any, Any], tmp_path: Path
+) -> None:
+    """Whether they are tensors or values."""
+    for kind in ("values", "tensors"):
+        paths = []
+        for number, state in enumerate((first, second)):
+            if kind == "tensors":
+                state = tensors_of(state)  # noqa: PLW2901  # of the same shape
+            paths.append(save_at(tmp_path / f"{kind}{number}", state))
+        assert not run_diff(*paths, config=SMALL).is_equal
+        assert run_diff(paths[0], paths[0], config=SMALL).is_equal
+
+
+def tensors_of(state: Any) -> Any:
+    """Make tensors of numbers."""
+    if isinstance(state, dict):
+        return {key: tensors_of(value) for key, value in state.items()}
+    return torch.tensor([state])
+
+
+def test_a_nested_state_is_equal_to_a_file_of_its_names(tmp_path: Path) -> None:
+    """Not every format keeps containers, or keys that are no strings."""
+    nested = save_at(tmp_path / "nested", {"a": ({1: torch.ones(2)},)})
+    flat = save_at(tmp_path / "flat", {"a.0.1": torch.ones(2)})
+    assert run_diff(nested, flat, config=SMALL).is_equal
+
+
 def test_diff_tells_what_cannot_be_read_from_what_differs(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
