@@ -20,7 +20,7 @@ import torch
 from ckptio.conversion.source import Leaf, Source, batches, parts_of
 from ckptio.engine.core import EngineCore
 from ckptio.format.encode import TAG, join_fqn
-from ckptio.state.leaves import as_integers
+from ckptio.state.leaves import as_integers, raw_bytes
 from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
 
 if TYPE_CHECKING:
@@ -170,13 +170,13 @@ class _Count:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Compare two tensors of one type and shape."""
         a, b = a.reshape(-1), b.reshape(-1)
-        if not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        if torch.equal(raw_bytes(a), raw_bytes(b)):
             return
         for start in range(0, a.numel(), _NUM_AT_ONCE):
             self._add(a[start : start + _NUM_AT_ONCE], b[start : start + _NUM_AT_ONCE])
 
     def _add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        bits = [side.view(torch.uint8).reshape(side.numel(), -1) for side in (a, b)]
+        bits = [raw_bytes(side).reshape(side.numel(), -1) for side in (a, b)]
         different = (bits[0] != bits[1]).any(1)
         self.num_different += int(different.sum())
         x, y = _as_numbers(a)[different], _as_numbers(b)[different]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from ckptio.conversion.own import rename_new, take_lock
 from ckptio.conversion.source import Leaf, batches, parts_of
@@ -26,6 +25,7 @@ from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import DTYPES
+from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
@@ -186,18 +186,12 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
     plain = (leaf for leaf in shard.leaves if leaf.is_plain)
     for batch in batches(part for leaf in plain for part in parts_of(leaf.entry, name=leaf.name)):
         for part, tensor in zip(batch, source.read(batch), strict=True):
-            write_all(fd, _bytes_of(tensor), starts[part.name] + part.start)
+            write_all(fd, raw_bytes(tensor).numpy().data, starts[part.name] + part.start)
         advance(sum(part.nbytes for part in batch))
     for leaf in shard.leaves:
         if not leaf.is_plain:
-            write_all(fd, _bytes_of(source.view(leaf)), starts[leaf.name])
+            write_all(fd, raw_bytes(source.view(leaf)).numpy().data, starts[leaf.name])
             advance(leaf.nbytes)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:

@@ -16,6 +16,7 @@ from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
 from ckptio.state.flatten import flatten
+from ckptio.state.leaves import raw_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,10 +113,7 @@ def _shifted(node: Json, base: int) -> Json:
 
 def source_of(tensor: torch.Tensor) -> Source:
     """Give the row-major bytes of a tensor; a copy only where they do not lie so."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if not plain.numel():
-        return MemorySource(memoryview(b""))
-    return MemorySource(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return MemorySource(raw_bytes(tensor).numpy().data)
 
 
 def bytes_of(value: Any, dtype: str, shape: tuple[int, ...]) -> Source:

@@ -42,6 +42,16 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View the row-major bytes of a tensor of the CPU; a copy only where they do not lie so."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    if plain.numel() == 1:  # contiguous with any stride, and then no view of bytes
+        plain = plain.as_strided((1,), (1,))
+    return plain.reshape(-1).view(torch.uint8)
+
+
 def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
     """Name the element type of a tensor whose memory can be read.
 

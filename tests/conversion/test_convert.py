@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptio
 from ckptio import sync
+from ckptio.conversion.compare import run_diff
 from ckptio.conversion.source import parts_of
 from ckptio.errors import (
     CheckpointExistsError,
@@ -128,6 +129,23 @@ def test_ties_views_and_types_that_safetensors_lacks_survive(tmp_path: Path) -> 
         assert_same_state(dict(sorted(sync.load(tmp_path / to, config=SMALL).items())), state)
     found = sync.load(tmp_path / "ckptio", config=SMALL)
     assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+@pytest.mark.parametrize("kind", [*SOURCES, "old torch.save"])
+def test_one_element_has_any_stride(kind: str, tmp_path: Path) -> None:
+    """It is contiguous all the same, in a value, alone, and as a view."""
+    base = torch.arange(6.0).view(3, 2)
+    state = {"base": base, "one": base[:1, 0], "pair": (base[1:2, 1],)}
+    assert state["one"].stride() == (2,)  # type: ignore[attr-defined]  # a tensor
+    source = tmp_path / "source"
+    if kind == "old torch.save":
+        torch.save(state, source, _use_new_zipfile_serialization=False)
+    else:
+        save_as(kind, source, state)
+    assert_same_state(sync.load(source, config=SMALL), state)
+    for to in ("ckptio", "dcp", "hf"):
+        sync.convert(source, tmp_path / to, to=to, config=SMALL)
+        assert run_diff(source, tmp_path / to, config=SMALL).is_equal
 
 
 def test_values_are_lost_only_where_that_is_asked_for(tmp_path: Path) -> None:
