@@ -28,6 +28,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -240,7 +241,8 @@ def write_dcp(
 
     Raises:
         CheckpointExistsError: There is one, and it may not go.
-        FormatError: The state is no dict, or has elements that DCP does not know.
+        FormatError: The state is no dict, or has elements that DCP does not know, or parts that
+            would have one name.
     """
     if not overwrite and os.path.lexists(f"{path}/{METADATA}"):
         with contextlib.suppress(OSError):  # of one that was killed when all was done
@@ -262,6 +264,7 @@ def write_dcp(
         return tensor
 
     state = require_dict(source.values(stand_in), source.path)
+    _require_names(state, source.path)
     try:
         os.makedirs(path, exist_ok=True)
         with _place_inside(path) as aside:
@@ -304,6 +307,21 @@ def _place_inside(path: str) -> Iterator[str]:
             os.rmdir(path)
 
 
+def _require_names(state: dict[str, Any], path: str) -> None:
+    """Refuse a state of which two parts would have one name.
+
+    Raises:
+        FormatError: Two would.
+    """
+    try:
+        flatten_state_dict(state)
+    except ValueError as error:
+        raise FormatError(
+            f"two parts of the state in {path!r} have one name for DCP, which joins keys by dots:"
+            f" {error}; rename one, or leave it out with select="
+        ) from None
+
+
 def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlanner) -> None:
     """Let the stock writer write."""
     writer = _Writer(path, name)
@@ -322,12 +340,9 @@ def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlann
                 no_dist=True,
                 planner=planner,
             )
-        except CheckpointException as error:
+        except CheckpointException as error:  # no `Exception`, of one rank's failure
             (cause, _), *_ = error.failures.values()
-            # of what is read, say; or of who stops it
-            if isinstance(cause, (CheckpointError, OSError)) or not isinstance(cause, Exception):
-                raise cause from None
-            raise
+            raise cause from None
         finally:
             log.setLevel(level)
 

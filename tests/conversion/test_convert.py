@@ -131,6 +131,30 @@ def test_ties_views_and_types_that_safetensors_lacks_survive(tmp_path: Path) -> 
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
+@pytest.mark.parametrize("state", [{"a.b": 1, "a": {"b": 2}}, {1: 1, "1": 2}])
+def test_two_parts_that_dcp_would_give_one_name_are_refused(
+    state: dict[Any, Any], tmp_path: Path
+) -> None:
+    """Before anything is written."""
+    state = {**state, "w": torch.ones(2)}
+    source = save_as("ours", tmp_path / "source", state)
+    with pytest.raises(FormatError, match="one name for DCP"):
+        sync.convert(source, tmp_path / "dcp", to="dcp", config=SMALL)
+    assert not (tmp_path / "dcp").exists()
+
+
+def test_what_progress_raises_ends_a_conversion_to_dcp(tmp_path: Path) -> None:
+    """As it ends the others: not as an error of a rank."""
+    source = save_as("ours", tmp_path / "source", {"w": torch.ones(2)})
+
+    def progress(*_: int) -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        sync.convert(source, tmp_path / "dcp", to="dcp", progress=progress, config=SMALL)
+    assert not (tmp_path / "dcp").exists()
+
+
 @pytest.mark.parametrize("kind", [*SOURCES, "old torch.save"])
 def test_one_element_has_any_stride(kind: str, tmp_path: Path) -> None:
     """It is contiguous all the same, in a value, alone, and as a view."""
