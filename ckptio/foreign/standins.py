@@ -21,7 +21,7 @@ import torch
 from torch.serialization import safe_globals
 
 from ckptio.foreign.pickles import UnpicklingError
-from ckptio.foreign.values import take_apart
+from ckptio.foreign.values import Unending, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,4 +125,6 @@ def _name_of(value: object) -> str:
     """Name the class of an object, or the one that a stand-in is for."""
     if isinstance(value, StandIn):
         return value.wanted
+    if isinstance(value, Unending):
+        return "a container inside itself, or inside too many"
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from ckptio.foreign.archive import require_plain
 from ckptio.foreign.folder import MemorySource
 from ckptio.foreign.interface import Encoded
 from ckptio.foreign.pickles import UnpicklingError
-from ckptio.format.encode import TAG
+from ckptio.format.encode import MAX_DEPTH, TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
 from ckptio.state.flatten import flatten
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import Source
 
     Json = Any
+
+_CONTAINERS = (list, tuple, dict, OrderedDict, Counter)
 
 
 def load_bytes(data: bytes) -> Any:
@@ -55,20 +58,40 @@ def take_apart(value: Any, instead: Callable[[str, Any], torch.Tensor] | None = 
         FormatError: Something in it has no portable form.
     """
     try:
-        return flatten(_with_bytes(value), instead=instead)
+        return flatten(_Copier().copy(value), instead=instead)
     except UnsupportedLeafError as error:
         raise FormatError(f"it holds what cannot be loaded: {error}") from None
 
 
-def _with_bytes(value: Any) -> Any:
-    """Give files in memory, in which some modules keep what they pickled, as their bytes."""
-    if isinstance(value, io.BytesIO):
-        return value.getvalue()
-    if type(value) in (list, tuple):
-        return type(value)(_with_bytes(item) for item in value)
-    if type(value) is dict:
-        return {key: _with_bytes(item) for key, item in value.items()}
-    return value
+class Unending:
+    """Takes the place of a container that is inside itself, or inside too many others."""
+
+
+class _Copier:
+    """Copies containers, so that what is in them can be stored."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def copy(self, value: Any) -> Any:
+        """Copy a value.
+
+        Files in memory, in which some modules keep what they pickled, become their bytes.
+        """
+        if isinstance(value, io.BytesIO):
+            return value.getvalue()
+        kind = type(value)
+        if kind not in _CONTAINERS:
+            return value
+        if id(value) in self._open or len(self._open) >= MAX_DEPTH:
+            return Unending()
+        self._open.add(id(value))
+        try:
+            if kind in (list, tuple):
+                return kind(self.copy(item) for item in value)
+            return kind({key: self.copy(item) for key, item in value.items()})
+        finally:
+            self._open.discard(id(value))
 
 
 def add_flat(

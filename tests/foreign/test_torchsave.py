@@ -113,6 +113,22 @@ def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_container_inside_itself_or_too_many_is_left_out_if_nobody_wants_it(
+    tmp_path: Path, *, is_zip: bool
+) -> None:
+    """Torch loads it; what it stands for has no end."""
+    state: dict[str, Any] = {"w": torch.ones(2), "deep": []}
+    state["self"] = OrderedDict(inner=[state])
+    for _ in range(150):
+        state["deep"] = [state["deep"]]
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    assert list(sync.load(tmp_path / "x.pt", config=SMALL, select="w")) == ["w"]
+    for select in (None, "self", "deep"):
+        with pytest.raises(FormatError, match="inside itself"):
+            sync.load(tmp_path / "x.pt", config=SMALL, select=select)
+
+
 def test_arrays_of_numpy_are_refused_with_what_lets_them_in(tmp_path: Path) -> None:
     """`weights_only` does not take them unasked; who trusts the file may say that it does."""
     file, array = tmp_path / "x.pt", np.arange(5)
