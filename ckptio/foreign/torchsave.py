@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError
+from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError, StorageError
 from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
     ZIP,
@@ -182,7 +182,7 @@ class TorchSaveReader:
                 with zipfile.ZipFile(window) as archive:
                     self._outline(archive, fd, nbytes)
                 yield fd
-            except (FormatError, UnpicklingError, OSError):
+            except (FormatError, UnpicklingError, StorageError):
                 raise
             except Exception as error:
                 # a damaged file raises anything, and so do the indices of sparse tensors: holes
@@ -196,6 +196,8 @@ class TorchSaveReader:
         start = archive.start_dir
         write_at(fd, self._read(start, nbytes), start)
         for name, info in members.items():
+            if info.header_offset < 0:
+                raise FormatError(f"member {name!r} begins before the file")
             encoded = info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437")
             # nothing behind the name, whatever the real header has there: that is looked at
             # when a tensor is read

@@ -172,6 +172,20 @@ def test_members_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         sync.load(tmp_path / "file.pt", config=SMALL)
 
 
+@pytest.mark.parametrize("field", [40, 48], ids=["size", "place"])
+def test_an_archive_whose_end_lies_of_its_directory_is_refused(tmp_path: Path, field: int) -> None:
+    """By a FormatError, wherever its members would begin then."""
+    right = saved({"a": torch.zeros(10)})
+    end = right.rindex(b"PK\x06\x06") + field
+    for change in (1, -1, 300, -300, 1 << 20, 1 << 62):
+        data = bytearray(right)
+        number = int.from_bytes(data[end : end + 8], "little") + change
+        data[end : end + 8] = (number % (1 << 64)).to_bytes(8, "little")
+        (tmp_path / "file.pt").write_bytes(data)
+        with pytest.raises(FormatError):
+            sync.load(tmp_path / "file.pt", config=SMALL)
+
+
 def test_a_directory_of_an_item_that_is_huge_is_not_read() -> None:
     """An item of one tensor has a dozen members."""
     made = io.BytesIO()
