@@ -341,7 +341,8 @@ def _ranges(places: dict[Any, Any]) -> dict[tuple[str, Any], str]:
             raise FormatError("the table of places is none of torch.distributed.checkpoint")
         fqn, offset = index.get("fqn"), index.get("offset")
         file, start, nbytes = (info.get(key) for key in ("relative_path", "offset", "length"))
-        if type(fqn) is not str or type(file) is not str or not _is_extent(start, nbytes):
+        is_named = type(fqn) is str and type(file) is str and file
+        if not is_named or not _is_extent(start, nbytes):
             raise FormatError(f"a bad place of {short(fqn)}: {short((file, start, nbytes))}")
         if info.get("transform_descriptors"):
             raise FormatError(

@@ -72,7 +72,7 @@ class Folder(abc.ABC):
             name in ("", ".", "..")
             or "/" in name
             or "\0" in name
-            or len(os.fsencode(name)) > _MAX_NAME_NBYTES
+            or not 0 < _encoded_nbytes(name) <= _MAX_NAME_NBYTES
         ):
             raise FormatError(f"{self.root!r} refers to a file {name!r}, which is not inside of it")
         return f"{self.root}/{name}"
@@ -253,6 +253,14 @@ class MemorySource:
     def close(self) -> None:
         """Let the bytes go."""
         self._data = memoryview(b"")
+
+
+def _encoded_nbytes(name: str) -> int:
+    """Give the bytes of a name; -1 if no file has it."""
+    try:
+        return len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return -1
 
 
 def range_name(name: str, start: int, nbytes: int) -> str:

@@ -195,6 +195,8 @@ def lies() -> dict[str, Any]:
 
     return {
         "a path": lambda m: place(m, relative_path="../x"),
+        "no name": lambda m: place(m, relative_path=""),
+        "no text": lambda m: place(m, relative_path="\ud800"),
         "no file": lambda m: place(m, relative_path="nowhere"),
         "behind the end": lambda m: place(m, offset=1 << 40),
         "too long": lambda m: place(m, length=1 << 40),
