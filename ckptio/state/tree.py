@@ -33,6 +33,14 @@ _SCALAR_TAGS = frozenset(
         "time", "timedelta", "path", "npscalar", "torch.Size", "torch.dtype", "torch.device",
     )
 )  # fmt: skip
+#: What a reference to a tensor has, and what it may have.
+_REFERENCE_MEMBERS = {
+    tag: ({TAG, "t", *members}, {TAG, "t", *members, *more})
+    for tag, members, more in (
+        ("bytes", "", ()), ("bytearray", "", ()), ("np", "ds", ()),
+        ("view", "dosr", ("conj", "neg")),
+    )
+}  # fmt: skip
 #: Keys of these are equal to others of the same value.
 _VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
 _TUPLE_TAGS = ("tuple", "namedtuple", "torch.Size")
@@ -125,17 +133,9 @@ def _is_list_of_ranks(node: dict[str, Json]) -> bool:
 
 def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) -> bool:
     """Whether a node has the members of its tag; what it contains goes to `below`."""
-    value, index = node.get("v"), node.get("t")
+    value = node.get("v")
     if "t" in node:
-        if type(index) is not int or not 0 <= index < num_tensors:
-            return False
-        numbers = {"np": ("s",), "view": ("s", "r")}.get(tag)
-        if numbers is None:
-            return tag in ("bytes", "bytearray")
-        whole = all(_is_naturals(node.get(name)) for name in numbers)
-        if tag == "np":
-            return whole and type(node.get("d")) is str
-        return whole and _is_naturals([node.get("o")]) and str(node.get("d")) in DTYPES
+        return _is_reference(tag, node, num_tensors)
     if tag in MAPPING_TAGS:
         if type(value) is dict and tag in _DICT_TAGS:
             below += value.values()
@@ -150,6 +150,21 @@ def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) 
     if tag == "enum":
         below.append(value)
     return tag in _SCALAR_TAGS and "v" in node
+
+
+def _is_reference(tag: str, node: dict[str, Json], num_tensors: int) -> bool:
+    """Whether a node with a tensor has the members of its tag, and no others."""
+    index, members = node["t"], _REFERENCE_MEMBERS.get(tag)
+    if type(index) is not int or not 0 <= index < num_tensors:
+        return False
+    if members is None or not members[0] <= node.keys() <= members[1]:
+        return False
+    if tag == "np":
+        return _is_naturals(node["s"]) and type(node["d"]) is str
+    if tag == "view":
+        numbers = (node["s"], node["r"], [node["o"]])
+        return all(map(_is_naturals, numbers)) and str(node["d"]) in DTYPES
+    return True
 
 
 def _is_naturals(value: Json) -> bool:
