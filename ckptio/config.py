@@ -93,7 +93,8 @@ class CheckpointConfig:
             come to what the others do together. Longer than the slowest rank takes to write
             more than the fastest; a copy to a second tier may take as long as it will.
         storage_options: What fsspec takes by this name, for URLs: endpoints, credentials.
-            Or a mapping of protocols to such options. Never shown or written anywhere.
+            Or a mapping of protocols to such options; those of other protocols than a URL's
+            are for other URLs. Never shown or written anywhere.
         s3_client: What carries the bytes of `s3://`. `"s3fs"`: the client that s3fs makes.
             `"obstore"`: obstore, of the extra `fast`; it tries parts of an upload again on its
             own, without events.
@@ -175,14 +176,6 @@ class CheckpointConfig:
             raise ConfigError(
                 f"pool_nbytes must hold a slab of {self.slab_nbytes}, not {self.pool_nbytes}"
             )
-
-    def options_for(self, protocol: str) -> Mapping[str, Any]:
-        """Give the part of `storage_options` that is for a protocol."""
-        options = self.storage_options
-        if options and all(isinstance(value, Mapping) for value in options.values()):
-            nested: Mapping[str, Any] = options.get(protocol, {})
-            return nested
-        return options
 
     @property
     def num_slabs(self) -> int:

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptio.errors import ConfigError, StorageError
+from ckptio.storage.options import ENTRY_POINTS, options_for
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import StoreError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ckptio.storage.store import ObjectStore
 
 _S3 = ("s3", "s3a")
-ENTRY_POINTS = "ckptio.backends"
 
 
 class Backend(Protocol):
@@ -96,7 +96,7 @@ class Stores:
         protocol = url.partition("://")[0]
         if "@" in url.partition("://")[2].partition("/")[0]:
             raise ConfigError("a URL must not hold credentials; pass them in storage_options")
-        options = self._config.options_for(protocol)
+        options = options_for(self._config.storage_options, protocol)
         backend = find_backend(protocol, self._config)
         identity, prefix = backend.split(url, options)
         # one of a kind, whoever comes first: dict.setdefault is atomic

@@ -1,0 +1,67 @@
+"""Which of the `storage_options` are for a URL.
+
+fsspec takes them in two shapes: the options themselves, or a mapping of protocols to options,
+of which one serves several stores. An option may be a mapping, too (`client_kwargs`, the
+`token` of Google's), so it is the names that tell the shapes apart, not the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from ckptio.errors import ConfigError
+
+#: Entry points of packages that open stores; see `stores.Backend`.
+ENTRY_POINTS = "ckptio.backends"
+#: Names of one file system.
+_ALIASES = (("s3", "s3a"), ("gs", "gcs"), ("az", "abfs", "abfss"), ("sftp", "ssh"))
+
+
+def options_for(storage_options: Mapping[str, Any], protocol: str) -> Mapping[str, Any]:
+    """Give what is for a protocol.
+
+    Options are by protocol if each name is a protocol and each value a mapping. Then those of
+    other protocols are for other URLs, and a URL of none of them has no options.
+
+    Args:
+        storage_options: As they were given.
+        protocol: Of a URL.
+
+    Raises:
+        ConfigError: They are neither or both. Names are shown, values are not.
+    """
+    mappings = [name for name, value in storage_options.items() if isinstance(value, Mapping)]
+    known = _protocols(protocol) if mappings else set()
+    nested = [name for name in mappings if name in known]
+    if not nested:
+        return storage_options
+    if others := sorted(str(name) for name in storage_options if name not in nested):
+        raise ConfigError(
+            f"storage_options mix options of protocols ({', '.join(sorted(nested))}) with"
+            f" {', '.join(others)}; give the options themselves, or a mapping of protocols to"
+            " options"
+        )
+    found = [name for name in _names_of(protocol) if name in nested]
+    if any(storage_options[name] != storage_options[found[0]] for name in found):
+        raise ConfigError(
+            f"storage_options differ for {' and '.join(found)}, which are one file system;"
+            " give one of them"
+        )
+    own: Mapping[str, Any] = storage_options[found[0]] if found else {}
+    return own
+
+
+def _names_of(protocol: str) -> tuple[str, ...]:
+    """Give a protocol, and what else it is called."""
+    return next((names for names in _ALIASES if protocol in names), (protocol,))
+
+
+def _protocols(protocol: str) -> set[str]:
+    """Name the protocols there are, that of a URL among them."""
+    import fsspec  # noqa: PLC0415  # 50 ms that who gives no mapping does not need
+
+    ours = {entry.name for entry in entry_points(group=ENTRY_POINTS)}
+    aliases = {name for names in _ALIASES for name in names}
+    return {*fsspec.available_protocols(), *ours, *aliases, protocol}
