@@ -95,7 +95,7 @@ def _store(
     """Make a store of obstore's."""
     timeout = dt.timedelta(seconds=timeout_s)
     client: Any = {**words.client, "timeout": timeout, "connect_timeout": timeout}
-    config: Any = words.config
+    config: Any = words.config_for(bucket)
     credentials: Any = words.credentials
     return obstore.store.S3Store(
         bucket,

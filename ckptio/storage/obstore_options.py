@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: obstore asks for credentials again when less than five minutes of this are left; botocore
 #: renews its own ten minutes before they end.
 _CREDENTIALS_HOLD = dt.timedelta(minutes=15)
+#: Goes before `endpoint`, and before what the environment names.
+_ENDPOINT = "aws_endpoint_url_s3"
+_VIRTUAL = "virtual_hosted_style_request"
 _ENCRYPTION = {
     "ServerSideEncryption": "server_side_encryption",
     "SSEKMSKeyId": "sse_kms_key_id",
@@ -33,7 +36,8 @@ class ObstoreOptions:
     """What `obstore.store.S3Store` takes.
 
     Attributes:
-        config: Of the store; nothing secret.
+        config: Of the store; nothing secret. Says also what is not wanted: what it does not
+            say, obstore takes from the environment.
         client: Of its HTTP client.
         credentials: Gives credentials; `None` for requests that are not signed.
     """
@@ -41,6 +45,13 @@ class ObstoreOptions:
     config: dict[str, Any]
     client: dict[str, Any]
     credentials: Callable[[], dict[str, Any]] | None
+
+    def config_for(self, bucket: str) -> dict[str, Any]:
+        """Give the configuration of a bucket: obstore wants it in the host, where it is to be."""
+        if not self.config[_VIRTUAL] or _ENDPOINT not in self.config:
+            return self.config
+        scheme, _, rest = str(self.config[_ENDPOINT]).partition("://")
+        return {**self.config, _ENDPOINT: f"{scheme}://{bucket}.{rest}"}
 
 
 def obstore_options(options: Mapping[str, Any], endpoint: str) -> ObstoreOptions:
@@ -58,23 +69,21 @@ def obstore_options(options: Mapping[str, Any], endpoint: str) -> ObstoreOptions
     region = given.take("client_kwargs", "region_name") or session.get_config_variable("region")
     config: dict[str, Any] = {"region": region or "us-east-1"}
     if endpoint:
-        config["endpoint"] = endpoint
+        config[_ENDPOINT] = endpoint
     signs_payload = given.take("config_kwargs", "s3", "payload_signing_enabled")
     if signs_payload is None:
         signs_payload = endpoint.startswith("http://")
     config["unsigned_payload"] = not signs_payload
-    if given.take("config_kwargs", "s3", "addressing_style") == "virtual":
-        config["virtual_hosted_style_request"] = True
-    if given.take("requester_pays"):
-        config["request_payer"] = True
+    style = given.take("config_kwargs", "s3", "addressing_style")
+    config[_VIRTUAL] = style == "virtual"
+    config["request_payer"] = bool(given.take("requester_pays"))
     for name, ours in _ENCRYPTION.items():
         value = given.take("s3_additional_kwargs", name)
         if value is not None:
             config[ours] = value
     client = _client(given, endpoint)
     credentials = _credentials(given, session)
-    if credentials is None:
-        config["skip_signature"] = True
+    config["skip_signature"] = credentials is None
     for path in (("endpoint_url",), ("client_kwargs", "endpoint_url")):
         given.take(*path)
     given.expect_nothing()

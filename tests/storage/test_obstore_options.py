@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEYS = {"key": "user", "secret": "password"}
+#: What obstore would take from the environment.
+UNSAID = {
+    "virtual_hosted_style_request": False,
+    "request_payer": False,
+    "skip_signature": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +44,13 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (
             {"client_kwargs": {"region_name": "eu-west-1"}, "endpoint_url": "http://a:1"},
             "http://a:1",
-            {"region": "eu-west-1", "endpoint": "http://a:1", "unsigned_payload": False},
+            {"region": "eu-west-1", "aws_endpoint_url_s3": "http://a:1", "unsigned_payload": False},
             {"allow_http": True},
         ),
         (
             {"config_kwargs": {"s3": {"payload_signing_enabled": True}}},
             "https://a",
-            {"region": "us-east-1", "endpoint": "https://a", "unsigned_payload": False},
+            {"region": "us-east-1", "aws_endpoint_url_s3": "https://a", "unsigned_payload": False},
             {"allow_http": False},
         ),
         (
@@ -79,8 +85,24 @@ def test_options_have_obstores_words(
 ) -> None:
     """As far as they have the same meaning; bodies are signed over plain HTTP only."""
     found = obstore_options({**KEYS, **options}, endpoint)
-    assert found.config == config
+    assert found.config == {**UNSAID, **config}
     assert found.client == client
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("http://localhost:9000", "http://bucket.localhost:9000"),
+        ("https://s3.example.com/", "https://bucket.s3.example.com/"),
+    ],
+)
+def test_a_bucket_is_in_the_host_only_if_that_is_wanted(endpoint: str, expected: str) -> None:
+    """Else the first part of a key would be taken for the bucket."""
+    virtual = {**KEYS, "config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+    found = obstore_options(virtual, endpoint).config_for("bucket")
+    assert found["aws_endpoint_url_s3"] == expected
+    assert obstore_options(KEYS, endpoint).config_for("bucket")["aws_endpoint_url_s3"] == endpoint
+    assert "aws_endpoint_url_s3" not in obstore_options(virtual, "").config_for("bucket")
 
 
 def test_credentials_are_handed_over_by_a_function() -> None:
