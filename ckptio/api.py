@@ -145,7 +145,7 @@ class Engine:
                 `await handle.durable` is the commit there. What is not finished when the
                 engine ends (by an error, or killed) is noted beside the checkpoint, and
                 finished by `finish_copies` or by the next engine that saves with `then`
-                into the same directory. It must not hold credentials.
+                into the same directory. It must not hold a password.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other

@@ -51,6 +51,8 @@ _RENAMING = ("sftp", "ssh")
 #: File systems with directories whose `rmdir` refuses one that is not empty. That of others
 #: removes what is in it, or the bucket.
 _WITH_DIRS = ("memory", "sftp", "ssh", "ftp", "smb")
+#: What is read from a path, and is a part of the keys all the same: a number behind a `#`.
+_IN_KEYS = {"url_fragment", "version_aware"}
 #: What fsspec calls a file system's own loop, which is not ours to choose.
 _LOOP_OPTIONS = ("asynchronous", "loop")
 
@@ -74,7 +76,8 @@ class FsspecBackend:
             raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
         if not prefix.strip("/"):
             raise ConfigError(f"{url!r} has to name a place in the store, not all of it")
-        return f"{self._protocol}-{tokenize(self._protocol, dict(options))}", prefix
+        own = _with_host(kind, url, options)
+        return f"{self._protocol}-{tokenize(self._protocol, own)}", prefix
 
     def gap_nbytes(self) -> int:
         """What a request costs in bytes, about."""
@@ -87,9 +90,10 @@ class FsspecBackend:
 
         It may connect to its server as it is made: a thread that hangs is given up.
         """
-        del url, executor
-        own = {name: value for name, value in options.items() if name not in _LOOP_OPTIONS}
+        del executor
         made = self._class()
+        given = {name: value for name, value in options.items() if name not in _LOOP_OPTIONS}
+        own = _with_host(made, url, given)
         problem, thread = "", Threads(1, f"ckptio-{self._protocol}-open")
         try:
             fs = await asyncio.wrap_future(thread.submit(lambda: made(**own)))
@@ -111,6 +115,32 @@ class FsspecBackend:
             raise ConfigError(f"fsspec knows no protocol {self._protocol!r}") from None
         except ImportError as error:
             raise ConfigError(f"{self._protocol}:// needs a package: {error}") from None
+
+
+def _with_host(kind: Any, url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to options what a file system reads from the host of a URL: a server, an account.
+
+    Raises:
+        ConfigError: They say something else; or it reads more than the host, of which only
+            this URL would have it, and none that is below.
+    """
+    protocol, _, path = url.partition("://")
+    host = f"{protocol}://{path.partition('/')[0]}"
+    try:
+        found: dict[str, Any] = dict(kind._get_kwargs_from_urls(host))  # noqa: SLF001  # fsspec's public practice
+        whole: dict[str, Any] = dict(kind._get_kwargs_from_urls(url))  # noqa: SLF001  # as above
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"{url!r} is no URL of {protocol}://") from None
+    for name, value in found.items():
+        if options.get(name) is not None and str(options[name]) != str(value):
+            raise ConfigError(
+                f"{url!r} and the storage_options given have another {name!r} each; leave one out"
+            )
+    if more := sorted(whole.keys() - found.keys() - _IN_KEYS):
+        raise ConfigError(
+            f"{url!r} has {', '.join(more)} behind the host; pass it in storage_options"
+        )
+    return {**options, **found}
 
 
 class FsspecStore:

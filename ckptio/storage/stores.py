@@ -93,9 +93,9 @@ class Stores:
         Raises:
             ConfigError: There is no way to it.
         """
-        protocol = url.partition("://")[0]
-        if "@" in url.partition("://")[2].partition("/")[0]:
-            raise ConfigError("a URL must not hold credentials; pass them in storage_options")
+        protocol, _, rest = url.partition("://")
+        if ":" in rest.partition("/")[0].rpartition("@")[0]:  # not shown
+            raise ConfigError("a URL must not hold a password; pass it in storage_options")
         options = options_for(self._config.storage_options, protocol)
         backend = find_backend(protocol, self._config)
         identity, prefix = backend.split(url, options)
