@@ -34,7 +34,7 @@ from ckptio.storage.store import ConditionFailedError, RefusedError, StoreError,
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _CHUNK_NBYTES = 4 << 20
 _FIRST_WAIT = dt.timedelta(seconds=0.1)
 _LONGEST_WAIT = dt.timedelta(seconds=20)
+_NO_PARTS = ("", ".", "..")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
 
@@ -56,8 +58,19 @@ class ObstoreBackend:
         self._small = S3Backend()
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
-        """Split into endpoint with bucket, and prefix; see `stores.Backend`."""
-        return self._small.split(url, options)
+        """Split into endpoint with bucket, and prefix; see `stores.Backend`.
+
+        Raises:
+            ConfigError: The URL makes no sense, or obstore would write somewhere else: it takes
+                slashes off keys, and has no word for some.
+        """
+        identity, prefix = self._small.split(url, options)
+        if any(part in _NO_PARTS or _CONTROL.search(part) for part in prefix.split("/")):
+            raise ConfigError(
+                f"{url!r} has a part that is empty, '.', '..' or not printable, which obstore"
+                " cannot name; use s3_client='s3fs'"
+            )
+        return identity, prefix
 
     def gap_nbytes(self) -> int:
         """What a request costs in bytes, about."""
@@ -211,22 +224,23 @@ class ObstoreStore:
     ) -> tuple[asyncio.Future[obstore.PutResult], asyncio.Future[None]]:
         """Begin to send an object; gives what comes of it, and when its memory is free."""
         view, free = lend(data)
-        sending: Any = obstore.put_async(self._once, key, view, use_multipart=False)
+        sending = _begun(lambda: obstore.put_async(self._once, key, view, use_multipart=False))
         return sending, free
 
     async def upload(self, key: str) -> ObstoreUpload:
         """Begin a stream of parts; see `store.ObjectStore`. The store hears of it soon after."""
 
         def start(parts: Parts) -> asyncio.Future[obstore.PutResult]:
-            sending: Any = obstore.put_async(
-                self._repeating,
-                key,
-                parts,
-                use_multipart=True,
-                chunk_size=self._part_nbytes,
-                max_concurrency=self._max_parts_at_once,
+            return _begun(
+                lambda: obstore.put_async(
+                    self._repeating,
+                    key,
+                    parts,
+                    use_multipart=True,
+                    chunk_size=self._part_nbytes,
+                    max_concurrency=self._max_parts_at_once,
+                )
             )
-            return sending  # type: ignore[no-any-return]  # a future, though declared a coroutine
 
         async def leftovers() -> None:
             for upload in await self._small.uploads(key):
@@ -255,6 +269,21 @@ class ObstoreStore:
         """Close the client for what is small, and let go of obstore's, which ends them soon."""
         self._stores.clear()
         await self._small.close()
+
+
+def _begun(call: Callable[[], Any]) -> asyncio.Future[obstore.PutResult]:
+    """Begin a request; gives a future of its end.
+
+    Raises:
+        StoreError: It was not sent: obstore has no word for its key, say.
+    """
+    try:
+        sending: asyncio.Future[obstore.PutResult] = call()
+    except Exception as error:  # who asked gets it, in our words
+        failure = told(error)
+    else:
+        return sending
+    raise failure
 
 
 def told(error: Exception) -> StoreError:

@@ -9,6 +9,8 @@ from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.storage.obstore import ObstoreBackend
 from ckptio.storage.obstore_options import obstore_options
+from ckptio.storage.s3 import S3Backend
+from ckptio.storage.store import RefusedError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,6 +177,34 @@ async def test_an_option_that_is_none_was_not_given() -> None:
     """As s3fs has it."""
     none = dict.fromkeys(("client_kwargs", "config_kwargs", "s3_additional_kwargs", "token"))
     await open_bucket({**KEYS, **none})
+
+
+@pytest.mark.parametrize(
+    "prefix", ["/x", "a//b", "./a", "a/../b", "a/.", "a\tb", "a\nb", "a\x7f", "a\udcff"]
+)
+def test_a_prefix_that_obstore_cannot_name_is_refused(prefix: str) -> None:
+    """It would write to another key, or fail in the middle of a save; s3fs can."""
+    url = f"s3://bucket/{prefix}"
+    with pytest.raises(ConfigError, match="s3_client='s3fs'"):
+        ObstoreBackend().split(url, KEYS)
+    assert S3Backend().split(url, KEYS)[1] == prefix
+
+
+@pytest.mark.parametrize("prefix", [".a/b", "a..b/...", "é \x80", "a%2Fb\\c", "~#?"])
+def test_a_prefix_that_only_looks_odd_is_taken(prefix: str) -> None:
+    """As it is."""
+    assert ObstoreBackend().split(f"s3://bucket/{prefix}", KEYS)[1] == prefix
+
+
+async def test_a_key_that_obstore_cannot_name_is_a_typed_error() -> None:
+    """Also if it is found out as the request is made."""
+    threads = Threads(1, "test")
+    store = await ObstoreBackend().open("s3://bucket/a", KEYS, CheckpointConfig(), threads)
+    for request in (lambda: store.put("a//b", b"data"), lambda: store.upload("a//b")):
+        with pytest.raises(RefusedError):
+            await request()
+    await store.close()
+    threads.shutdown()
 
 
 async def open_bucket(options: dict[str, Any]) -> None:
