@@ -25,6 +25,7 @@ from fsspec.utils import tokenize
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError
 from ckptio.storage.fsspec_answers import how_to_create, info_of, secrets_of, told
+from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_upload import FsspecUpload
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -165,6 +166,7 @@ class FsspecStore:
         while isinstance(inner, DirFileSystem):
             inner = inner.fs
         self._is_local = isinstance(inner, LocalFileSystem)
+        self._bucket = BucketLook(fs, protocol)
         self._renames = self._is_local or protocol in _RENAMING
         self._creating = how_to_create(fs, protocol)
         self._traits = StoreTraits(
@@ -191,7 +193,7 @@ class FsspecStore:
             function: What to call.
         """
         cause: Exception | None = None
-        future = self._threads.submit(function)
+        future = self._threads.submit(lambda: self._bucket.call(key, function))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -293,6 +295,7 @@ class FsspecStore:
             try:
                 self._write(key, own, self._creating if absent else {})
             except FileNotFoundError:  # its directory went with what another save removed
+                self._bucket.check(key, again=True)
                 self._write(key, own, self._creating if absent else {})
             return self._head(key).etag
 
@@ -343,7 +346,9 @@ class FsspecStore:
                 else:
                     infos = self.fs.ls(top, detail=True)
             except FileNotFoundError:
-                return []
+                infos = []
+            if not infos:
+                self._bucket.check(prefix)
             found = []
             for info in infos:
                 is_file = info["type"] == "file"

@@ -22,8 +22,9 @@ from ckptio.storage.store import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_GOOGLE = ("gs", "gcs")
-_AZURE = ("az", "abfs", "abfss", "adl")
+#: Protocols.
+GOOGLE = ("gs", "gcs")
+AZURE = ("az", "abfs", "abfss", "adl")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 _HOPELESS = (
     errno.EACCES,
@@ -82,7 +83,14 @@ def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool
     """
     lines = f"{type(error).__name__}: {_shown(str(error), hidden)}".splitlines()
     is_clean = all(_shown(str(part), hidden) == str(part) for part in _chain(error))
+    if _is_forbidden(error):  # what is missing stands in the second line
+        return RefusedError(" ".join(lines)[:_MAX_LENGTH]), is_clean
     return _judged(error, lines[0][:_MAX_LENGTH]), is_clean
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Whether it is what gcsfs makes of a 403: an error without a number."""
+    return type(error) is OSError and error.errno is None and str(error).startswith("Forbidden")
 
 
 def _shown(text: str, hidden: Sequence[str]) -> str:
@@ -144,8 +152,8 @@ def secrets_of(options: Mapping[str, Any], *, all_of_it: bool = False) -> tuple[
 
 def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:
     """Say how `pipe_file` is asked for an object that is not there, atomically; if it can."""
-    if protocol in _AZURE:
+    if protocol in AZURE:
         return {"overwrite": False}
-    if protocol in _GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
+    if protocol in GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
         return {"mode": "create"}
     return {}

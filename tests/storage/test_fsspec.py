@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -16,7 +17,7 @@ import fsspec
 import fsspec.asyn
 import pytest
 
-from ckptio import Engine
+from ckptio import Checkpointer, Engine
 from ckptio._aio import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import CheckpointNotFoundError, ConfigError, StorageError
@@ -29,7 +30,7 @@ from ckptio.storage.store import (
     TransientError,
 )
 from ckptio.testing.conformance import BackendConformance
-from tests.rig import assert_same, random_state
+from tests.rig import assert_same, config_with, random_state
 from tests.storage.filesystems import LoopFileSystem, SyncFileSystem
 
 if TYPE_CHECKING:
@@ -131,6 +132,68 @@ class TestGoogle(BackendConformance):
         self.storage_options = google  # type: ignore[misc]  # of this test alone
         if request.node.name in _OF_CONDITIONS:
             pytest.skip("the emulator takes no notice of ifGenerationMatch")
+
+
+@LARGE_BODIES
+async def test_a_bucket_that_is_not_there_is_told(google: Mapping[str, Any]) -> None:
+    """It is no run without steps, and no place for a first one; an empty one is."""
+    config = config_with(storage_options=google, max_retries=1)
+    no_bucket = pytest.raises(StorageError, match="there is no bucket 'bukcet'")
+    async with Engine(config) as engine:
+        with no_bucket:
+            await engine.load("gs://bukcet/run/step-1")
+        for overwrite in (False, True):
+            with no_bucket:
+                await engine.save({"a": 1}, "gs://bukcet/run/step-1", overwrite=overwrite)
+        with pytest.raises(CheckpointNotFoundError):
+            await engine.load("gs://bucket/nothing/step-1")
+    async with Checkpointer("gs://bucket/nothing", config=config) as run:
+        assert await run.latest() is None
+    async with Checkpointer("gs://bukcet/run", config=config) as run:
+        with no_bucket:
+            await run.latest()
+    assert not fsspec.filesystem("gs", **google).exists("bukcet")
+
+
+class Unseen(SyncFileSystem):
+    """A bucket at which this user may not look, and which is empty."""
+
+    protocol = "az"
+    cachable = False
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: FBT001, FBT002  # fsspec's signature
+        del detail
+        if path == "bucket":
+            return []
+        raise FileNotFoundError(path) if path.startswith("bucket/") else PermissionError(path)
+
+
+async def test_a_bucket_that_nobody_may_look_at_is_taken_to_be_there() -> None:
+    """If it can be listed, or if that is forbidden, too."""
+    store = FsspecStore(Unseen(), "az", 1)
+    assert await store.list("bucket/run/") == []
+    await store.close()
+    for key in ("bucket/run/a", "other/run/a"):
+        store = FsspecStore(Unseen(), "az", 1)
+        with pytest.raises(ObjectMissingError):
+            await store.head(key)
+        await store.close()
+
+
+async def test_what_google_forbids_is_refused_at_once() -> None:
+    """In its words, which gcsfs puts into an error without a number."""
+    retry = pytest.importorskip("gcsfs.retry")
+    answer = json.dumps({"error": {"code": 403, "message": "no storage.objects.create access"}})
+    with pytest.raises(OSError, match="Forbidden") as caught:
+        retry.validate_response(403, answer, "b/{}/o", ["bucket"])
+    failure, is_clean = told(caught.value)
+    assert type(failure) is RefusedError
+    assert failure.problem == "OSError: Forbidden: b/bucket/o no storage.objects.create access"
+    assert is_clean
+    assert told(caught.value, ["create access"])[0].problem.endswith("objects....")
 
 
 _AZURITE_KEY = (  # the one that every Azurite has, by its documentation
