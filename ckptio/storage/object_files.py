@@ -133,12 +133,17 @@ class ObjectSink(AwaitedSink):
                 # not given up when cancelled: it would be there after it was cleaned up
                 await self._requests.once(upload.complete, outlive=True)
             except StoreError as error:
-                if await self._is_there():
+                failure = StorageError(
+                    f"cannot complete {self.key!r}: {error.problem}", path=self._url
+                )
+                try:
+                    is_there = await self._is_there()
+                except (StorageError, StoreError):  # what came first says more than a HEAD
+                    raise failure from error
+                if is_there:
                     return
                 if tries == _MAX_COMPLETING or not isinstance(error, TransientError):
-                    raise StorageError(
-                        f"cannot complete {self.key!r}: {error.problem}", path=self._url
-                    ) from error
+                    raise failure from error
                 await asyncio.sleep(min(2.0**tries / 10, 5.0))
             else:
                 return

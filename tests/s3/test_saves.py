@@ -75,6 +75,27 @@ async def test_a_save_that_is_refused_leaves_nothing(server: Server, where: str)
         assert_same(await engine.load(url), state)
 
 
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_what_keeps_an_object_from_being_made_is_what_is_told(
+    moto: Server, client: str
+) -> None:
+    """Not what comes of looking whether it was, which has no words."""
+
+    def decide(request: Request) -> Fault | None:
+        if stage("complete")(request):
+            return Fault(answer=answer(400, "ExpiredToken"))
+        return Fault(answer=answer(400)) if stage("look")(request) else None
+
+    state = random_state([2 * PART_NBYTES])
+    async with (
+        Proxy(moto) as proxy,
+        Engine(config_for(proxy.server, s3_client=client)) as engine,
+    ):
+        proxy.decide = decide
+        with pytest.raises(StorageError, match=r"cannot complete .*ExpiredToken"):
+            await engine.save(state, new_url())
+
+
 @pytest.mark.parametrize("where", [*STAGES, "small"])
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_a_save_that_is_cancelled_leaves_nothing(
