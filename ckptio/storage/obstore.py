@@ -30,6 +30,7 @@ from ckptio.storage.obstore_options import obstore_options
 from ckptio.storage.obstore_upload import ObstoreUpload, lend
 from ckptio.storage.s3 import S3Backend, S3Store, endpoint_of
 from ckptio.storage.s3_answers import has_etag, told_by
+from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import ConditionFailedError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class ObstoreBackend:
         if problem:
             raise ConfigError(f"obstore cannot use the storage_options given: {problem}")
         small = await self._small.open(url, options, config, executor)
-        bucket = url.partition("://")[2].partition("/")[0]
+        bucket, _ = split_url(url)
         try:
             once = _store(bucket, words, config.request_timeout_s, {"max_retries": 0})
             repeating = _store(bucket, words, config.request_timeout_s / 2, _retries(config))

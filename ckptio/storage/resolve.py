@@ -60,7 +60,8 @@ def remote_url(path: PathLike) -> str | None:
         return None
     if text.partition("://")[0] in _LOCAL:
         return None
-    return text.rstrip("/")
+    protocol, _, rest = text.partition("://")
+    return f"{protocol}://{rest.rstrip('/')}"
 
 
 def local_path(path: PathLike) -> str:

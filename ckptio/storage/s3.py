@@ -33,6 +33,7 @@ from botocore.config import Config
 from ckptio.errors import ConfigError
 from ckptio.storage.s3_answers import NotSupportedError, has_etag, info_of, listed, receive, told
 from ckptio.storage.s3_body import Body
+from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -60,10 +61,8 @@ class S3Backend:
 
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Split into endpoint with bucket, and prefix; see `stores.Backend`."""
-        bucket, _, prefix = url.partition("://")[2].partition("/")
-        if not bucket or not prefix:
-            raise ConfigError(f"{url!r} has to be s3://BUCKET/PREFIX")
-        return f"s3 {endpoint_of(options) or 'amazon'} {bucket}", prefix.rstrip("/")
+        bucket, prefix = split_url(url)
+        return f"s3 {endpoint_of(options) or 'amazon'} {bucket}", prefix
 
     def gap_nbytes(self) -> int:
         """What a request costs in bytes, about."""
@@ -74,7 +73,7 @@ class S3Backend:
     ) -> S3Store:
         """Make a client; see `stores.Backend`."""
         del executor
-        bucket = url.partition("://")[2].partition("/")[0]
+        bucket, _ = split_url(url)
         own = dict(options)
         endpoint = endpoint_of(options)
         own["config_kwargs"] = _client_config(options, endpoint, config)

@@ -94,6 +94,8 @@ class Stores:
             ConfigError: There is no way to it.
         """
         protocol, _, rest = url.partition("://")
+        if not rest:
+            raise ConfigError(f"{url!r} names no bucket, or what a store has instead of one")
         if ":" in rest.partition("/")[0].rpartition("@")[0]:  # not shown
             raise ConfigError("a URL must not hold a password; pass it in storage_options")
         options = options_for(self._config.storage_options, protocol)
@@ -113,7 +115,7 @@ class Stores:
         Raises:
             ConfigError: There is no way to it.
         """
-        store, key = self.at(f"{url}/x")
+        store, key = self.at(url if url.endswith("://") else f"{url}/x")
         return store, key[:-1]
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptio import Checkpointer, Engine
 from ckptio.errors import ConfigError
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -15,7 +16,7 @@ from ckptio.storage.store import (
     TransientError,
 )
 from tests.s3.proxy import Fault, Proxy, Request, answer
-from tests.s3.rig import PART_NBYTES, keys_in, new_prefix, opened, uploads_in
+from tests.s3.rig import PART_NBYTES, config_for, keys_in, new_prefix, opened, uploads_in
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -310,15 +311,35 @@ async def test_an_upload_that_ended_is_aborted_without_an_error(server: Server) 
         assert keys_in(server, key) == []
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3://bucket", "s3://bucket/", "s3:///prefix"])
-async def test_a_url_has_a_bucket_and_a_prefix(moto: Server, url: str) -> None:
-    """The root of a bucket is no checkpoint."""
-    from ckptio import Engine  # noqa: PLC0415  # one test needs it
-    from tests.s3.rig import config_for  # noqa: PLC0415  # as above
-
-    async with Engine(config_for(moto)) as engine:
-        with pytest.raises(ConfigError):
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("s3://", "'s3://' names no bucket"),
+        ("s3:///", "'s3://' names no bucket"),
+        ("s3://bucket", "has to be s3://BUCKET/PREFIX"),
+        ("s3://bucket/", "has to be s3://BUCKET/PREFIX"),
+        ("s3:///prefix", "has to be s3://BUCKET/PREFIX"),
+        ("s3://arn:aws:s3:us-west-2:123456789012:accesspoint/ap/x", "has an ARN"),
+        ("s3://my bucket/x", "'my bucket' for a bucket"),
+        ("s3://user@bucket/x", "'user@bucket' for a bucket"),
+    ],
+)
+async def test_a_url_has_a_bucket_and_a_prefix(
+    moto: Server, client: str, url: str, problem: str
+) -> None:
+    """The root of a bucket is no checkpoint; what cannot be a bucket is refused by name."""
+    async with Engine(config_for(moto, s3_client=client)) as engine:
+        with pytest.raises(ConfigError, match=problem):
             await engine.load(url)
+
+
+@pytest.mark.parametrize("url", ["s3://", "memory://", "gs:///"])
+async def test_a_run_needs_a_bucket_too(url: str) -> None:
+    """Or what a store has instead of one."""
+    with pytest.raises(ConfigError, match="names no bucket"):
+        async with Checkpointer(url):
+            pass
 
 
 async def test_options_that_make_no_sense_are_not_repeated(moto: Server) -> None:
