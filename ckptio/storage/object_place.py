@@ -23,7 +23,12 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import join_key, read_commit
-from ckptio.storage.store import ConditionFailedError, ObjectMissingError, StoreError
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectMissingError,
+    RefusedError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -169,7 +174,7 @@ class ObjectPlace:
             return Listing()
 
     async def list(self) -> Listing:
-        """List what lies here.
+        """List what lies here; without uploads, and with an event, where those may not be seen.
 
         Raises:
             StorageError: It cannot be listed.
@@ -178,9 +183,24 @@ class ObjectPlace:
         objects = await self.requests.must(
             "list", prefix, lambda: self.store.list(prefix, below=False)
         )
-        uploads = await self.requests.must("list", prefix, lambda: self.store.uploads(prefix))
-        near = [upload for upload in uploads if "/" not in upload.key[len(prefix) :]]
+        near = [upload for upload in await self._uploads() if "/" not in upload.key[len(prefix) :]]
         return Listing(tuple(objects), tuple(near))
+
+    async def _uploads(self) -> Sequence[UploadInfo]:
+        """List uploads; none, and an event, where this user may not.
+
+        It takes a permission of its own. A save that lives has a mark that says so.
+        """
+        prefix = self.key("")
+        try:
+            return await self.requests.must(
+                "list uploads below", prefix, lambda: self.store.uploads(prefix)
+            )
+        except StorageError as error:
+            if not isinstance(error.__cause__, RefusedError):
+                raise
+            self.cannot(prefix, error)
+            return ()
 
     async def sweep(self, save_id: str) -> None:
         """Remove what saves that were killed left: nothing of a living one, or a checkpoint.

@@ -13,7 +13,13 @@ from ckptio.storage.interface import Found
 from ckptio.storage.names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.root import resolve_root
-from ckptio.storage.store import RefusedError, TransientError, UploadInfo
+from ckptio.storage.store import (
+    ConditionFailedError,
+    RefusedError,
+    StoreError,
+    TransientError,
+    UploadInfo,
+)
 from ckptio.storage.stores import Stores
 from ckptio.testing import Crash, EventLog, run_virtual
 from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of
@@ -321,6 +327,28 @@ async def test_a_dead_save_is_swept_after_an_hour(threads: Threads) -> None:
     assert store.begun == []
     (event,) = log.of(LeftoversRemoved)
     assert len(event.files) == 2
+
+
+async def test_a_dead_save_is_swept_where_uploads_may_not_be_listed(threads: Threads) -> None:
+    """Its objects; that its uploads stay is an event. One that is out of reach is an error."""
+    store, log = DictStore(), EventLog()
+    begin(store, "a", age_s=OLD)
+    failure: StoreError = RefusedError("AccessDenied (403)")
+
+    def refuse(kind: str, _key: str) -> None:
+        if kind == "uploads":
+            raise failure
+
+    store.on_request = refuse
+    await root_at(store, threads, log=log).sweep("a", 1)
+    assert list(store.objects) == []
+    (event,) = log.of(CleanupFailed)
+    assert "cannot list uploads below 'run/a/': AccessDenied (403)" in str(event.error)
+    begin(store, "b", age_s=OLD)
+    failure = ConditionFailedError("who knows")
+    with pytest.raises(StorageError, match="who knows"):
+        await root_at(store, threads).sweep("b", 1)
+    assert len(store.objects) == 2
 
 
 @pytest.mark.parametrize("skew_s", [-10 * OLD, 10 * OLD])
