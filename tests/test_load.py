@@ -422,6 +422,32 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (torch.nn.Linear(2, 2).state_dict, "'model.0': it is a function.*; call it"),
+        (torch.nn.Linear, "it is a class"),
+        (lambda: 1, "it is a function"),
+        (len, "it is a function.*; pass what is to be filled"),
+    ],
+    ids=["method", "class", "lambda", "builtin"],
+)
+def test_what_is_nearly_a_target_is_refused(
+    engine: sync.Engine, saved: str, wrong: Any, problem: str
+) -> None:
+    """As a placeholder it would be replaced, and the model stay as it was made."""
+    with pytest.raises(TargetError, match=problem):
+        engine.load(saved, into={"model": [wrong]}, strict="ignore")
+
+
+def test_a_target_inside_itself_is_refused(engine: sync.Engine, saved: str) -> None:
+    """It has no end."""
+    target: dict[str, Any] = {}
+    target["again"] = target
+    with pytest.raises(TargetError, match="inside itself"):
+        engine.load(saved, into=target)
+
+
 @pytest.mark.parametrize(("options", "problem"), OPTIONS, ids=range(len(OPTIONS)))
 def test_an_option_without_effect_is_an_error(
     engine: sync.Engine, saved: str, options: dict[str, Any], problem: str

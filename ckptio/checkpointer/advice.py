@@ -30,4 +30,7 @@ class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as 
             return
         error.add_note("`ckptio verify` says what of it is damaged")
         if len(self._steps) > 1:
-            error.add_note(f"load(step={self._steps[-2]}) loads the committed step before it")
+            error.add_note(
+                f"load(step={self._steps[-2]}) loads the committed step before it, and"
+                " save(..., overwrite=True) replaces this one when its number comes again"
+            )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ckptio.errors import ConfigError
-from ckptio.format.encode import class_name
+from ckptio.errors import ConfigError, TargetError
+from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.flatten import is_stateful
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from ckptio.state.select import Select
     from ckptio.state.tree import Predicate
+
+#: What `save` refuses, and nobody means in a target.
+_NO_VALUES = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,14 @@ def make_request(
 
     Raises:
         ConfigError: One is wrong, or would have no effect.
+        TargetError: There is something in `into` that nothing can be filled into.
     """
     if strict not in ("raise", "report", "ignore"):
         raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+    try:
+        require_values("", into)
+    except RecursionError:
+        raise TargetError("cannot fill the target: it is inside itself, or too deep") from None
     if into is not None and not is_target(into):
         way_out = "device= says where new tensors go, " if _is_device(into) else ""
         raise ConfigError(
@@ -92,6 +102,28 @@ def make_request(
         strict=strict,
         types=tuple(types),
     )
+
+
+def require_values(name: str, target: object) -> None:
+    """Refuse functions, methods and classes in a target.
+
+    A placeholder is replaced without a word, and `model.state_dict` is nearly right.
+
+    Raises:
+        TargetError: There is one.
+    """
+    if isinstance(target, dict):
+        for key, value in target.items():
+            require_values(join_fqn(name, key), value)
+    elif isinstance(target, (list, tuple)):
+        for number, value in enumerate(target):
+            require_values(join_fqn(name, number), value)
+    elif isinstance(target, _NO_VALUES):
+        what = "a class" if isinstance(target, type) else "a function"
+        is_getter = getattr(target, "__name__", "") == "state_dict"
+        way_out = "call it" if is_getter else "pass what is to be filled"
+        where = name or "the target"
+        raise TargetError(f"cannot fill {where!r}: it is {what}, {target!r}; {way_out}")
 
 
 def is_target(value: object) -> bool:
