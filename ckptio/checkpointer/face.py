@@ -55,7 +55,8 @@ class Checkpointer:
     it by an error aborts what is in flight; `sys.exit()` is none.
 
     With several ranks, make it alike on all of them, and call `save`, `load`,
-    `should_save`, `steps`, `latest` and `records` on all of them alike and in one order.
+    `should_save`, `steps`, `latest`, `records` and `discard_after` on all of them alike and in
+    one order.
     Rank 0 lists, decides and removes.
 
     Args:
@@ -320,6 +321,7 @@ class Checkpointer:
             ConfigError: It is no step, or one above it is being saved, copied or read here.
             StorageError: One cannot be removed. Those above it are gone; call it again.
             FormatError: One is damaged, so that nobody knows what is part of it.
+            RankError: One of these, where there are several ranks.
         """
         core = self._core
         step_name(step)
