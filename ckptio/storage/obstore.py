@@ -8,6 +8,9 @@ Everything else (looking, listing, the manifest and its conditions, removing) is
 on purpose. obstore tells an error in a 200 for an empty listing, has no listing of uploads,
 and says what went wrong in prose; where a checkpoint hangs on an answer, that is not enough.
 
+Its server, region and style are those of s3fs's client, so that data and manifest go to one
+place, wherever an endpoint was found; credentials are looked for as botocore does.
+
 obstore's own retries are off, but for the parts of uploads, which nobody else can send
 again (see `obstore_upload`). A try of such a part has half the time of a request, so that
 one that stalls is tried again before the request is given up.
@@ -15,6 +18,7 @@ one that stalls is tried again before the request is given up.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import re
 from typing import TYPE_CHECKING, Any
@@ -28,8 +32,9 @@ from ckptio._aio import outlive, run_blocking
 from ckptio.errors import ConfigError
 from ckptio.storage.obstore_options import obstore_options
 from ckptio.storage.obstore_upload import ObstoreUpload, lend
-from ckptio.storage.s3 import S3Backend, S3Store, endpoint_of
+from ckptio.storage.s3 import S3Backend, S3Store
 from ckptio.storage.s3_answers import has_etag, told_by
+from ckptio.storage.s3_options import all_options
 from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import ConditionFailedError, RefusedError, StoreError, TransientError
 
@@ -46,6 +51,15 @@ if TYPE_CHECKING:
 _CHUNK_NBYTES = 4 << 20
 _FIRST_WAIT = dt.timedelta(seconds=0.1)
 _LONGEST_WAIT = dt.timedelta(seconds=20)
+#: What comes of options that make no sense.
+_NO_CLIENT = (
+    obstore.exceptions.BaseError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    OSError,
+    BotoCoreError,
+)
 _NO_PARTS = ("", ".", "..")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -80,26 +94,25 @@ class ObstoreBackend:
     async def open(
         self, url: str, options: Mapping[str, Any], config: CheckpointConfig, executor: Executor
     ) -> ObstoreStore:
-        """Make both clients; see `stores.Backend`."""
-        problem = ""
-        try:
-            words = await run_blocking(executor, obstore_options, options, endpoint_of(options))
-        except ConfigError:
-            raise
-        except (AttributeError, TypeError, ValueError, OSError, BotoCoreError) as error:
-            problem = type(error).__name__  # what it says may hold the options
-        if problem:
-            raise ConfigError(f"obstore cannot use the storage_options given: {problem}")
-        small = await self._small.open(url, options, config, executor)
+        """Make both clients; see `stores.Backend`. obstore's goes where that of s3fs does."""
         bucket, _ = split_url(url)
-        try:
-            once = _store(bucket, words, config.request_timeout_s, {"max_retries": 0})
-            repeating = _store(bucket, words, config.request_timeout_s / 2, _retries(config))
-        except (obstore.exceptions.BaseError, TypeError, ValueError) as error:
-            await small.close()
-            raise ConfigError(
-                f"obstore cannot make a client of the storage_options given: {type(error).__name__}"
-            ) from None  # what it says may hold the options
+        small = await self._small.open(url, options, config, executor)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(small.close)
+            problem = ""
+            try:
+                words = await run_blocking(
+                    executor, obstore_options, all_options(options), small.address
+                )
+                once = _store(bucket, words, config.request_timeout_s, {"max_retries": 0})
+                repeating = _store(bucket, words, config.request_timeout_s / 2, _retries(config))
+            except ConfigError:
+                raise
+            except _NO_CLIENT as error:
+                problem = type(error).__name__  # what it says may hold the options
+            if problem:
+                raise ConfigError(f"obstore cannot use the storage_options given: {problem}")
+            stack.pop_all()
         return ObstoreStore(small, once, repeating, config)
 
 

@@ -18,12 +18,24 @@ from ckptio.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ckptio.storage.s3_options import S3Address
+
 #: obstore asks for credentials again when less than five minutes of this are left; botocore
 #: renews its own ten minutes before they end.
 _CREDENTIALS_HOLD = dt.timedelta(minutes=15)
 #: Goes before `endpoint`, and before what the environment names.
 _ENDPOINT = "aws_endpoint_url_s3"
 _VIRTUAL = "virtual_hosted_style_request"
+#: What an address is made of.
+_OF_ADDRESS = (
+    ("endpoint_url",),
+    ("use_ssl",),
+    ("client_kwargs", "endpoint_url"),
+    ("client_kwargs", "region_name"),
+    ("client_kwargs", "use_ssl"),
+    ("config_kwargs", "s3", "addressing_style"),
+    ("config_kwargs", "s3", "payload_signing_enabled"),
+)
 _ENCRYPTION = {
     "ServerSideEncryption": "server_side_encryption",
     "SSEKMSKeyId": "sse_kms_key_id",
@@ -48,44 +60,39 @@ class ObstoreOptions:
 
     def config_for(self, bucket: str) -> dict[str, Any]:
         """Give the configuration of a bucket: obstore wants it in the host, where it is to be."""
-        if not self.config[_VIRTUAL] or _ENDPOINT not in self.config:
+        if not self.config[_VIRTUAL]:
             return self.config
         scheme, _, rest = str(self.config[_ENDPOINT]).partition("://")
         return {**self.config, _ENDPOINT: f"{scheme}://{bucket}.{rest}"}
 
 
-def obstore_options(options: Mapping[str, Any], endpoint: str) -> ObstoreOptions:
-    """Translate options. Blocks: credentials and region are looked for as botocore does.
+def obstore_options(options: Mapping[str, Any], address: S3Address) -> ObstoreOptions:
+    """Translate options. Blocks: credentials are looked for as botocore does.
 
     Args:
         options: As s3fs takes them.
-        endpoint: What they, or the environment, name; empty for Amazon's own.
+        address: Where s3fs's client goes; so what they say of that is not looked at again.
 
     Raises:
         ConfigError: There is no word for one.
     """
     given = _Given(options)
-    session = botocore.session.Session(profile=given.take("profile"))
-    region = given.take("client_kwargs", "region_name") or session.get_config_variable("region")
-    config: dict[str, Any] = {"region": region or "us-east-1"}
-    if endpoint:
-        config[_ENDPOINT] = endpoint
-    signs_payload = given.take("config_kwargs", "s3", "payload_signing_enabled")
-    if signs_payload is None:
-        signs_payload = endpoint.startswith("http://")
-    config["unsigned_payload"] = not signs_payload
-    style = given.take("config_kwargs", "s3", "addressing_style")
-    config[_VIRTUAL] = style == "virtual"
-    config["request_payer"] = bool(given.take("requester_pays"))
+    for path in _OF_ADDRESS:
+        given.take(*path)
+    config: dict[str, Any] = {
+        "region": address.region,
+        _ENDPOINT: address.endpoint,
+        _VIRTUAL: address.is_virtual,
+        "unsigned_payload": not address.signs_payload,
+        "request_payer": bool(given.take("requester_pays")),
+    }
     for name, ours in _ENCRYPTION.items():
         value = given.take("s3_additional_kwargs", name)
         if value is not None:
             config[ours] = value
-    client = _client(given, endpoint)
-    credentials = _credentials(given, session)
+    client = _client(given, address.endpoint)
+    credentials = _credentials(given, botocore.session.Session(profile=given.take("profile")))
     config["skip_signature"] = credentials is None
-    for path in (("endpoint_url",), ("client_kwargs", "endpoint_url")):
-        given.take(*path)
     given.expect_nothing()
     return ObstoreOptions(config=config, client=client, credentials=credentials)
 

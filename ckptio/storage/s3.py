@@ -21,18 +21,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import botocore.exceptions
 import s3fs
-from botocore.config import Config
+from botocore.exceptions import BotoCoreError
 
 from ckptio.errors import ConfigError
 from ckptio.storage.s3_answers import NotSupportedError, has_etag, info_of, listed, receive, told
 from ckptio.storage.s3_body import Body
+from ckptio.storage.s3_options import (
+    SYNONYMS,
+    address_of,
+    all_options,
+    client_config,
+    endpoint_of,
+    is_amazon,
+    uses_tls,
+)
 from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -46,14 +51,13 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
 
 _MIN_PART_NBYTES = 5 << 20
 _GAP_NBYTES = 1 << 20
-_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 
 
 class S3Backend:
@@ -62,7 +66,7 @@ class S3Backend:
     def split(self, url: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Split into endpoint with bucket, and prefix; see `stores.Backend`."""
         bucket, prefix = split_url(url)
-        return f"s3 {endpoint_of(options) or 'amazon'} {bucket}", prefix
+        return f"s3 {endpoint_of(all_options(options)) or 'amazon'} {bucket}", prefix
 
     def gap_nbytes(self) -> int:
         """What a request costs in bytes, about."""
@@ -74,66 +78,36 @@ class S3Backend:
         """Make a client; see `stores.Backend`."""
         del executor
         bucket, _ = split_url(url)
-        own = dict(options)
-        endpoint = endpoint_of(options)
-        own["config_kwargs"] = _client_config(options, endpoint, config)
-        try:
-            fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, **own)
-            client = await fs.set_session()
-        except (TypeError, ValueError, botocore.exceptions.BotoCoreError) as error:
-            problem = type(error).__name__  # what it says may hold the options
-        else:
-            return S3Store(client, bucket, fs, endpoint)
-        given = f"the storage_options given ({', '.join(options) or 'none'})"
-        raise ConfigError(f"s3fs cannot make a client of {given}: {problem}")
+        own = all_options(options)
+        has_tls = uses_tls(own)
+        fs, client = await _client(own, config, has_tls=has_tls)
+        if address_of(client).endpoint.startswith("https://") != has_tls:  # by a profile
+            await client.close()
+            fs, client = await _client(own, config, has_tls=not has_tls)
+        return S3Store(client, bucket, fs)
 
 
-def endpoint_of(options: Mapping[str, Any]) -> str:
-    """Give the endpoint that options or the environment name; empty for Amazon's own."""
-    return str(
-        options.get("endpoint_url")
-        or _mapping(options, "client_kwargs").get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-        or ""
-    )
-
-
-def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Give options that stand together under a name; none if it is not there, or `None`.
+async def _client(
+    options: Mapping[str, Any], config: CheckpointConfig, *, has_tls: bool
+) -> tuple[Any, Any]:
+    """Make a client, and what closes it.
 
     Raises:
-        ConfigError: It is something else; what, is not shown.
+        ConfigError: The options make none.
     """
-    found = options.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} of the storage_options has to be a mapping of options")
-    return found
-
-
-def _client_config(
-    options: Mapping[str, Any], endpoint: str, config: CheckpointConfig
-) -> dict[str, Any]:
-    """Give what botocore's `Config` takes; what the user says goes first."""
-    given = _mapping(options, "config_kwargs")
-    ours: dict[str, Any] = {
-        "connect_timeout": config.request_timeout_s,
-        "read_timeout": config.request_timeout_s,
-        "max_pool_connections": config.max_requests,
-        "retries": {"total_max_attempts": 1},
-        # botocore has them since 1.36, and did before what they are set to
-        **{option: "when_required" for option in _CHECKSUMS if option in Config.OPTION_DEFAULTS},
+    ours = {
+        "config_kwargs": client_config(options, config, has_tls=has_tls),
+        "asynchronous": True,
+        "skip_instance_cache": True,
     }
-    use_ssl = _mapping(options, "client_kwargs").get("use_ssl", options.get("use_ssl", True))
-    if not endpoint.startswith("http://") and (endpoint or use_ssl):
-        ours["s3"] = {"payload_signing_enabled": False}
-    return {**ours, **given, "s3": {**ours.get("s3", {}), **_mapping(given, "s3")}}
-
-
-def _is_amazon(url: str) -> bool:
-    """Whether a client talks to Amazon's own servers."""
-    host = urlsplit(url).hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    try:
+        # what fsspec is configured to give is among the options, by its one name
+        fs = s3fs.S3FileSystem(**{**dict.fromkeys(SYNONYMS), **options, **ours})
+        return fs, await fs.set_session()
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, BotoCoreError) as error:
+        problem = type(error).__name__  # what it says may hold the options
+    given = f"the storage_options given ({', '.join(options) or 'none'})"
+    raise ConfigError(f"s3fs cannot make a client of {given}: {problem}")
 
 
 class S3Store:
@@ -143,25 +117,25 @@ class S3Store:
         client: Of aiobotocore.
         bucket: Its name.
         fs: What made the client; closes it, and has options for requests.
-        endpoint: Where it is; empty for Amazon's own.
     """
 
-    def __init__(self, client: Any, bucket: str, fs: Any, endpoint: str) -> None:
+    def __init__(self, client: Any, bucket: str, fs: Any) -> None:
         self._client = client
         self._bucket = bucket
         self._fs = fs
-        self._endpoint = endpoint
+        self.address = address_of(client)
         self._extras: dict[str, Mapping[str, Any]] = {}
         self._traits = StoreTraits(
             min_part_nbytes=_MIN_PART_NBYTES,
-            conditional="atomic" if _is_amazon(client.meta.endpoint_url) else "none",
+            conditional="atomic" if is_amazon(self.address.endpoint) else "none",
             gap_nbytes=_GAP_NBYTES,
         )
 
     @property
     def identity(self) -> str:
         """Endpoint and bucket."""
-        return f"s3 {self._endpoint or 'amazon'} {self._bucket}"
+        endpoint = self.address.endpoint
+        return f"s3 {'amazon' if is_amazon(endpoint) else endpoint} {self._bucket}"
 
     @property
     def traits(self) -> StoreTraits:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
+import fsspec.config
 import pytest
 
 from ckptio._aio import Threads
 from ckptio.config import CheckpointConfig
+from ckptio.errors import ConfigError
 from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
 
@@ -31,13 +35,13 @@ STYLES = [
 
 
 @contextlib.asynccontextmanager
-async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
-    """Stand in for every host; gives what is asked of which."""
-    urls: list[str] = []
+async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[tuple[str, str]]]:
+    """Stand in for every host; gives the URLs that are asked for, and the heads of requests."""
+    requests: list[tuple[str, str]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        urls.append(head.split()[1])
+        requests.append((head.split()[1], head))
         nbytes = next(int(x[15:]) for x in head.splitlines() if x.lower()[:15] == "content-length:")
         if "100-continue" in head.lower():
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -53,7 +57,7 @@ async def asked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
         port = server.sockets[0].getsockname()[1]
         for name in ("http_proxy", "HTTP_PROXY"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
-        yield urls
+        yield requests
 
 
 async def write(client: str, options: dict[str, Any]) -> None:
@@ -81,6 +85,63 @@ async def test_a_bucket_is_where_the_options_say(
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://elsewhere.example")
     options = {**OPTIONS, "config_kwargs": {"s3": {"addressing_style": style}}}
-    async with asked(monkeypatch) as urls:
+    async with asked(monkeypatch) as requests:
         await write(client, options)
-    assert urls == [url, url]
+    assert [found for found, _ in requests] == [url, url]
+
+
+CONFIG = f"""\
+[default]
+endpoint_url = http://elsewhere.example
+[profile mine]
+endpoint_url = http://{HOST}
+region = eu-west-3
+s3 =
+  addressing_style = virtual
+"""
+CREDENTIALS = "[mine]\naws_access_key_id = user\naws_secret_access_key = password\n"
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have a profile `mine`, and another that is the default."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(CONFIG)
+    (tmp_path / "credentials").write_text(CREDENTIALS)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
+
+@pytest.mark.usefixtures("profile")
+@pytest.mark.parametrize("where", ["options", "environment", "fsspec"])
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_a_profile_says_where_data_goes(
+    client: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifest and data go to its server, in its style; over plain HTTP, bodies are signed."""
+    if where == "environment":
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+    if where == "fsspec":
+        monkeypatch.setitem(fsspec.config.conf, "s3", {"profile": "mine"})
+    async with asked(monkeypatch) as requests:
+        await write(client, {"profile": "mine"} if where == "options" else {})
+    assert [url for url, _ in requests] == [f"http://bucket.{HOST}/run/data"] * 2
+    for _, head in requests:
+        assert "user/" in head
+        assert "/eu-west-3/s3/" in head
+        assert "unsigned-payload" not in head.lower()
+
+
+@pytest.mark.usefixtures("profile")
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_credentials_have_two_names(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3fs has them, wherever they come from; only one at a time."""
+    options = {"endpoint_url": f"http://{HOST}", "username": "somebody"}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"password": "hidden"})
+    async with asked(monkeypatch) as requests:
+        await write(client, options)
+    assert all("Credential=somebody/" in head for _, head in requests)
+    with pytest.raises(ConfigError, match="username and key, which are one") as caught:
+        await write(client, {**options, "key": "hidden"})
+    assert "hidden" not in str(caught.value)

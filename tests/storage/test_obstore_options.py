@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,14 +11,19 @@ from ckptio.errors import ConfigError
 from ckptio.storage.obstore import ObstoreBackend
 from ckptio.storage.obstore_options import obstore_options
 from ckptio.storage.s3 import S3Backend
+from ckptio.storage.s3_options import S3Address
 from ckptio.storage.store import RefusedError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 KEYS = {"key": "user", "secret": "password"}
+AMAZON = S3Address(endpoint="https://s3.us-east-1.amazonaws.com", region="us-east-1")
 #: What obstore would take from the environment.
 UNSAID = {
+    "region": "us-east-1",
+    "aws_endpoint_url_s3": "https://s3.us-east-1.amazonaws.com",
+    "unsigned_payload": True,
     "virtual_hosted_style_request": False,
     "request_payer": False,
     "skip_signature": False,
@@ -35,35 +41,28 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "endpoint", "config", "client"),
+    ("options", "address", "config", "client"),
     [
-        (
-            {},
-            "",
-            {"region": "us-east-1", "unsigned_payload": True},
-            {"allow_http": False},
-        ),
+        ({}, AMAZON, {}, {"allow_http": False}),
         (
             {"client_kwargs": {"region_name": "eu-west-1"}, "endpoint_url": "http://a:1"},
-            "http://a:1",
-            {"region": "eu-west-1", "aws_endpoint_url_s3": "http://a:1", "unsigned_payload": False},
+            S3Address(endpoint="http://a:1", region="eu-west-1", signs_payload=True),
+            {
+                "region": "eu-west-1",
+                "aws_endpoint_url_s3": "http://a:1",
+                "unsigned_payload": False,
+            },
             {"allow_http": True},
         ),
         (
-            {"config_kwargs": {"s3": {"payload_signing_enabled": True}}},
-            "https://a",
-            {"region": "us-east-1", "aws_endpoint_url_s3": "https://a", "unsigned_payload": False},
-            {"allow_http": False},
-        ),
-        (
-            {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "requester_pays": True},
-            "",
             {
-                "region": "us-east-1",
-                "unsigned_payload": True,
-                "virtual_hosted_style_request": True,
-                "request_payer": True,
+                "config_kwargs": {
+                    "s3": {"addressing_style": "virtual", "payload_signing_enabled": False}
+                },
+                "requester_pays": True,
             },
+            dataclasses.replace(AMAZON, is_virtual=True),
+            {"virtual_hosted_style_request": True, "request_payer": True},
             {"allow_http": False},
         ),
         (
@@ -71,22 +70,17 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
                 "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"},
                 "client_kwargs": {"verify": False},
             },
-            "",
-            {
-                "region": "us-east-1",
-                "unsigned_payload": True,
-                "server_side_encryption": "aws:kms",
-                "sse_kms_key_id": "id",
-            },
+            AMAZON,
+            {"server_side_encryption": "aws:kms", "sse_kms_key_id": "id"},
             {"allow_http": False, "allow_invalid_certificates": True},
         ),
     ],
 )
 def test_options_have_obstores_words(
-    options: dict[str, Any], endpoint: str, config: dict[str, Any], client: dict[str, Any]
+    options: dict[str, Any], address: S3Address, config: dict[str, Any], client: dict[str, Any]
 ) -> None:
-    """As far as they have the same meaning; bodies are signed over plain HTTP only."""
-    found = obstore_options({**KEYS, **options}, endpoint)
+    """As far as they have the same meaning; what is not wanted is said, too."""
+    found = obstore_options({**KEYS, **options}, address)
     assert found.config == {**UNSAID, **config}
     assert found.client == client
 
@@ -100,16 +94,17 @@ def test_options_have_obstores_words(
 )
 def test_a_bucket_is_in_the_host_only_if_that_is_wanted(endpoint: str, expected: str) -> None:
     """Else the first part of a key would be taken for the bucket."""
-    virtual = {**KEYS, "config_kwargs": {"s3": {"addressing_style": "virtual"}}}
-    found = obstore_options(virtual, endpoint).config_for("bucket")
+    address = S3Address(endpoint=endpoint, region="here")
+    found = obstore_options(KEYS, address).config_for("bucket")
+    assert found["aws_endpoint_url_s3"] == endpoint
+    virtual = dataclasses.replace(address, is_virtual=True)
+    found = obstore_options(KEYS, virtual).config_for("bucket")
     assert found["aws_endpoint_url_s3"] == expected
-    assert obstore_options(KEYS, endpoint).config_for("bucket")["aws_endpoint_url_s3"] == endpoint
-    assert "aws_endpoint_url_s3" not in obstore_options(virtual, "").config_for("bucket")
 
 
 def test_credentials_are_handed_over_by_a_function() -> None:
     """So they are in no `repr` of what holds the options; a token goes with its key."""
-    found = obstore_options({**KEYS, "token": "temporary"}, "")
+    found = obstore_options({**KEYS, "token": "temporary"}, AMAZON)
     assert found.credentials is not None
     assert found.credentials() == {
         "access_key_id": "user",
@@ -125,7 +120,7 @@ def test_credentials_come_from_where_botocore_finds_them(monkeypatch: pytest.Mon
     """And are asked for again, for they may be renewed there."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "as-well")
-    found = obstore_options({}, "")
+    found = obstore_options({}, AMAZON)
     assert found.credentials is not None
     given = found.credentials()
     assert given["access_key_id"] == "from-the-environment"
@@ -134,16 +129,16 @@ def test_credentials_come_from_where_botocore_finds_them(monkeypatch: pytest.Mon
 
 def test_without_credentials_nothing_is_signed_only_if_that_is_wanted() -> None:
     """Who forgot them is told so."""
-    assert obstore_options({"anon": True}, "").config["skip_signature"] is True
+    assert obstore_options({"anon": True}, AMAZON).config["skip_signature"] is True
     with pytest.raises(ConfigError, match="no credentials"):
-        obstore_options({}, "")
+        obstore_options({}, AMAZON)
 
 
 def test_an_option_that_would_have_no_effect_is_refused_by_name() -> None:
     """Its value may be secret, and is not shown."""
     options = {**KEYS, "config_kwargs": {"proxies": "mine"}, "version_aware": "yours"}
     with pytest.raises(ConfigError, match=r"config_kwargs\.proxies, version_aware") as caught:
-        obstore_options(options, "")
+        obstore_options(options, AMAZON)
     assert "mine" not in str(caught.value)
     assert "yours" not in str(caught.value)
 
