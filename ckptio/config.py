@@ -98,7 +98,8 @@ class CheckpointConfig:
         s3_client: What carries the bytes of `s3://`. `"s3fs"`: the client that s3fs makes.
             `"obstore"`: obstore, of the extra `fast`; it tries parts of an upload again on its
             own, without events.
-        max_requests: Requests to an object store at a time; fewer while it asks for that.
+        max_requests: Requests to an object store at a time; fewer while it asks for that, or while
+            what is sent takes longer than `request_timeout_s`.
         request_timeout_s: Seconds without an answer after which a request is given up, and
             tried again.
         max_retries: How often a request that failed for the moment is tried again.

@@ -65,7 +65,9 @@ class ObjectSink(AwaitedSink):
     async def write(self, offset: int, data: memoryview) -> None:
         """Write a slab; see `streams.AwaitedSink`."""
         if self._nbytes <= self._part_nbytes:
-            await self._requests.must("write", self.key, lambda: self._put(data), outlive=True)
+            await self._requests.must(
+                "write", self.key, lambda: self._put(data), outlive=True, has_body=True
+            )
         else:
             upload = await self._begun()
             await self._in_turn(upload, offset // self._part_nbytes, data)
@@ -86,7 +88,7 @@ class ObjectSink(AwaitedSink):
 
     async def _write_part(self, upload: Upload, number: int, data: memoryview) -> None:
         await self._requests.must(
-            f"write part {number} of", self.key, lambda: upload.write(number, data)
+            f"write part {number} of", self.key, lambda: upload.write(number, data), has_body=True
         )
 
     async def _begun(self) -> Upload:

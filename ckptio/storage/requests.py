@@ -10,8 +10,9 @@ has been answered for that long since the first failure, nothing is tried again.
 try is an event.
 
 The number of requests at a time follows what the store can take: half as many when it
-asks to slow down, one more after as many answers as there are requests (AIMD: Chiu and
-Jain, 1989). Requests that were under way together and were refused together count once.
+asks to slow down, or when what it is sent takes too long, one more after as many answers as
+there are requests (AIMD: Chiu and Jain, 1989). Requests that were under way together and
+were refused together count once.
 """
 
 from __future__ import annotations
@@ -135,7 +136,13 @@ class Requests:
         self._first_failure_s: float | None = None
 
     async def run(
-        self, what: str, key: str, request: Callable[[], Awaitable[T]], *, outlive: bool = False
+        self,
+        what: str,
+        key: str,
+        request: Callable[[], Awaitable[T]],
+        *,
+        outlive: bool = False,
+        has_body: bool = False,
     ) -> T:
         """Carry a request out, and try it again as long as that may help.
 
@@ -144,6 +151,7 @@ class Requests:
             key: The object.
             request: Sends it; called once for each try, and has to be right to repeat.
             outlive: See `once`.
+            has_body: See `once`.
 
         Raises:
             StorageError: It failed for good; names the object and the cause.
@@ -154,7 +162,7 @@ class Requests:
         while True:
             tries += 1
             try:
-                result = await self.once(request, outlive=outlive)
+                result = await self.once(request, outlive=outlive, has_body=has_body)
             except TransientError as error:
                 wait_s = self._rng.uniform(
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
@@ -182,7 +190,13 @@ class Requests:
                 return result
 
     async def must(
-        self, what: str, key: str, request: Callable[[], Awaitable[T]], *, outlive: bool = False
+        self,
+        what: str,
+        key: str,
+        request: Callable[[], Awaitable[T]],
+        *,
+        outlive: bool = False,
+        has_body: bool = False,
     ) -> T:
         """Carry a request out for which every failure is one; else as `run`.
 
@@ -190,24 +204,33 @@ class Requests:
             StorageError: It failed; names the object and the cause.
         """
         try:
-            return await self.run(what, key, request, outlive=outlive)
+            return await self.run(what, key, request, outlive=outlive, has_body=has_body)
         except StoreError as error:
             raise self.failed(what, key, error) from error
 
-    async def once(self, request: Callable[[], Awaitable[T]], *, outlive: bool = False) -> T:
+    async def once(
+        self,
+        request: Callable[[], Awaitable[T]],
+        *,
+        outlive: bool = False,
+        has_body: bool = False,
+    ) -> T:
         """Send a request once, in its turn and within the limit of time.
 
         Args:
             request: Sends it.
             outlive: When cancelled, wait for its end all the same, once it was sent: it makes
                 something that whoever cleans up has to find.
+            has_body: It sends much. If that takes too long, the way may be narrow: then fewer
+                run at a time, and each is sooner done.
 
         Raises:
             StoreError: As the store says; a stalled one is a `TransientError`.
         """
         async with self._limit.slot() as sent_in:
+            timed = self._timed(request, has_body=has_body)
             try:
-                result = await (shielded(self._timed(request)) if outlive else self._timed(request))
+                result = await (shielded(timed) if outlive else timed)
             except TransientError as error:
                 if error.slow_down:
                     self._limit.slow_down(sent_in)
@@ -215,13 +238,14 @@ class Requests:
         self._limit.answered()
         return result
 
-    async def _timed(self, request: Callable[[], Awaitable[T]]) -> T:
+    async def _timed(self, request: Callable[[], Awaitable[T]], *, has_body: bool) -> T:
         timeout_s = self._config.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await request()
         except TimeoutError as error:
-            raise TransientError(f"no answer within {timeout_s:g} s") from error
+            problem = f"no answer within {timeout_s:g} s"
+            raise TransientError(problem, slow_down=has_body) from error
 
     def _is_late(self, wait_s: float) -> bool:
         """Whether the deadline passes before another try."""

@@ -286,3 +286,37 @@ def test_a_store_that_asks_for_less_gets_half_and_more_again_later() -> None:
         assert await run.run("write", "a", failing()) == "done"
 
     run_virtual(scenario(), seed=0)
+
+
+def test_fewer_run_where_what_is_sent_takes_too_long() -> None:
+    """The way is narrow: as many as before would all be late again. Looks slow nothing down."""
+
+    async def scenario() -> None:
+        limit, running = RequestLimit(16), 0
+        run = requests(limit=limit, max_retries=8, request_timeout_s=8.0)
+
+        async def send() -> None:
+            nonlocal running
+            running += 1
+            try:
+                left_nbytes = 50.0
+                while left_nbytes > 0:
+                    await asyncio.sleep(0.5)
+                    left_nbytes -= 25.0 / running  # all that run share the way
+            finally:
+                running -= 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(16):
+                group.create_task(run.run("write", str(number), send, has_body=True))
+        assert limit.allowed < 16
+
+    run_virtual(scenario(), seed=0)
+
+    async def look() -> None:
+        limit = RequestLimit(16)
+        with pytest.raises(TransientError, match="no answer"):
+            await requests(limit=limit).once(lambda: asyncio.sleep(100))
+        assert limit.allowed == 16
+
+    run_virtual(look(), seed=0)
