@@ -11,7 +11,8 @@ import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
-from ckptio.foreign.pickles import UNTYPED, read_tensor
+from ckptio.foreign.pickles import UNTYPED, UnpicklingError, read_tensor
+from ckptio.foreign.scan import NUM_OLD_PICKLES, scan_pickle
 from ckptio.layout import DTYPES, numel, row_major_strides
 
 if TYPE_CHECKING:
@@ -141,26 +142,41 @@ def require_stored(archive: zipfile.ZipFile, nbytes: int) -> dict[str, zipfile.Z
     return {info.filename: info for info in members}
 
 
-def require_plain(file: IO[bytes]) -> None:
+def require_plain(file: IO[bytes]) -> int:
     """Refuse a file of torch.save that would become more than it is.
 
     Args:
-        file: The file; one that is no archive is left to torch.
+        file: The file: an archive, or what was written before there were any.
+
+    Returns:
+        Bytes of its pickles.
 
     Raises:
+        UnpicklingError: They have what torch does not read.
         FormatError: It would.
     """
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
-    if file.read(len(ZIP)) == ZIP:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                require_stored(archive, nbytes)
-        except FormatError:
-            raise
-        except Exception as error:  # a damaged archive raises anything
-            raise FormatError(f"it is no whole archive: {error!r}") from None
+    is_archive = file.read(len(ZIP)) == ZIP
     file.seek(0)
+    try:
+        if not is_archive:
+            return sum(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
+        with zipfile.ZipFile(file) as archive:
+            members = require_stored(archive, nbytes)
+            pickles = [info for name, info in members.items() if is_pickle(name)]
+            return sum(scan_pickle(io.BytesIO(archive.read(info))) for info in pickles)
+    except (FormatError, UnpicklingError):
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise FormatError(f"it is no whole archive: {error!r}") from None
+    finally:
+        file.seek(0)
+
+
+def is_pickle(name: str) -> bool:
+    """Whether torch may take a member of this name for its pickle: in any case, as it looks."""
+    return name.lower().endswith("data.pkl")
 
 
 def _find(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import io
 import os
 import zipfile
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
     ZIP,
     Window,
+    is_pickle,
     require_plain,
     require_stored,
 )
@@ -38,8 +40,9 @@ from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.holes import NAME, UTF8_FLAG, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
+from ckptio.foreign.scan import scan_pickle
 from ckptio.foreign.standins import Taken, load_with_stand_ins, take_apart_data
-from ckptio.foreign.values import add_flat, load_bytes, source_of
+from ckptio.foreign.values import add_flat, copied, load_bytes, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
 
@@ -111,6 +114,7 @@ class TorchSaveReader:
         self._starts: dict[int, int] = {}
         self._members: list[_Member] = []
         self._memory: list[tuple[int, int, int]] = []
+        self._pickle_nbytes = 0
         try:
             try:
                 return self._load_outline(status.nbytes)
@@ -144,7 +148,7 @@ class TorchSaveReader:
                 lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             )
             self._memory = mapped(fd)
-        taken = take_apart_data(state)
+        taken = take_apart_data(copied(state, self._pickle_nbytes))
         self._require_places(taken)
         return taken
 
@@ -212,6 +216,8 @@ class TorchSaveReader:
             if info.file_size > _MAX_MEMBER_NBYTES:
                 raise FormatError(f"member {name!r} has {info.file_size} bytes")
             data = archive.read(info)
+            if is_pickle(name):
+                self._pickle_nbytes += scan_pickle(io.BytesIO(data))
             if name.endswith("/byteorder") and data != b"little":
                 raise _NotByRangesError("its bytes are in another order than this machine's")
             write_at(fd, data, start)
@@ -358,10 +364,11 @@ def _load_whole(path: str) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            require_plain(file)
-        return load_with_stand_ins(
+            nbytes = require_plain(file)
+        state = load_with_stand_ins(
             lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=False)
         )
+        return copied(state, nbytes)
     except (FormatError, UnpicklingError):
         raise
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from ckptio.foreign.archive import require_plain
 from ckptio.foreign.folder import MemorySource
 from ckptio.foreign.interface import Encoded
 from ckptio.foreign.pickles import UnpicklingError
+from ckptio.foreign.scan import most_of
 from ckptio.format.encode import MAX_DEPTH, TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
@@ -38,27 +39,44 @@ def load_bytes(data: bytes) -> Any:
         FormatError: It is not whole.
     """
     file = io.BytesIO(data)
-    require_plain(file)
+    nbytes = require_plain(file)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        value = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError:
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"torch.load cannot read it: {error}") from None
+    return copied(value, nbytes)
+
+
+def copied(value: Any, nbytes: int) -> Any:
+    """Copy the containers of a loaded value, so that what is in them can be stored.
+
+    Files in memory, in which some modules keep what they pickled, become their bytes. What is
+    referred to in several places is copied for each.
+
+    Args:
+        value: The value.
+        nbytes: Bytes of the pickle that it comes from.
+
+    Raises:
+        FormatError: Written out, it is far more than the pickle.
+    """
+    return _Copier(most_of(nbytes)).copy(value)
 
 
 def take_apart(value: Any, instead: Callable[[str, Any], torch.Tensor] | None = None) -> FlatState:
     """Take a loaded value apart.
 
     Args:
-        value: The value.
+        value: The value, as `copied` gives it.
         instead: Gives what to store for something that has no portable form.
 
     Raises:
         FormatError: Something in it has no portable form.
     """
     try:
-        return flatten(_Copier().copy(value), instead=instead)
+        return flatten(value, instead=instead)
     except UnsupportedLeafError as error:
         raise FormatError(f"it holds what cannot be loaded: {error}") from None
 
@@ -68,16 +86,21 @@ class Unending:
 
 
 class _Copier:
-    """Copies containers, so that what is in them can be stored."""
+    """Copies containers.
 
-    def __init__(self) -> None:
+    Args:
+        num_left: Values that may be copied.
+    """
+
+    def __init__(self, num_left: int) -> None:
+        self._num_left = num_left
         self._open: set[int] = set()
 
     def copy(self, value: Any) -> Any:
-        """Copy a value.
-
-        Files in memory, in which some modules keep what they pickled, become their bytes.
-        """
+        """Copy a value; see `copied`."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise FormatError("written out, its values are far more than its bytes")
         if isinstance(value, io.BytesIO):
             return value.getvalue()
         kind = type(value)

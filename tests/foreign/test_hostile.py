@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import io
 import pickle
@@ -20,7 +21,7 @@ from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.dcp import DcpReader
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.pickles import read_metadata as read_pickle
-from tests.foreign.rig import save_dcp
+from tests.foreign.rig import assert_same_state, save_dcp
 from tests.foreign.test_dcp import read_metadata, write_metadata
 from tests.rig import SMALL
 
@@ -170,6 +171,112 @@ def test_members_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(data)
     with pytest.raises(FormatError, match="more bytes than the archive"):
         sync.load(tmp_path / "file.pt", config=SMALL)
+
+
+def call(module: str, name: str, *args: bytes) -> bytes:
+    """Pickle a call."""
+    return f"c{module}\n{name}\n(".encode() + b"".join(args) + b"tR"
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+#: A tuple that refers to its innermost part 2**60 times, and a list that does.
+_LAUGHS = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
+_LISTS = b"]" + b"".join(b"q%c](h%ch%ce" % (i, i, i) for i in range(60))
+_ONE = text("storage") + b"ctorch\nLongStorage\n" + text("0") + text("cpu") + b"K\x01"
+#: A tensor with one element that stands for many.
+_WIDE = call(
+    "torch._utils", "_rebuild_tensor_v2", b"(" + _ONE + b"tQ", b"K\x00", number(1 << 32) + b"\x85",
+    b"K\x00\x85", b"\x89", call("collections", "OrderedDict"),
+)  # fmt: skip
+HUNGRY = {
+    "bytearray": call("builtins", "bytearray", number(1 << 33)),
+    "bytearray by its old name": call("__builtin__", "bytearray", number(1 << 33)),
+    "bytearray of a tensor": call("builtins", "bytearray", _WIDE),
+    "bytes of bytes": call("_codecs", "encode", call("_codecs", "encode", text("a"), text("hex"))),
+    "Tensor": call("torch", "Tensor", number(1 << 31)),
+    "FloatTensor": call("torch", "FloatTensor", number(1 << 31)),
+    "new": b"ctorch\nTensor\n" + number(1 << 31) + b"\x85\x81",
+    "Storage": call("torch", "FloatStorage", number(1 << 31)),
+    "UntypedStorage": call("torch.storage", "UntypedStorage", number(1 << 33)),
+    "set of a tensor": call("builtins", "set", _WIDE),
+    "Size of a tensor": call("torch", "Size", _WIDE),
+    "copy": call(
+        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", _WIDE, b"ctorch\nfloat64\n",
+        text("cpu"), b"\x89",
+    ),
+    "called by another": call(
+        "torch._tensor", "_rebuild_from_type_v2", b"cbuiltins\nbytearray\n", b"ctorch\nTensor\n",
+        number(1 << 33) + b"\x85", b"N",
+    ),
+    "a tuple": _LAUGHS,
+    "a list": _LISTS,
+    "a key": b"}" + _LAUGHS + b"Ns",
+    "keys": b"}(" + _LAUGHS + b"Nu",
+    "an element": call("builtins", "set", b"](" + _LAUGHS + b"e"),
+    "many copies": b"]" + text("a" * 100_000) + b"q\x00a("
+    + call("_codecs", "encode", b"h\x00", text("latin1")) * 2000 + b"e",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(HUNGRY))
+@pytest.mark.parametrize("kind", ["zip", "old", "DCP"])
+def test_a_pickle_makes_little_more_than_it_has(tmp_path: Path, kind: str, case: str) -> None:
+    """Whatever torch would make of it, in a file and in a value of DCP."""
+    pickled = b"\x80\x02" + HUNGRY[case] + b"."
+    if kind == "old":
+        data = io.BytesIO()
+        torch.save({}, data, _use_new_zipfile_serialization=False)
+        empty = pickle.dumps({}, 2)
+        made = data.getvalue().replace(empty, pickled, 1)
+        assert pickled in made
+    else:
+        made = repacked(
+            saved(torch.zeros(1, dtype=torch.int64)),
+            compress=lambda _: False,
+            **{"data.pkl": pickled},
+        )
+    if kind == "DCP":
+        folder = save_dcp(tmp_path / "dcp", {"n": 3, "w": torch.ones(2)})
+        metadata = read_metadata(folder)
+        (info,) = (v for k, v in metadata.storage_data.items() if k.fqn == "n")
+        with (folder / info.relative_path).open("ab") as file:
+            info.offset, info.length = file.tell(), len(made)
+            file.write(made)
+        write_metadata(folder, metadata)
+    else:
+        folder = tmp_path / "x.pt"
+        folder.write_bytes(made)
+    with pytest.raises(FormatError):
+        sync.load(folder, config=SMALL)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_pickles_are_made_of_is_read(tmp_path: Path, *, is_zip: bool) -> None:
+    """All that has a portable form and that torch loads, and what is referred to often."""
+    often = ("a", [1, 2.5, None, True, 1 << 80], {"x": {1, 2, (3, (4,))}, (5, 6): -1})
+    state: Any = {
+        "bytes": [b"abc\xff" * 1000, bytearray(b"abc\xff"), bytearray()],
+        "often": [often] * 1000,
+        "words": [torch.Size((2, 3)), torch.float16, torch.device("cpu"), 1 + 2j],
+        "counts": collections.Counter("abca"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "module": torch.nn.Linear(2, 3).state_dict(),
+        "tensors": [torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)],
+    }
+    file = tmp_path / "x.pt"
+    torch.save(state, file, _use_new_zipfile_serialization=is_zip)
+    expected = torch.load(file)
+    expected["parameter"] = expected["parameter"].detach()
+    found: Any = sync.load(file, config=SMALL)
+    found["parameter"] = found["parameter"].detach()
+    assert_same_state(found, expected)
 
 
 @pytest.mark.parametrize("field", [40, 48], ids=["size", "place"])
