@@ -67,8 +67,12 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }
 _WORDS = frozenset(
-    {"strided", "sparse_coo", "contiguous_format", "preserve_format", "channels_last"}
-)
+    {
+        "strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged",
+        "contiguous_format", "preserve_format", "channels_last", "channels_last_3d",
+        "qint8", "quint8", "qint32", "quint4x2", "quint2x4",
+    }
+)  # fmt: skip
 UNTYPED = "untyped"
 #: Dimensions of a tensor, at most, as far as metadata goes.
 _MAX_DIMS = 64

@@ -73,12 +73,16 @@ def take_apart(value: Any, instead: Callable[[str, Any], torch.Tensor] | None = 
         instead: Gives what to store for something that has no portable form.
 
     Raises:
-        FormatError: Something in it has no portable form.
+        UnportableError: Something in it has no portable form.
     """
     try:
         return flatten(value, instead=instead)
     except UnsupportedLeafError as error:
-        raise FormatError(f"it holds what cannot be loaded: {error}") from None
+        raise UnportableError(f"it holds what cannot be loaded: {error}") from None
+
+
+class UnportableError(FormatError):
+    """A value is whole, and has something in it that has no portable form."""
 
 
 class Unending:

@@ -266,6 +266,27 @@ def test_objects_are_refused_by_name_unless_allowed_or_left_out(tmp_path: Path) 
     assert found["decoder._extra_state/shard_0_2"] == b"scales"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
+def test_what_has_no_portable_form_is_left_out_if_nobody_wants_it(tmp_path: Path) -> None:
+    """One such value does not cost the rest, as in a file of torch.save."""
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    state: dict[str, Any] = {
+        "w": torch.ones(2),
+        "sparse": (torch.eye(2).to_sparse(),),
+        "layout": ("a", torch.strided),
+        "cycle": (cycle,),
+        "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    }
+    folder = save_dcp(tmp_path / "dcp", state)
+    assert_same_state(sync.load(folder, select="w", config=SMALL), {"w": torch.ones(2)})
+    for name in set(state) - {"w"}:
+        with pytest.raises(FormatError, match=f"'{name}'.*select="):
+            sync.load(folder, select=["w", name], config=SMALL)
+    with pytest.raises(FormatError, match="no portable form"):
+        sync.load(folder, config=SMALL)
+
+
 def test_a_value_with_tensors_in_it_comes_back(tmp_path: Path) -> None:
     """A tuple is one value to DCP, whatever it holds."""
     state = {"pair": (torch.arange(3), {"x": [torch.ones(2), 1.5]}), "w": torch.zeros(2)}
