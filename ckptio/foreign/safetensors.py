@@ -8,8 +8,9 @@ import msgspec
 
 from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.folder import range_name, split_range
-from ckptio.foreign.interface import at, encode_places, make_manifest, place
+from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest
 from ckptio.format.bucket import decode_header, header_nbytes
+from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 #: Of an index: what a checkpoint of a hundred thousand tensors stays far below.
 _MAX_INDEX_NBYTES = 1 << 27
 _PREFIX_NBYTES = 8
+_MAX_SHOWN = 5
 #: Names that libraries look for in a folder, the first one found counts.
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -66,6 +68,7 @@ class SafetensorsReader:
         self._index = index
         self._weight_map = weight_map
         self._block_nbytes = block_nbytes
+        self._unknown: dict[str, str] = {}
 
     @property
     def version(self) -> Hashable:
@@ -79,6 +82,7 @@ class SafetensorsReader:
         files: list[tuple[str, int]] = []
         tensors: list[TensorEntry] = []
         homes: dict[str, str] = {}
+        state: dict[str, Encoded] = {}
         modified_s = 0.0
         headers = self._folder.each(self._header, self._names)
         for name, (status, start, stored) in zip(self._names, headers, strict=True):
@@ -92,9 +96,16 @@ class SafetensorsReader:
                     )
                 homes[tensor.name] = name
                 file, first = whole, start + tensor.start
-                if first % DTYPES[tensor.dtype].itemsize:  # no rule of the format forbids it
-                    files.append((range_name(name, first, tensor.nbytes), tensor.nbytes))
+                # no rule of the format forbids it
+                is_odd = bool(first % DTYPES[tensor.dtype].itemsize)
+                if is_odd or tensor.unknown:
+                    part = range_name(name, first, tensor.nbytes)
+                    if tensor.unknown:
+                        self._unknown[part] = f"{tensor.name!r} ({tensor.unknown})"
+                    files.append((part, tensor.nbytes))
                     file, first = len(files) - 1, 0
+                node = {TAG: "bytes", "t": len(tensors)} if tensor.unknown else {TAG: len(tensors)}
+                state[tensor.name] = Encoded(node)
                 tensors.append(
                     TensorEntry(tensor.name, tensor.dtype, tensor.shape, (Chunk(file, first),))
                 )
@@ -106,11 +117,21 @@ class SafetensorsReader:
             block_nbytes=self._block_nbytes,
             files=files,
             tensors=tensors,
-            tree=encode_places({tensor.name: place(i) for i, tensor in enumerate(tensors)}),
+            tree=encode_places(state),
         )
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Stat files, and what ranges of them there are."""
+        """Stat files, and what ranges of them there are.
+
+        Raises:
+            FormatError: One of them is a tensor of an unknown type.
+        """
+        if unknown := [name for name in names if name in self._unknown]:
+            shown = ", ".join(self._unknown[name] for name in unknown[:_MAX_SHOWN])
+            raise FormatError(
+                f"{self._folder.join(unknown[0].rpartition('@')[0])!r} has tensors of element types"
+                f" that are not known: {shown}; leave them out with select="
+            )
         return self._folder.each(self._size, names)
 
     def _size(self, name: str) -> int | None:
@@ -136,7 +157,7 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, _ = decode_header(header, status.nbytes - start)
+            stored, _ = decode_header(header, status.nbytes - start, keeps_unknown=True)
         except FormatError as error:
             raise at(self._folder.join(name), error) from None
         return status, start, stored

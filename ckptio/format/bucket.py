@@ -28,6 +28,13 @@ _LENGTH_NBYTES = 8
 _METADATA = "__metadata__"
 #: Where torch.distributed.checkpoint's safetensors writer notes the place of each shard.
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+#: Types that later versions of safetensors have, which are read, and not written.
+_LATER_CODES = {
+    "C64": "complex64",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
 
 
 class StoredTensor(NamedTuple):
@@ -38,12 +45,14 @@ class StoredTensor(NamedTuple):
         dtype: torch's name of its element type.
         shape: Its shape, in elements of `dtype`.
         start: Where it starts, in bytes from the start of the data.
+        unknown: Its element type, of one that is not known: it is bytes then.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    unknown: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +78,7 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
     """
     notes = dict(metadata)
     document: dict[str, object] = {_METADATA: notes}
-    for name, dtype_name, shape, start in tensors:
+    for name, dtype_name, shape, start, _ in tensors:
         dtype = DTYPES[dtype_name]
         if not dtype.is_native:
             notes[f"ckptio.dtype.{name}"] = dtype_name
@@ -138,12 +147,15 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     return _LENGTH_NBYTES + length
 
 
-def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
+def decode_header(
+    header: bytes, data_nbytes: int, *, keeps_unknown: bool = False
+) -> tuple[list[StoredTensor], dict[str, str]]:
     """Read a header strictly: every byte of the data must belong to one tensor.
 
     Args:
         header: The header, length included.
         data_nbytes: Bytes of data behind it.
+        keeps_unknown: Give tensors of unknown types as bytes.
 
     Returns:
         Tensors in the order of their data, and `__metadata__`.
@@ -162,8 +174,14 @@ def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], 
     tensors: list[StoredTensor] = []
     stop = 0
     for name, entry in entries:
-        dtype, shape = _dtype_of(name, entry, metadata)
-        tensor = StoredTensor(name, dtype, shape, entry.data_offsets[0])
+        known = _dtype_of(name, entry, metadata)
+        if known is not None:
+            tensor = StoredTensor(name, *known, entry.data_offsets[0])
+        elif keeps_unknown:
+            start, end = entry.data_offsets
+            tensor = StoredTensor(name, "uint8", (max(0, end - start),), start, entry.dtype)
+        else:
+            raise FormatError(f"tensor {name!r} has element type {entry.dtype!r}, not a known one")
         if tensor.start != stop or tensor.start + tensor.nbytes != entry.data_offsets[1]:
             raise FormatError(
                 f"tensor {name!r} of {tensor.nbytes} bytes has offsets {entry.data_offsets},"
@@ -176,8 +194,10 @@ def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], 
     return tensors, metadata
 
 
-def _dtype_of(name: str, entry: _Entry, metadata: Mapping[str, str]) -> tuple[str, tuple[int, ...]]:
-    """Give torch's element type of `entry` and the shape in elements of it."""
+def _dtype_of(
+    name: str, entry: _Entry, metadata: Mapping[str, str]
+) -> tuple[str, tuple[int, ...]] | None:
+    """Give torch's element type of `entry` and the shape in elements of it, if it is known."""
     if any(extent < 0 for extent in entry.shape):
         raise FormatError(f"tensor {name!r} has a negative extent: {entry.shape}")
     noted = metadata.get(f"ckptio.dtype.{name}")
@@ -191,4 +211,8 @@ def _dtype_of(name: str, entry: _Entry, metadata: Mapping[str, str]) -> tuple[st
     for dtype in DTYPES.values():
         if dtype.is_native and dtype.code == entry.dtype:
             return dtype.name, entry.shape
-    raise FormatError(f"tensor {name!r} has element type {entry.dtype!r}, which is not known")
+    if entry.dtype in _LATER_CODES:
+        return _LATER_CODES[entry.dtype], entry.shape
+    if entry.dtype == "F4" and entry.shape and not entry.shape[-1] % 2:  # two in a byte
+        return "float4_e2m1fn_x2", (*entry.shape[:-1], entry.shape[-1] // 2)
+    return None

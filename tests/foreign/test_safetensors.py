@@ -134,6 +134,41 @@ def test_a_file_whose_tensors_lie_on_odd_bytes_loads(
     assert bytes(found["a"].tolist()) == b"abc"
 
 
+def test_types_of_later_versions_of_safetensors_are_read(tmp_path: Path) -> None:
+    """Those that torch has; of four bits, two are an element."""
+    state = {"c": torch.tensor([1 + 2j, 3j]), "b": torch.arange(6, dtype=torch.uint8).view(2, 3)}
+    header = {
+        "c": {"dtype": "C64", "shape": [2], "data_offsets": [0, 16]},
+        "e": {"dtype": "F8_E8M0", "shape": [3], "data_offsets": [16, 19]},
+        "f": {"dtype": "F4", "shape": [2, 6], "data_offsets": [19, 25]},
+    }
+    data = state["c"].numpy().tobytes() + b"abc" + state["b"].numpy().tobytes()
+    found = sync.load(write(tmp_path / "x.safetensors", header, data), config=SMALL)
+    assert torch.equal(found["c"], state["c"])
+    for name, dtype, expected in (
+        ("e", "float8_e8m0fnu", torch.tensor([97, 98, 99], dtype=torch.uint8)),
+        ("f", "float4_e2m1fn_x2", state["b"]),
+    ):
+        if hasattr(torch, dtype):
+            assert found[name].dtype == getattr(torch, dtype)
+            assert torch.equal(found[name].view(torch.uint8), expected)
+
+
+def test_a_tensor_of_an_unknown_type_is_left_out_if_nobody_wants_it(tmp_path: Path) -> None:
+    """It does not cost the rest of the file."""
+    header = {
+        "a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "b": {"dtype": "F4", "shape": [], "data_offsets": [3, 4]},
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+    }
+    data = b"abcd" + torch.ones(2).numpy().tobytes()
+    path = write(tmp_path / "x.safetensors", header, data)
+    assert_same_state(sync.load(path, select="w", config=SMALL), {"w": torch.ones(2)})
+    for select in (None, "a"):
+        with pytest.raises(FormatError, match=r"x\.safetensors.*'a' \(F6_E2M3\)"):
+            sync.load(path, select=select, config=SMALL)
+
+
 HOSTILE = {
     "overlap": {
         "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
@@ -144,6 +179,7 @@ HOSTILE = {
     "too small": {"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 6]}},
     "negative": {"a": {"dtype": "U8", "shape": [-2, -3], "data_offsets": [0, 6]}},
     "huge": {"a": {"dtype": "U8", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 6]}},
+    "unknown type, turned around": {"a": {"dtype": "Q8", "shape": [6], "data_offsets": [0, -6]}},
     "unknown type": {"a": {"dtype": "Q8", "shape": [6], "data_offsets": [0, 6]}},
     "a list": [1, 2],
     "a number": {"a": 7},
