@@ -296,10 +296,14 @@ def classes_in(target: Any) -> Iterator[type]:
 
 
 def names_of(fqn: str, target: Any) -> list[str]:
-    """Name everything in a value of a target that is no container."""
+    """Name everything in a value of a target that is no container.
+
+    An empty dict has no name: torch.distributed.checkpoint keeps none, and there is nothing in
+    it to be missing.
+    """
     if isinstance(target, PerRank):
         return names_of(fqn, target.value)
-    if isinstance(target, dict) and target:
+    if isinstance(target, dict):
         return [n for k, v in target.items() for n in names_of(join_fqn(fqn, k), v)]
     if isinstance(target, (list, tuple)) and target:
         return [n for i, v in enumerate(target) for n in names_of(join_fqn(fqn, i), v)]

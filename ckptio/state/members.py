@@ -44,6 +44,23 @@ def members_of(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, st
     return members
 
 
+def take_member(
+    stored: dict[Hashable, tuple[Json, str, Json]],
+    target: dict[Any, Any],
+    key: object,
+    identity: Hashable,
+) -> tuple[Json, str, Json] | None:
+    """Take what a key of the target has out of what is stored; `None` if it has nothing.
+
+    A number finds what is stored under its digits, too: torch.distributed.checkpoint keeps keys
+    as strings, those of an optimizer's state among them.
+    """
+    found = stored.pop(identity, None)
+    if found is None and type(key) is int and str(key) not in target:
+        found = stored.pop(str(key), None)
+    return found
+
+
 def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     """Put values into a dict one by one, and give it: a Counter would add them, in an update."""
     for key, value in values.items():

@@ -6,6 +6,7 @@ their parameters, which are not in it. What does not fit is said before anything
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import TargetError
@@ -33,6 +34,8 @@ _ELEMENTWISE = frozenset(
         *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
     }
 )
+#: A number as it is written, of no more parameters than there can be.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -> None:
@@ -58,6 +61,19 @@ def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -
             " torch.distributed.checkpoint.state_dict.get_state_dict gives, and pass it on to"
             " set_state_dict"
         )
+
+
+def numbered(node: dict[str, Json]) -> dict[str, Json]:
+    """Give the state of an optimizer with the numbers of its parameters as keys.
+
+    torch.distributed.checkpoint keeps them as strings, under which no optimizer looks.
+    """
+    state = node.get("state")
+    if TAG in node or type(state) is not dict or TAG in state or not state:
+        return node
+    if not all(_NUMBER.fullmatch(key) for key in state):
+        return node
+    return {**node, "state": {TAG: "dict", "v": [[int(key), item] for key, item in state.items()]}}
 
 
 def optimizer_differs(
@@ -87,7 +103,8 @@ def optimizer_differs(
         return f"{kind} in the target, one without {lacking[0]!r} in the checkpoint"
     names = [join_fqn(join_fqn(fqn, "state"), key) for params in ids for key in params]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = dict(children(join_fqn(fqn, "state"), members.get(join_fqn(fqn, "state"), {})))
+    state = members.get(join_fqn(fqn, "state"))
+    moments = dict(children(join_fqn(fqn, "state"), state)) if type(state) is dict else {}
     for name, parameter in zip(names, parameters, strict=True):
         if found := _moments_differ(name, parameter, moments.get(name), entries):
             return found

@@ -41,8 +41,8 @@ from ckptio.state.fills import (
 from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
-from ckptio.state.members import identity_of_key, members_of, updated
-from ckptio.state.optimizers import optimizer_differs, require_parameters
+from ckptio.state.members import identity_of_key, members_of, take_member, updated
+from ckptio.state.optimizers import numbered, optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
@@ -247,7 +247,7 @@ class Matcher:
         if not self._selects(fqn, node):
             return lambda _: target
         if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
-            require_parameters(fqn, target, node)
+            require_parameters(fqn, target, node := numbered(node))
             found = optimizer_differs(fqn, target, node, self._tensors)
             if found and self._keep is None:
                 return self._mismatch(fqn, target, found)
@@ -287,7 +287,7 @@ class Matcher:
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
             identity = identity_of_key(fqn, key)
-            found = stored.pop(identity, None)
+            found = take_member(stored, target, key, identity)
             if found is not None:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
