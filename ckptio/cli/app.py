@@ -256,7 +256,7 @@ def convert(
     that are not there yet; in an object store it begins anew.
 
     JSON: source; path; to; state ("converted", "failed"); num_tensors; nbytes (of tensors);
-    files, a list of name, nbytes and was_there; error.
+    files, a list of name, nbytes and was_there; notes (what the format does not keep); error.
     """
     from ckptio.cli.convert import run  # noqa: PLC0415  # only what the command needs
 

@@ -36,7 +36,8 @@ def run(
 
     terminal = Terminal()
     result: Json = {"source": source, "path": target, "to": to}
-    result |= {"state": "failed", "num_tensors": None, "nbytes": None, "files": [], "error": None}
+    result |= {"state": "failed", "num_tensors": None, "nbytes": None, "files": [], "notes": []}
+    result |= {"error": None}
     code = FINE
     try:
         with terminal.progress(f"{source} to {target}", in_bytes=True) as advance:
@@ -59,6 +60,8 @@ def run(
         terminal.message(f"{where}: {explain(error)}")
     else:
         result |= _done(report)
+        for note in report.notes:
+            terminal.message(visible(note))
         if not as_json:
             _print(report, terminal)
     if as_json:
@@ -75,6 +78,7 @@ def _done(report: ConvertReport) -> Json:
             {"name": file.name, "nbytes": file.nbytes, "was_there": file.was_there}
             for file in report.files
         ],
+        "notes": list(report.notes),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptio._aio import in_own_thread
+from ckptio.conversion.losses import lost_in_dcp
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
@@ -39,6 +40,7 @@ class ConvertReport:
         num_tensors: Tensors in it, under all of their names.
         nbytes: Bytes of them.
         files: What it is made of.
+        notes: What the format does not keep, a line each.
     """
 
     source: str
@@ -47,6 +49,7 @@ class ConvertReport:
     num_tensors: int
     nbytes: int
     files: tuple[Written, ...]
+    notes: tuple[str, ...] = ()
 
 
 class _Meter:
@@ -163,6 +166,7 @@ def run_convert(
         num_tensors=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
+        notes=tuple(lost_in_dcp(read.tree)) if to == "dcp" else (),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckptio import sync
+from tests.cli.rig import run_json
 from tests.foreign.rig import assert_same_state, save_dcp
 from tests.rig import SMALL
 
@@ -65,3 +66,23 @@ def test_a_number_does_not_take_what_belongs_to_its_digits(tmp_path: Path) -> No
     target = {"x": {1: torch.full((1,), 5.0), "1": torch.full((1,), 5.0)}}
     sync.load(tmp_path / "ours", into=target, config=SMALL)
     assert [float(value) for value in target["x"].values()] == [1, 0]
+
+
+def test_what_dcp_does_not_keep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the report, and on the command line."""
+    state = {"opt": {"state": {0: torch.ones(1)}, "more": {}}, "list": [{}, [1, {}]], "t": ({},)}
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    notes = (
+        "opt.state: keys that are no strings come back as strings",
+        "opt.more: an empty dict is not kept",
+        "list.0: an empty dict is not kept",
+        "list.1.1: an empty dict is not kept",
+    )
+    report = sync.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", config=SMALL)
+    assert report.notes == notes
+    assert not sync.convert(tmp_path / "dcp", tmp_path / "back", to="dcp", config=SMALL).notes
+    code, document = run_json(
+        capsys, "convert", str(tmp_path / "ours"), str(tmp_path / "again"), "--to=dcp"
+    )
+    assert code == 0
+    assert tuple(document["notes"]) == notes

@@ -1,0 +1,60 @@
+"""What a state loses on its way through torch.distributed.checkpoint.
+
+Its writer joins keys by dots, and keeps what it comes to: neither what kind of dict it went
+through, nor dicts in which there is nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.format.encode import TAG, join_fqn
+from ckptio.state.tree import children, keys_of, tensor_index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Json = Any
+
+_MAPPINGS = (None, "dict", "odict", "counter", "dataclass")
+_KINDS = {"odict": "an OrderedDict", "counter": "a Counter"}
+
+
+def lost_in_dcp(tree: Json) -> list[str]:
+    """Say what of a tree does not come back from DCP as it was, a line each."""
+    return list(_lost("", tree))
+
+
+def _lost(fqn: str, node: Json) -> Iterator[str]:
+    name = fqn or "the state"
+    if _is_mapping(node):
+        keys = keys_of(node)
+        if not keys and fqn:
+            yield f"{name}: an empty dict is not kept"
+        elif (kind := _KINDS.get(node.get(TAG))) is not None:
+            yield f"{name}: {kind} comes back as a dict"
+        if not all(map(_is_text, keys)):
+            yield f"{name}: keys that are no strings come back as strings"
+        for below, item in children(fqn, node):
+            yield from _lost(below, item)
+    elif _is_opened(node):
+        for i, item in enumerate(node):
+            yield from _lost(join_fqn(fqn, i), item)
+
+
+def _is_mapping(node: Json) -> bool:
+    return type(node) is dict and tensor_index(node) is None and node.get(TAG) in _MAPPINGS
+
+
+def _is_text(key: Json) -> bool:
+    return type(key) is str or (type(key) is dict and key.get(TAG) == "str")
+
+
+def _is_opened(node: Json) -> bool:
+    """Whether a list is taken apart: it holds dicts or tensors, or a list that does."""
+    return type(node) is list and any(
+        _is_mapping(item)
+        or _is_opened(item)
+        or (type(item) is dict and (type(item.get(TAG)) is int or item.get(TAG) == "view"))
+        for item in node
+    )
