@@ -25,6 +25,8 @@ _MAX_PICKLE_NBYTES = 1 << 20
 #: Of the directory of an archive with one tensor in it, which has a dozen members.
 _MAX_READ_NBYTES = 1 << 20
 LOCAL_HEADER_NBYTES = 30
+#: A name in a directory is UTF-8; IBM's code page 437 otherwise.
+UTF8_FLAG = 0x800
 _NUM_V2, _NUM_V3 = 7, 8  # a name and at least so many arguments
 
 
@@ -139,7 +141,41 @@ def require_stored(archive: zipfile.ZipFile, nbytes: int) -> dict[str, zipfile.Z
         raise FormatError("a member of the archive is compressed, as torch.save writes none")
     if sum(info.file_size for info in members) > nbytes:
         raise FormatError("the members of the archive have more bytes than the archive")
+    stops = stops_of(archive)
+    if len(stops) < len(members) or any(
+        info.header_offset + LOCAL_HEADER_NBYTES + len(name_in(info)) + info.file_size
+        > stops[info.header_offset]
+        for info in members
+    ):
+        raise FormatError("the members of the archive lie over each other")
     return {info.filename: info for info in members}
+
+
+def stops_of(archive: zipfile.ZipFile) -> dict[int, int]:
+    """Say where each member ends at the latest, by where its header is."""
+    starts = sorted({info.header_offset for info in archive.infolist()})
+    return dict(zip(starts, [*starts[1:], archive.start_dir], strict=True))
+
+
+def name_in(info: zipfile.ZipInfo) -> bytes:
+    """Give the name of a member as it is in the archive."""
+    return info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437")
+
+
+def own_header_nbytes(header: bytes, name: bytes) -> int:
+    """Give the size of the header that a member begins with.
+
+    Args:
+        header: Its first bytes, as far as the name goes.
+        name: The name that the directory has.
+
+    Raises:
+        FormatError: It is no header of that name.
+    """
+    named = header[LOCAL_HEADER_NBYTES : LOCAL_HEADER_NBYTES + len(name)]
+    if not header.startswith(ZIP) or named != name or header[26] | header[27] << 8 != len(name):
+        raise FormatError("the directory of the archive refers to no member")
+    return LOCAL_HEADER_NBYTES + len(name) + (header[28] | header[29] << 8)
 
 
 def require_plain(file: IO[bytes]) -> int:
@@ -201,9 +237,12 @@ def _find(
     if start + numel(shape) * DTYPES[dtype].itemsize > info.file_size:
         raise FormatError("the storage of the tensor is smaller than the tensor")
     window.seek(info.header_offset)
-    header = window.read(LOCAL_HEADER_NBYTES)
-    name_nbytes, extra_nbytes = header[26] | header[27] << 8, header[28] | header[29] << 8
-    return info.header_offset + LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes + start
+    name = name_in(info)
+    header = window.read(LOCAL_HEADER_NBYTES + len(name))
+    first = info.header_offset + own_header_nbytes(header, name)
+    if first + info.file_size > stops_of(archive)[info.header_offset]:
+        raise FormatError("the members of the archive lie over each other")
+    return first + start
 
 
 def _simple(

@@ -6,15 +6,13 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from ckptio.foreign.archive import ZIP
+from ckptio.foreign.archive import UTF8_FLAG, ZIP
 
 if TYPE_CHECKING:
     import zipfile
 
 #: Names the file in the list of maps.
 NAME = "ckptio-torch-save"
-#: A name in a directory is UTF-8; IBM's code page 437 otherwise.
-UTF8_FLAG = 0x800
 
 
 def header_of(name: bytes, info: zipfile.ZipInfo) -> bytes:

@@ -33,11 +33,14 @@ from ckptio.foreign.archive import (
     ZIP,
     Window,
     is_pickle,
+    name_in,
+    own_header_nbytes,
     require_plain,
     require_stored,
+    stops_of,
 )
 from ckptio.foreign.folder import LocalFolder
-from ckptio.foreign.holes import NAME, UTF8_FLAG, header_of, mapped, write_at
+from ckptio.foreign.holes import NAME, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.scan import scan_pickle
@@ -69,11 +72,15 @@ class _Member:
         start: Where they are in the file with holes.
         nbytes: Their size.
         header: Where the member's own header is in the real file.
+        stop: Where the next member begins there.
+        name: Its name.
     """
 
     start: int
     nbytes: int
     header: int
+    stop: int
+    name: bytes
 
 
 class _NotByRangesError(FormatError):
@@ -196,13 +203,13 @@ class TorchSaveReader:
 
     def _outline(self, archive: zipfile.ZipFile, fd: int, nbytes: int) -> None:
         """Write everything but tensors."""
-        members = require_stored(archive, nbytes)
+        members, stops = require_stored(archive, nbytes), stops_of(archive)
         start = archive.start_dir
         write_at(fd, self._read(start, nbytes), start)
         for name, info in members.items():
             if info.header_offset < 0:
                 raise FormatError(f"member {name!r} begins before the file")
-            encoded = info.orig_filename.encode("utf-8" if info.flag_bits & UTF8_FLAG else "cp437")
+            encoded = name_in(info)
             # nothing behind the name, whatever the real header has there: that is looked at
             # when a tensor is read
             write_at(fd, header_of(encoded, info), info.header_offset)
@@ -211,7 +218,8 @@ class TorchSaveReader:
                 raise FormatError(f"member {name!r} ends behind the file")
             if "/data/" in name:
                 if info.file_size:
-                    self._members.append(_Member(start, info.file_size, info.header_offset))
+                    header, stop = info.header_offset, stops[info.header_offset]
+                    self._members.append(_Member(start, info.file_size, header, stop, encoded))
                 continue
             if info.file_size > _MAX_MEMBER_NBYTES:
                 raise FormatError(f"member {name!r} has {info.file_size} bytes")
@@ -262,18 +270,17 @@ class TorchSaveReader:
             FormatError: They are in no member.
         """
         number = bisect.bisect_right(self._members, position, key=lambda member: member.start) - 1
-        member = self._members[number] if number >= 0 else _Member(0, 0, 0)
+        member = self._members[number] if number >= 0 else _Member(0, 0, 0, 0, b"")
         inside = position - member.start
         if inside + nbytes > member.nbytes:
             raise FormatError("a tensor is larger than its member of the archive")
         if member.header not in self._starts:
-            header = self._read(member.header, member.header + LOCAL_HEADER_NBYTES)
-            if len(header) < LOCAL_HEADER_NBYTES or not header.startswith(ZIP):
-                raise FormatError("the directory of the archive refers to no member")
-            names = int.from_bytes(header[26:28], "little") + int.from_bytes(
-                header[28:30], "little"
-            )
-            self._starts[member.header] = member.header + LOCAL_HEADER_NBYTES + names
+            names_stop = member.header + LOCAL_HEADER_NBYTES + len(member.name)
+            header = self._read(member.header, names_stop)
+            start = member.header + own_header_nbytes(header, member.name)
+            if start + member.nbytes > member.stop:
+                raise FormatError("the members of the archive lie over each other")
+            self._starts[member.header] = start
         return self._starts[member.header] + inside
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:

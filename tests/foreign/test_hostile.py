@@ -173,6 +173,40 @@ def test_members_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         sync.load(tmp_path / "file.pt", config=SMALL)
 
 
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["one place", "swapped places"])
+def test_a_directory_that_has_members_in_the_place_of_others_is_refused(
+    tmp_path: Path, *, is_swapped: bool
+) -> None:
+    """Each has a header of its own, with its name; two tensors would come from one."""
+    data = bytearray(saved({"a": torch.zeros(10), "b": torch.ones(10)}))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        infos = {info.filename.rpartition("/")[2]: info for info in archive.infolist()}
+    places = {
+        name: data.rindex(b"PK\x01\x02", 0, data.rindex(infos[name].filename.encode())) + 42
+        for name in ("0", "1")
+    }
+    right = {name: bytes(data[place : place + 4]) for name, place in places.items()}
+    data[places["1"] : places["1"] + 4] = right["0"]
+    if is_swapped:
+        data[places["0"] : places["0"] + 4] = right["1"]
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="over each other" if not is_swapped else "no member"):
+        sync.load(tmp_path / "file.pt", config=SMALL)
+
+
+def test_a_chunk_whose_header_reaches_into_the_next_member_is_refused() -> None:
+    """Its bytes would be those of the other."""
+    data = bytearray(saved(torch.arange(10.0)))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (info,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    extra = info.header_offset + 28
+    assert find_tensor(lambda a, b: bytes(data[a:b]), len(data), "float32", (10,)) is not None
+    more = int.from_bytes(data[extra : extra + 2], "little") + 100
+    data[extra : extra + 2] = more.to_bytes(2, "little")
+    with pytest.raises(FormatError, match="over each other"):
+        find_tensor(lambda a, b: bytes(data[a:b]), len(data), "float32", (10,))
+
+
 def call(module: str, name: str, *args: bytes) -> bytes:
     """Pickle a call."""
     return f"c{module}\n{name}\n(".encode() + b"".join(args) + b"tR"
