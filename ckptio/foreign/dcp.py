@@ -26,6 +26,7 @@ from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.state.numbered import numbered_below
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -98,8 +99,8 @@ class DcpReader:
                 block_nbytes=self._block_nbytes,
                 files=files,
                 tensors=tensors,
-                tree=encode_places(
-                    nest({fqn: state[fqn] for fqn in contents.names}, contents.paths)
+                tree=numbered_below(
+                    encode_places(nest({fqn: state[fqn] for fqn in contents.names}, contents.paths))
                 ),
             )
         except CorruptionError:

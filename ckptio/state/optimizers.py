@@ -6,11 +6,11 @@ their parameters, which are not in it. What does not fit is said before anything
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.state.numbered import groups_of
 from ckptio.state.sharded import is_dtensor
 from ckptio.state.tree import children, leaves, tensor_index
 
@@ -34,8 +34,6 @@ _ELEMENTWISE = frozenset(
         *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
     }
 )
-#: A number as it is written, of no more parameters than there can be.
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -> None:
@@ -63,19 +61,6 @@ def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -
         )
 
 
-def numbered(node: dict[str, Json]) -> dict[str, Json]:
-    """Give the state of an optimizer with the numbers of its parameters as keys.
-
-    torch.distributed.checkpoint keeps them as strings, under which no optimizer looks.
-    """
-    state = node.get("state")
-    if TAG in node or type(state) is not dict or TAG in state or not state:
-        return node
-    if not all(_NUMBER.fullmatch(key) for key in state):
-        return node
-    return {**node, "state": {TAG: "dict", "v": [[int(key), item] for key, item in state.items()]}}
-
-
 def optimizer_differs(
     fqn: str, optimizer: torch.optim.Optimizer, node: Json, entries: Sequence[TensorEntry]
 ) -> str:
@@ -88,7 +73,7 @@ def optimizer_differs(
         entries: Tensors of the manifest.
     """
     members = dict(children(fqn, node))
-    stored = _groups_of(members.get(join_fqn(fqn, "param_groups")))
+    stored = groups_of(members.get(join_fqn(fqn, "param_groups")))
     if stored is None:
         return ""
     ids = [group["params"] for group in stored]
@@ -109,18 +94,6 @@ def optimizer_differs(
         if found := _moments_differ(name, parameter, moments.get(name), entries):
             return found
     return ""
-
-
-def _groups_of(node: Json) -> list[dict[str, Json]] | None:
-    """Give the options of each group, names of parameters among them; `None` if it is none."""
-    if type(node) is not list or not all(type(group) is dict for group in node):
-        return None
-    groups = [dict(children("", group)) for group in node]
-    for group in groups:
-        ids = group.get("params")
-        if type(ids) is not list or not all(type(key) in (int, str) for key in ids):
-            return None
-    return groups
 
 
 def _moments_differ(

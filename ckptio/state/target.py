@@ -42,7 +42,8 @@ from ckptio.state.fits import array_differs, find_tensor, other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.members import identity_of_key, members_of, take_member, updated
-from ckptio.state.optimizers import numbered, optimizer_differs, require_parameters
+from ckptio.state.numbered import numbered
+from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of

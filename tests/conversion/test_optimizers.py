@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckptio import sync
+from tests.adapters.rig import save
 from tests.cli.rig import run_json
 from tests.foreign.rig import assert_same_state, save_dcp
 from tests.rig import SMALL
@@ -41,6 +42,24 @@ def saved(path: Path, kind: str, way: str) -> tuple[Path, Any]:
         return path / "dcp", expected
     sync.convert(path / "dcp", path / "back", to="ckptio", config=SMALL)
     return path / "back", expected
+
+
+@pytest.mark.parametrize("way", ["stock", "to dcp", "and back", "plug-in"])
+def test_without_a_target_its_numbers_are_numbers(way: str, tmp_path: Path) -> None:
+    """The groups list them: under strings, an optimizer would take the state and find none."""
+    if way == "plug-in":
+        _, trained = make_run()
+        expected = copy.deepcopy(trained.state_dict())
+        save({"opt": trained.state_dict()}, tmp_path / "dcp")
+        path = tmp_path / "dcp"
+    else:
+        path, expected = saved(tmp_path, "AdamW", way)
+    model, optimizer = make_run(steps=0)
+    found = sync.load(path, config=SMALL)["opt"]
+    assert_same_state(found, expected)
+    optimizer.load_state_dict(found)
+    assert_same_state(optimizer.state_dict(), expected)
+    assert optimizer.state.keys() == set(model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
