@@ -487,6 +487,21 @@ def test_the_blocking_twin_does_the_same(tmp_path: Path) -> None:
     assert len(log.of(Preempted)) == 1
 
 
+def test_steps_are_saved_from_many_threads(tmp_path: Path) -> None:
+    """Each is waited for where the block is left, and what is kept is decided after the last."""
+    with sync.Checkpointer(tmp_path, keep=KeepLast(4), config=SMALL) as ckpt:
+        threads = [
+            threading.Thread(target=lambda step=step: ckpt.start_save(state_of(step), step))
+            for step in range(24)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(steps_in(tmp_path)) >= {20, 21, 22, 23}
+    assert len(steps_in(tmp_path)) <= 5  # the one that was committed last stays, whichever
+
+
 def test_the_blocking_twin_has_an_engine_of_its_own(tmp_path: Path) -> None:
     """It saves elsewhere as well, and is closed with it; what is no blocking engine is refused."""
     with sync.Checkpointer(tmp_path / "run", config=SMALL) as ckpt:

@@ -249,7 +249,7 @@ class CheckpointerCore:
             upkeep.busy[step] -= 1
         self._has_begun = True
         self._last_step, self._asked_s = step, self.clock()
-        upkeep.follow(step)
+        upkeep.follow(step, handle)
         return handle
 
     def _refuse_save(self, error: Exception) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ class Upkeep:
         self.saves: list[tuple[int, SaveHandle]] = []
         self.passes: list[Running[None]] = []
         self.busy: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self._one_pass = asyncio.Lock()
         self._committed: int | None = None  # the step that was committed here last
         self._steps: set[int] = set()  # all that were saved here
@@ -78,13 +80,14 @@ class Upkeep:
             taking = self._engine.submit(lambda _: second.take_up(path), f"take up {path}")
             self.passes.append(taking)
         if self._sweep_after_s is not None:
-            self.follow(None)
+            self.follow(None, None)
 
     def add(self, step: int, handle: SaveHandle) -> None:
-        """Take a save that has begun."""
-        self._steps.add(step)
-        waiting = unsettled(handle for _, handle in self.saves)
-        self.saves = [(s, h) for s, h in self.saves if h in waiting] + [(step, handle)]
+        """Take a save that has begun. From any thread, several at a time."""
+        with self._lock:
+            self._steps.add(step)
+            waiting = unsettled(handle for _, handle in self.saves)
+            self.saves = [(s, h) for s, h in self.saves if h in waiting] + [(step, handle)]
 
     def abort(self, error: BaseException | None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
@@ -105,21 +108,21 @@ class Upkeep:
         """See to it that every failure was seen; see `unseen.end_saves`."""
         end_saves([handle for _, handle in self.saves], error)
 
-    def follow(self, step: int | None) -> None:
-        """Let go of what is no longer kept, once the save begun last is committed. On rank 0.
+    def follow(self, step: int | None, handle: SaveHandle | None) -> None:
+        """Let go of what is no longer kept, once a save is committed. On rank 0.
 
         Args:
             step: What it saves; `None` to sweep only.
+            handle: The save.
         """
         engine = self._engine
         nothing_to_do = self._keep is None and self._sweep_after_s is None
         if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
             return
-        handle = None if step is None else self.saves[-1][1]
-        self.passes = [running for running in self.passes if not running.future.done()]
         root = self._keeper.root.path
         running = engine.submit(lambda _: self._pass(step, handle), f"look after {root}")
-        self.passes.append(running)
+        with self._lock:
+            self.passes = [*(run for run in self.passes if not run.future.done()), running]
 
     async def _pass(self, step: int | None, handle: SaveHandle | None) -> None:
         if handle is not None:
