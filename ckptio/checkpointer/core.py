@@ -100,7 +100,7 @@ class CheckpointerCore:
         self._has_begun = False  # whether `should_save` or `save` was called
         self._asked_s = 0.0
         self._is_ending = False
-        self._missed: tuple[SaveHandle, SaveAbortedError] | None = None
+        self._late: tuple[int, SaveHandle] | None = None  # what missed the deadline, if any
 
     # coming and going
 
@@ -210,14 +210,25 @@ class CheckpointerCore:
         self._engine = None
         if self._upkeep is None:
             return
-        missed = None
-        if self._missed is not None:
-            late, missed = self._missed
-            if late.done() and late.durable.done() and late.error() is None:
-                missed = None  # it was faster than the abort
+        missed = self._missed()
         self._upkeep.end(error or missed)
         if missed is not None and error is None:
             raise missed
+
+    def _missed(self) -> SaveAbortedError | None:
+        """Say how what missed the deadline has ended; `None` if the abort was too late."""
+        if self._late is None:
+            return None
+        step, handle = self._late
+        if not handle.durable.done() or handle.error() is None:
+            return None
+        what = f"step {step} of {str(self._given_root)!r} was not committed"
+        lost = "and its save was aborted; the steps before it are untouched"
+        if handle.committed.error() is None:
+            what = f"step {step} was committed, but not copied to the second tier"
+            lost = "and the copy was stopped; a later run that finds the step goes on with it"
+        deadline = f"within {self._deadline_s:g} s of the signal"
+        return SaveAbortedError(f"{what} {deadline}, {lost}. Give it more time, or save more often")
 
     # saving
 
@@ -296,17 +307,7 @@ class CheckpointerCore:
             return
         await asyncio.sleep(self._deadline_s)
         late = [(step, handle) for step, handle in self.upkeep.saves if not handle.durable.done()]
-        if late:
-            step, handle = late[-1]
-            what = f"step {step} of {self.keeper.root.path!r} was not committed"
-            lost = "and its save was aborted; the steps before it are untouched"
-            if handle.done() and self._second is not None:
-                what = f"step {step} was committed, but not copied to {self._second.path(step)!r}"
-                lost = "and the copy was stopped; a later run that finds the step goes on with it"
-            deadline = f"within {self._deadline_s:g} s of the signal"
-            way_out = "Give it more time, or save more often"
-            error = SaveAbortedError(f"{what} {deadline}, {lost}. {way_out}")
-            self._missed = (handle, error)
+        self._late = late[-1] if late else None
         self.abort()  # removals, too: whoever leaves now must not wait for them
 
     # finding and loading

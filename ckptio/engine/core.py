@@ -352,15 +352,13 @@ class EngineCore:
         if not self.is_here:  # a forked child has neither its threads nor its loop
             return
         with self._lock:
-            (portal, self._portal), in_flight = (self._portal, None), [*self._in_flight]
+            portal, self._portal = self._portal, None
+            in_flight = list(self._in_flight)
         if portal is None or self._portal_block is None:
             return
         self._stay()
         if abort:
             self.abort_in_flight()
-        for running in in_flight:
-            if running.is_endless:
-                running.abort()
         try:
             try:
                 for running in in_flight:

@@ -23,7 +23,7 @@ class Running(Generic[T]):
     """A coroutine under way on an engine's loop.
 
     Args:
-        is_endless: It has no end of its own: who closes the engine stops it.
+        is_endless: It has no end of its own: who waits for that stops it.
 
     Attributes:
         is_endless: As given.
@@ -81,7 +81,9 @@ class Running(Generic[T]):
             task.cancel()
 
     def wait_ended(self) -> None:
-        """Block until the task has ended, however it did."""
+        """Block until the task has ended, however it did; an endless one is stopped first."""
+        if self.is_endless:
+            self.abort()
         concurrent.futures.wait((self.future,))
 
 

@@ -7,6 +7,7 @@ has another one twice, which has another one twice, as a key, which is hashed.
 So the pickle runs here first, with weights in the place of values: how many values there
 would be, if each was written out wherever it is referred to. What a pickle calls may be given
 as much as the pickle is long, some times over, and nothing that makes more of what it is given.
+Of Python's own `pickle` this takes the names of the opcodes alone: nothing is loaded by it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
-from tests.rig import SMALL, committed, filled_state, names_in, values_in
+from tests.rig import SMALL, committed, config_with, filled_state, names_in, values_in
 
 if TYPE_CHECKING:
     from ckptio import Checkpointer
@@ -62,6 +62,33 @@ def test_a_deadline_and_what_is_there_agree(seed: int, deadline_s: float) -> Non
 
     with tempfile.TemporaryDirectory() as name:
         run_virtual(scenario(Path(name)), seed=seed)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0001, 1.0])
+def test_a_copy_that_misses_the_deadline_is_an_error(tmp_path: Path, deadline_s: float) -> None:
+    """The first tier may go with the machine. What is said is how it ended, not how it was."""
+
+    async def scenario() -> None:
+        async with (
+            engines(config=config_with(max_tier_copies=1)) as (engine,),
+            engine._core.context.copies.place(None, "taken", lambda: None),
+        ):
+            ckpt = checkpointer_on(
+                engine, tmp_path / "near", then=tmp_path / "far", preempt_deadline_s=deadline_s
+            )
+            with pytest.raises(SaveAbortedError) as caught:
+                async with ckpt:
+                    ckpt.preempt("a notice")
+                    while not ckpt.preempted:
+                        await ckpt.should_save(1)
+                        await asyncio.sleep(0)
+                    ckpt.save(filled_state(SIZES, 1), 1)
+            is_committed = "was committed, but not copied" in str(caught.value)
+            assert committed_steps(tmp_path / "near") == ([1] if is_committed else [])
+            assert is_committed or deadline_s < 1.0
+        assert committed_steps(tmp_path / "far") == []
+
+    run_virtual(scenario(), seed=0)
 
 
 class _Watching:
