@@ -64,7 +64,11 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         """Wait for what is in flight, or abort it; then give everything back."""
-        self._core.close(abort=is_breaking_off(error))
+        try:
+            self._core.close(abort=is_breaking_off(error))
+        except BaseException:  # an interrupt: it may not have begun
+            self._core.close(abort=True)
+            raise
         end_saves(self._core.handles, error)
 
     def save(

@@ -134,6 +134,9 @@ class SaveHandle:
         durable: The last tier has the checkpoint, whole.
     """
 
+    #: One that was interrupted while it was made has nothing to tell.
+    _is_told = True
+
     def __init__(
         self,
         path: str,
@@ -161,10 +164,10 @@ class SaveHandle:
             self.committed if stop_copy is None else Milestone()
         )
         self.retrieved = False
-        self._is_told = False
         self._abort = abort
         self._stop_copy = stop_copy
         self._fence = fence
+        self._is_told = False
 
     def __del__(self) -> None:
         """Log the error of a save that nobody waited for, as asyncio does for its tasks."""
@@ -172,7 +175,7 @@ class SaveHandle:
 
     def tell(self) -> None:
         """Log the error of a save that nobody has waited for, once. Called by the engine."""
-        if self.durable.done() and self.is_unsettled() and not self._is_told:
+        if not self._is_told and self.durable.done() and self.is_unsettled():
             self._is_told = True
             _log.error(
                 "the save to %r failed and nobody waited for it: %r", self.path, self.error()

@@ -219,7 +219,7 @@ class InlineCore(EngineCore):
     ) -> Running[T]:
         running = running or Running()
         task = asyncio.get_running_loop().create_task(
-            self._run(step, self.context, running), name=name
+            self._in_flight.run(step, self.context, running), name=name
         )
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

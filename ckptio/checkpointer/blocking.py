@@ -12,11 +12,12 @@ from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.drive import drive_blocking
+from ckptio.engine.running import run_uninterrupted
 from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
     from ckptio.engine.flow import LoadResult
+    from ckptio.engine.running import Running
     from ckptio.events import Observer
     from ckptio.handle import CheckpointInfo, SaveHandle
     from ckptio.plan.decision import SaveEvery
@@ -113,19 +115,16 @@ class Checkpointer:
         core = self._core
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return
-        if is_breaking_off(error):
-            core.abort(error)
         try:
             try:
-                self._wait_in_flight()
-            except BaseException:  # an interrupt: raised again when all have ended
-                core.abort()
-                self._wait_in_flight()
-                raise
+                if is_breaking_off(error):
+                    core.abort(error)
+            finally:
+                run_uninterrupted(self._wait_in_flight, "ckptio-wait", core.abort)
         finally:
             try:
-                for running in core.stop_watching():
-                    running.wait_ended()
+                watching = functools.partial(_wait_ended, core.stop_watching())
+                run_uninterrupted(watching, "ckptio-wait", core.abort)
             finally:
                 try:
                     core.end(error)
@@ -137,8 +136,7 @@ class Checkpointer:
         handles, passes = self._core.waits()
         for handle in handles:
             handle.durable.wait_done()
-        for running in passes:
-            running.wait_ended()
+        _wait_ended(passes)
 
     @property
     def engine(self) -> Engine:
@@ -253,3 +251,8 @@ class Checkpointer:
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""
         return self._core.path(step)
+
+
+def _wait_ended(runs: Iterable[Running[None]]) -> None:
+    for running in runs:
+        running.wait_ended()

@@ -8,14 +8,12 @@ and sessions, tasks and buffers that belong to a loop belong to this one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import os
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +23,8 @@ from ckptio._aio import Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.engine.running import Running, at_exit, call_into, never_end_in_child
+from ckptio.engine.in_flight import InFlight
+from ckptio.engine.running import Running, at_exit, never_end_in_child, run_uninterrupted
 from ckptio.engine.unseen import unsettled
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
@@ -40,6 +39,7 @@ from ckptio.storage.root import resolve_root
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     import torch
@@ -87,7 +87,7 @@ class EngineCore:
         self._group = ranks
         self._observer = observer
         self._lock = threading.Lock()
-        self._in_flight: set[Running[Any]] = set()
+        self._in_flight = InFlight()
         self._portal: BlockingPortal | None = None
         self._portal_block: AbstractContextManager[BlockingPortal] | None = None
         self._context: EngineContext | None = None
@@ -127,22 +127,11 @@ class EngineCore:
         """
         if "torch" in sys.modules:
             import_module("ckptio.engine.flow")
-        # on a thread of its own, which no interrupt reaches: a loop that is half up would be
-        # waited for, and never end
-        starter: Future[None] = Future()
-        thread = threading.Thread(
-            target=call_into, args=(starter, self._start), name="ckptio-start"
-        )
-        thread.start()
-        try:
-            starter.result()
+        try:  # a loop that is half up would be waited for, and never end
+            run_uninterrupted(self._start, "ckptio-start", self.stop_starting)
         except BaseException:
-            self.stop_starting()
-            thread.join()
-            if starter.exception() is None:  # interrupted while it came up
-                self.close(abort=True)
+            self.close(abort=True)  # if it came up all the same
             raise
-        thread.join()
 
     def _start(self) -> None:
         if self._portal_block is not None:
@@ -241,7 +230,7 @@ class EngineCore:
         name: str,
         running: Running[T] | None = None,
     ) -> Running[T]:
-        """Start a coroutine on the engine's loop.
+        """Start a coroutine on the engine's loop. An interrupt meanwhile stops it first.
 
         Args:
             step: Called with the context, on the loop.
@@ -251,42 +240,20 @@ class EngineCore:
         Raises:
             EngineClosedError: The engine is not open.
         """
-        context = self.context
-        portal = self._portal
         running = running or Running()
-        with self._lock:
-            if portal is None or self._portal is None:
-                raise EngineClosedError("the engine was closed meanwhile")
-            self._in_flight.add(running)
-            try:
-                portal.start_task_soon(self._run, step, context, running, name=name)
-            except BaseException:  # an interrupt: nobody knows whether the task was born
-                self._in_flight.discard(running)
-                running.abort()
-                raise
+        context = self.context
+        try:
+            with self._lock:
+                self._in_flight.begin(self._open_portal(), running, step, context, name)
+        except BaseException:
+            self._in_flight.stop(running)
+            raise
         return running
 
-    async def _run(
-        self,
-        step: Callable[[EngineContext], Awaitable[T]],
-        context: EngineContext,
-        running: Running[T],
-    ) -> None:
-        """Run a step, and give its end to whoever waits."""
-        running.started()
-        try:
-            result = await step(context)
-        except BaseException as error:  # whoever waits for the step raises it
-            self._in_flight.discard(running)
-            cancelled = isinstance(error, asyncio.CancelledError)
-            running.future.set_exception((cancelled and running.reason) or error)
-        else:
-            self._in_flight.discard(running)
-            running.future.set_result(result)
-        # a cancellation that is on its way has nothing left to stop; a task that ended with
-        # it pending would count as cancelled, and end the portal's group and the engine
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
+    def _open_portal(self) -> BlockingPortal:
+        if self._portal is None:
+            raise EngineClosedError("the engine was closed meanwhile")
+        return self._portal
 
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""
@@ -326,12 +293,11 @@ class EngineCore:
 
         An interrupt (`KeyboardInterrupt`) aborts the step and waits for its end.
         """
-        running = self.submit(step, name)
+        running: Running[T] = Running()
         try:
-            return running.future.result()
+            return self.submit(step, name, running).future.result()
         except BaseException:
-            running.abort()
-            running.wait_ended()
+            self._in_flight.stop(running)
             raise
 
     @property
@@ -351,30 +317,26 @@ class EngineCore:
         """
         if not self.is_here:  # a forked child has neither its threads nor its loop
             return
+        run_uninterrupted(
+            functools.partial(self._close, abort), "ckptio-close", self.abort_in_flight
+        )
+
+    def _close(self, abort: bool) -> None:  # noqa: FBT001  # one caller
         with self._lock:
             portal, self._portal = self._portal, None
-            in_flight = list(self._in_flight)
-        if portal is None or self._portal_block is None:
+        if portal is None:
             return
         self._stay()
         if abort:
             self.abort_in_flight()
         try:
-            try:
-                for running in in_flight:
-                    running.wait_ended()
-            except BaseException:  # raised again when all have ended
-                self.abort_in_flight()
-                for running in in_flight:
-                    running.wait_ended()
-                raise
+            self._in_flight.wait_ended()
         finally:
             self._end(portal)
 
     def abort_in_flight(self) -> None:
         """Stop everything that is under way. From any thread; waits for nothing."""
-        for running in list(self._in_flight):
-            running.abort(EngineClosedError("the engine was left by an error meanwhile"))
+        self._in_flight.abort()
 
     def _end(self, portal: BlockingPortal) -> None:
         """Give everything back, and end the loop."""

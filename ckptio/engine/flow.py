@@ -151,7 +151,11 @@ def begin_save(
         return say
 
     core.keep(handle)
-    core.submit(save_and_say, f"save {storage.path}", running)
+    try:
+        core.submit(save_and_say, f"save {storage.path}", running)
+    except BaseException:  # an interrupt: the caller has it, and no handle
+        handle.seen()
+        raise
     if copy is not None:
         begin_copy(core, copy, handle, copying, says_itself=True)
     return handle

@@ -37,33 +37,44 @@ class Running(Generic[T]):
         self._lock = threading.Lock()
         self.reason: Exception | None = None
         self._aborted = False
+        self._cancelled = False
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def started(self) -> None:
+    def started(self) -> bool:
         """The task runs. Called on it, first of all.
 
         One that was aborted before begins all the same, and is cancelled where it first
         waits: what it has to say of its end, it says.
+
+        Returns:
+            Whether it is the first one for this; a second has nothing to do.
         """
         with self._lock:
+            if self._task is not None:
+                return False
             self._task = asyncio.current_task()
             self._loop = asyncio.get_running_loop()
             aborted = self._aborted
-        if aborted and self._task is not None:
-            self._task.cancel()
+            task = self._task
+        if aborted and task is not None:
+            self._cancel(task)
+        return True
 
     def abort(self, reason: Exception | None = None) -> None:
         """Cancel the task, once; nothing happens after its end. From any thread.
+
+        Called again, it goes on where an interrupt stopped it.
 
         Args:
             reason: What who waits raises; the cancellation itself if not given.
         """
         with self._lock:
-            if self._aborted or self.future.done():
+            if self.future.done():
                 return
-            self._aborted = True
-            self.reason = reason
+            if not self._aborted:
+                self.reason = reason
+                self._aborted = True
             task, loop = self._task, self._loop
         if task is not None and loop is not None:
             try:
@@ -72,12 +83,13 @@ class Running(Generic[T]):
                 return
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the task, on its loop, unless it has nothing left to do.
+        """Cancel the task, on its loop, unless that was done or it has nothing left to do.
 
         A task that comes to its end with a cancellation pending counts as cancelled, which
         would end the task group that it is in, and with that the engine.
         """
-        if not self.future.done():
+        if not self._cancelled and not self.future.done():
+            self._cancelled = True
             task.cancel()
 
     def wait_ended(self) -> None:
@@ -87,14 +99,49 @@ class Running(Generic[T]):
         concurrent.futures.wait((self.future,))
 
 
-def call_into(future: Future[None], function: Callable[[], None]) -> None:
-    """Call, and let a future tell how it went."""
+def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
+    """Run `function` on a thread that no interrupt reaches, and block until it has ended.
+
+    Args:
+        function: What to run.
+        name: Of the thread.
+        stop: Asks `function` to make haste. Called where an interrupt comes to the caller, who
+            still waits for the end and then raises it. A second one is raised at once.
+
+    Raises:
+        BaseException: What `function` raised, or the interrupt.
+    """
+    errors: list[BaseException | None] = []
+    claim = threading.Lock()
+    # no future: an interrupt can leave its lock locked, for ever
+    ended = threading.Lock()
+    ended.acquire()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):  # another thread has it
+            return
+        try:
+            function()
+        except BaseException as error:  # who waits raises it
+            errors.append(error)
+        else:
+            errors.append(None)
+        finally:
+            ended.release()
+
+    def begin_and_wait() -> None:
+        threading.Thread(target=run, name=name, daemon=True).start()
+        while not errors:
+            ended.acquire()
+
     try:
-        function()
-    except BaseException as error:  # who waits for the future raises it
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+        begin_and_wait()
+    except BaseException:
+        stop()
+        begin_and_wait()  # whether the thread was born, nobody knows; of two, one does nothing
+        raise
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def at_exit(method: Callable[[], object]) -> Callable[[], object]:

@@ -1,0 +1,132 @@
+"""An interrupt at any point of a call where one can come.
+
+Python raises `KeyboardInterrupt` where a function of its own begins and where one of C has
+returned. A profiler sees just these moments, so it raises one at each of them in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import shutil
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import CheckpointConfig, sync
+from ckptio.errors import CheckpointNotFoundError
+from tests.rig import assert_same, names_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import FrameType
+
+STATE = {"w": torch.arange(5000), "b": torch.ones(3)}
+CONFIG = CheckpointConfig(durability="none")
+#: Whose code is interrupted. The locks of Python's own threading and futures are not made
+#: for it: one that is interrupted just when it was taken stays locked.
+_OURS = ("/ckptio/", "/anyio/", "/asyncio/")
+
+
+def interrupt_at(point: int, call: Callable[[], object]) -> bool:
+    """Call, and interrupt it at a point of it, counted from 1. Whether it had that many."""
+    count = 0
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        nonlocal count
+        name = frame.f_code.co_filename
+        if event in ("call", "c_return") and any(part in name for part in _OURS):
+            count += 1
+            if count == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert count == point
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("face", ["save", "start_save"])
+def test_a_save_can_be_interrupted_anywhere(tmp_path: Path, face: str) -> None:
+    """It is whole or has left nothing; no slab is taken; and the engine goes on."""
+    point, path = 0, tmp_path / "a"
+    went_on = True
+    while went_on:
+        point += 1
+        with sync.Engine(CONFIG, ranks="solo") as engine:
+
+            def save() -> object:
+                if face == "save":
+                    return engine.save(STATE, path)
+                return engine.start_save(STATE, path).result()
+
+            went_on = interrupt_at(point, save)
+            engine.save(STATE, tmp_path / "b")
+            assert engine.statistics().leased_nbytes == 0
+        assert set(names_in(tmp_path)) <= {"a", "b"}
+        if path.exists():
+            assert_same(sync.load(path), STATE)
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(tmp_path / "b")
+    assert point > 100
+
+
+def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
+    """No slab is taken then, and the engine goes on."""
+    sync.save(STATE, tmp_path / "a")
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        with sync.Engine(CONFIG, ranks="solo") as engine:
+            went_on = interrupt_at(point, lambda: engine.load(tmp_path / "a"))
+            assert engine.statistics().leased_nbytes == 0
+            assert_same(engine.load(tmp_path / "a"), STATE)
+    assert point > 100
+
+
+def _block(path: Path) -> None:
+    with sync.Engine(CONFIG, ranks="solo") as engine:
+        engine.start_save(STATE, path / "a")
+
+
+def _steps(path: Path) -> None:
+    with sync.Checkpointer(path, config=CONFIG, ranks="solo") as checkpointer:
+        checkpointer.save(STATE, 1)
+        checkpointer.start_save(STATE, 2)
+
+
+@pytest.mark.parametrize(("run", "stride"), [(_block, 1), (_steps, 3)])
+def test_a_block_can_be_interrupted_anywhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Callable[[Path], None], stride: int
+) -> None:
+    """It ends, and no thread is left but where the interrupt came before it began to end."""
+    caplog.set_level(logging.CRITICAL)  # a save that was aborted says so
+    path = tmp_path / "run"
+    run(path)
+    num_threads, num_left, point = threading.active_count(), 0, 1
+    shutil.rmtree(path)
+    while interrupt_at(point, lambda: run(path)):
+        num_now = threading.active_count()
+        num_left += num_now > num_threads
+        num_threads = num_now
+        if path.exists():
+            for name in names_in(path):
+                with contextlib.suppress(CheckpointNotFoundError):
+                    assert_same(sync.load(path / name), STATE)
+        shutil.rmtree(path, ignore_errors=True)
+        point += stride
+    gc.collect()  # what was left open ends here, not in another test
+    assert point > 100
+    assert num_left <= 4
