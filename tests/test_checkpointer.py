@@ -57,6 +57,25 @@ def steps_in(root: Path) -> list[int | None]:
     return [parse_name(name) for name in names_in(root)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "note"),
+    [
+        ((), "no step is committed here"),
+        ((1, 20), "committed here: 1, 20"),
+        (tuple(range(1, 11)), "committed here: ..., 3, 4, 5, 6, 7, 8, 9, 10"),
+    ],
+)
+async def test_a_step_that_is_not_there_names_those_that_are(
+    tmp_path: Path, steps: tuple[int, ...], note: str
+) -> None:
+    """The newest of them."""
+    await save_steps(tmp_path / "run", *steps)
+    async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            await ckpt.load(step=77)
+    assert note in caught.value.__notes__
+
+
 def flip_data(root: Path, step: int) -> None:
     (file, *_) = (root / step_name(step)).glob("data-*")
     data = bytearray(file.read_bytes())

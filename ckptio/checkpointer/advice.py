@@ -1,4 +1,4 @@
-"""What to do about a damaged step: nothing is loaded in its stead unasked."""
+"""What to do about a step that is damaged or missing: nothing is loaded in its stead unasked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ckptio.errors import FormatError, RankError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_NUM_SHOWN = 8
 _DAMAGED = ("CorruptionError", "FormatError")
 
 
@@ -34,3 +35,11 @@ class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as 
                 f"load(step={self._steps[-2]}) loads the committed step before it, and"
                 " save(..., overwrite=True) replaces this one when its number comes again"
             )
+
+
+def missing(steps: Sequence[int]) -> str:
+    """Say which committed steps there are, lowest first, where one was asked for that is none."""
+    if not steps:
+        return "no step is committed here"
+    newest = ", ".join(map(str, steps[-_NUM_SHOWN:]))
+    return f"committed here: {'..., ' if len(steps) > _NUM_SHOWN else ''}{newest}"

@@ -10,7 +10,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio.checkpointer.advice import advice
+from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.finding import agreed_records, agreed_steps, meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.signals import SignalWatch
@@ -377,6 +377,11 @@ class CheckpointerCore:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
                 result = yield from flow.load_flow(self.engine, path, make_request, then)
+        except CheckpointNotFoundError as error:
+            if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
+                steps = yield self.asking(self.agreed_steps)
+                error.add_note(missing(steps))
+            raise
         finally:
             self.upkeep.busy[step] -= 1
         if not self._has_begun:  # later, it may be one that is only looked at
