@@ -218,9 +218,13 @@ class _JointSave:
             return None
         if self._leads:
             await end_attempt(attempt, self._job, error)  # removes nothing of a commit
-        elif not self._vouched or (isinstance(error, RankError) and not error.in_doubt):
+        elif not self._vouched:
             await attempt.abort()
             return None
+        elif isinstance(error, RankError) and not error.in_doubt:
+            committed = await self._look_back()  # what it names stays, whatever anybody says
+            await (attempt.abort() if committed is None else attempt.leave())
+            return committed
         else:
             await attempt.leave()
         if not self._vouched or not isinstance(error, (RankError, asyncio.CancelledError)):

@@ -161,7 +161,7 @@ class Sessions:
         self.broken, self.is_alone = verdict, True
         for session in list(self._open.values()):
             if session.is_waiting or not orderly:
-                session.end(self.loss_in(session, in_doubt=session.has_round))
+                session.end(self.loss_in(session, in_doubt=session.is_owed))
 
     def loss_in(self, session: RankSession, *, in_doubt: bool) -> Verdict:
         """Make the verdict on a session without a coordinator."""
@@ -182,6 +182,8 @@ class RankSession:
         key: As given.
         is_doomed: It failed before it was entered, and the verdict is to come.
         has_spoken: The coordinator has heard of it from here.
+        is_owed: It gave a message and never had the answer, which may have been decided: also
+            where a stop ended its round, and it waits for the verdict.
     """
 
     def __init__(self, sessions: Sessions, key: str, title: str = "") -> None:
@@ -189,6 +191,7 @@ class RankSession:
         self._title = title
         self.is_doomed = False
         self.has_spoken = False
+        self.is_owed = False
         self._sessions = sessions
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
@@ -259,9 +262,10 @@ class RankSession:
         try:
             self._check()
             sessions.voice.say(self.key, phase, message)
-            self.has_spoken = True
+            self.has_spoken = self.is_owed = True
             sessions.num_rounds += 1
             body = await self._round
+            self.is_owed = False
             return body if sessions.rank else await self._decide(decide, body)
         except BaseException as error:
             self._spoilt = error  # even if the block goes on: the others wait for its message

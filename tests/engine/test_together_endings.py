@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ckptio._aio import shielded
 from ckptio.engine import flow
 from ckptio.errors import (
     CheckpointNotFoundError,
@@ -244,6 +245,63 @@ def test_a_commit_that_fails_when_the_manifest_is_out_is_found() -> None:
             await check_goes_on(ranks)
 
     run(scenario(), seed=0)
+
+
+class SlowToSay(MemoryStorage):
+    """Publishes manifests, and takes a while to say so."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return _SlowSayer(self, save_id, overwrite=overwrite, leads=True)
+
+
+class _SlowSayer(MemoryAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        await super().commit(manifest)
+        try:
+            await shielded(asyncio.sleep(3.0))
+        except asyncio.CancelledError:  # the commit came first, as with the local one
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+
+
+@pytest.mark.parametrize("silent", ["dead", "frozen"])
+@pytest.mark.parametrize("first", ["dead", "aborting"])
+@pytest.mark.parametrize("seed", range(3))
+def test_files_stay_where_two_ranks_fail_around_the_commit(
+    seed: int, first: str, silent: str
+) -> None:
+    """One fails while the manifest is out; then rank 0, before it could say what became of it."""
+
+    async def scenario() -> None:
+        async with job(3, seed=seed) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            manifest = ranks.place.manifest
+            give_place(ranks, 0, same_place(ranks, SlowToSay))
+            handles = begin_saves(ranks, 2.0)
+            while ranks.place.manifest == manifest:
+                await asyncio.sleep(0.001)
+            if first == "dead":
+                ranks.ranks.kill(2)
+            else:
+                handles[2].abort()
+            await asyncio.sleep(0.5)
+            if silent == "dead":
+                ranks.ranks.kill(0)
+            else:
+                ranks.ranks.freeze(0)
+            outcomes = await outcomes_of(handles[1:])
+            assert not isinstance(outcomes[0], BaseException)
+            assert not isinstance(outcomes[1], BaseException) or first == "dead"
+            assert ranks.place.manifest is not None
+            found = decode_manifest(ranks.place.manifest)
+            assert found.save_id == outcomes[0].save_id
+            assert {entry.name for entry in found.files} <= ranks.place.files.keys()
+
+    run(scenario(), seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
