@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import functools
 import queue
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
@@ -107,13 +108,9 @@ class Threads(concurrent.futures.Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine's threads have ended")
-            self._work.put(work)
             if not self._idle.acquire(blocking=False) and len(self._threads) < self.max_threads:
-                thread = threading.Thread(
-                    target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+                self._begin_thread()
+            self._work.put(work)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
@@ -127,11 +124,52 @@ class Threads(concurrent.futures.Executor):
             for thread in threads:
                 thread.join()
 
+    def _begin_thread(self) -> None:
+        """Begin one more; where the interpreter ends and has none left to give, others serve.
+
+        Raises:
+            RuntimeError: There are no others.
+        """
+        thread = threading.Thread(
+            target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
+
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
             work()
             del work  # and with it what it refers to, while waiting for more
             self._idle.release()
+
+
+class DefaultThreads(concurrent.futures.ThreadPoolExecutor):
+    """`Threads` where asyncio insists on its own kind: `loop.set_default_executor`.
+
+    Libraries look up names and open files on a loop's default threads (`asyncio.to_thread`).
+    asyncio's own take no more work when the main thread has ended.
+
+    Args:
+        threads: Do the work. They end where the loop's default executor is shut down.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._own = threads
+
+    def submit(
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Run `function` on one of the threads; see `Threads.submit`."""
+        return self._own.submit(function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
+        """Let the threads end; see `Threads.shutdown`."""
+        self._own.shutdown(wait, cancel_futures=cancel_futures)
 
 
 async def run_blocking(
@@ -205,6 +243,8 @@ async def in_own_thread(
         function: What to run.
         on_cancel: Called if the caller is cancelled meanwhile; asks `function` to stop.
     """
+    if sys.is_finalizing():  # a coroutine that nobody finished ends now, and no thread begins
+        raise GeneratorExit
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio import Checkpointer, CheckpointExistsError, Engine, sync
-from tests.rig import SMALL, filled_state, names_in
+from ckptio import (
+    Checkpointer,
+    CheckpointExistsError,
+    Engine,
+    SaveAbortedError,
+    StateError,
+    load,
+    save,
+    sync,
+)
+from ckptio.errors import EngineClosedError
+from ckptio.events import (
+    Event,
+    LoadStarted,
+    SaveCommitted,
+    SaveProgressed,
+    SaveStaged,
+    SaveStarted,
+)
+from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptio.handle import SaveHandle
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FULL = filled_state([50_000], 1)
@@ -50,6 +71,30 @@ LEFT_OPEN = """
 import sys, torch, ckptio.sync
 ckpt = ckptio.sync.Checkpointer(sys.argv[1]).__enter__()
 ckpt.start_save({"t": torch.ones(3)}, 1)
+"""
+LAST_LINE = """
+import sys, torch, ckptio
+ckptio.save({"w": torch.ones(8_000_000)}, sys.argv[1] + "/a", then=sys.argv[1] + "/b")
+"""
+AFTER_MAIN = """
+import sys, threading, torch, ckptio.sync
+def work():
+    threading.main_thread().join()
+    ckptio.sync.save({"t": torch.ones(3)}, sys.argv[1] + "/a")
+    ckptio.sync.save(ckptio.sync.load(sys.argv[1] + "/a"), sys.argv[1] + "/b")
+threading.Thread(target=work).start()
+"""
+PENDING = """
+import asyncio, sys, torch, ckptio
+async def train():
+    async with ckptio.Engine() as engine:
+        for name in "ab":
+            await engine.save({"t": torch.ones(3)}, sys.argv[1] + "/" + name)
+        await asyncio.Event().wait()
+loop = asyncio.new_event_loop()
+task = loop.create_task(train())
+loop.call_later(1, loop.stop)
+loop.run_forever()
 """
 EXIT = """
 import sys, torch, ckptio.sync
@@ -157,3 +202,105 @@ def test_an_engine_may_be_closed_before_its_checkpointer(tmp_path: Path) -> None
         ckpt.start_save(FULL, 1)
         engine.__exit__(None, None, None)
     assert sync.verify(tmp_path / "step-00000001").is_whole
+
+
+@pytest.mark.parametrize(
+    "program", [LAST_LINE, AFTER_MAIN, PENDING], ids=["last line", "after main", "pending"]
+)
+def test_a_program_ends_and_has_saved(tmp_path: Path, program: str) -> None:
+    """On both tiers, from other threads, and where a block is never left."""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    for name in "ab":
+        assert sync.verify(tmp_path / name).is_whole
+
+
+def test_entering_an_open_engine_leaves_it_open(tmp_path: Path) -> None:
+    """The second entry fails alone, and what is in flight goes on."""
+    with sync.Engine(SMALL) as engine:
+        handle = engine.start_save(FULL, tmp_path / "a")
+        with pytest.raises(EngineClosedError), engine:
+            pass
+        handle.result()
+        engine.save(FULL, tmp_path / "b")
+    assert sync.verify(tmp_path / "a").is_whole
+
+
+def test_a_signals_handler_may_save(tmp_path: Path) -> None:
+    """Wherever it interrupts the saves of the thread that it runs on."""
+    handles: list[SaveHandle] = []
+
+    def save(*_: object) -> None:
+        if not handles or handles[-1].done():
+            handles.append(engine.start_save(FULL, tmp_path / "signal", overwrite=True))
+
+    with sync.Engine(SMALL) as engine:
+        before = signal.signal(signal.SIGALRM, save)
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        try:
+            for _ in range(300):
+                engine.start_save({}, tmp_path / "a", overwrite=True)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert handles
+    assert_same(sync.load(tmp_path / "signal"), FULL)
+
+
+@pytest.mark.parametrize("kind", [SaveStarted, SaveStaged, SaveProgressed, SaveCommitted])
+def test_an_observer_that_calls_its_engine_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Event]
+) -> None:
+    """It runs on the thread that would have to answer: the log has the error, nobody hangs."""
+
+    def watch(event: Event) -> None:
+        if isinstance(event, kind):
+            engine.load(tmp_path / "a")
+
+    engine = sync.Engine(SMALL, observer=watch)
+    with engine:
+        engine.save(FULL, tmp_path / "a")
+    assert "an observer runs on the engine's own thread" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [SaveStarted, SaveStaged, SaveProgressed, SaveCommitted])
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_an_observer_cannot_end_a_part_of_a_save(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Event],
+    error: type[BaseException],
+) -> None:
+    """Whatever it raises on the engine's threads is logged, and the save is whole."""
+
+    def watch(event: Event) -> None:
+        if isinstance(event, kind):
+            raise error
+
+    sync.save(FULL, tmp_path / "a", config=SMALL, observer=watch)
+    assert "the observer raised" in caplog.text
+    assert_same(sync.load(tmp_path / "a"), FULL)
+
+
+@pytest.mark.parametrize("what", ["segment", "read"])
+async def test_a_part_that_somebody_cancelled_is_no_success(tmp_path: Path, what: str) -> None:
+    """Task groups take a task that ended as cancelled for one that went well; nobody here does."""
+
+    def watch(event: Event) -> None:
+        if isinstance(event, (SaveStarted, LoadStarted)):
+            asyncio.get_running_loop().call_later(0, cancel)
+
+    def cancel() -> None:
+        tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith(what)]
+        if not tasks:
+            asyncio.get_running_loop().call_soon(cancel)
+        else:
+            tasks[-1].cancel()
+
+    sync.save(FULL, tmp_path / "a", config=SMALL)
+    if what == "segment":
+        with pytest.raises(SaveAbortedError, match="was cancelled"):
+            await save(FULL, tmp_path / "b", config=SMALL, observer=watch)
+        assert names_in(tmp_path) == ["a"]
+    else:
+        with pytest.raises(StateError, match="was cancelled"):
+            await load(tmp_path / "a", config=SMALL, observer=watch)

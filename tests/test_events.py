@@ -42,7 +42,7 @@ def test_an_observer_that_raises_is_logged_and_harmless(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_leaving_is_not_swallowed(error: type[BaseException]) -> None:
-    """An observer that ends the program ends it."""
+    """An observer that ends the program ends it, where that is: on the main thread."""
 
     def leave(_: Event) -> None:
         raise error

@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
-from collections import Counter
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from ckptio._aio import Threads, outlive, run_blocking
+from ckptio._aio import DefaultThreads, Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
@@ -57,6 +57,8 @@ T = TypeVar("T")
 _NUM_WAITERS = 2
 #: Opening, closing and syncing files, planning, committing: many short waits for a system.
 _NUM_ODD_JOBS = 4
+#: What libraries ask of the loop: names of hosts, small files.
+_NUM_FOR_LIBRARIES = 8
 
 
 class EngineCore:
@@ -86,7 +88,7 @@ class EngineCore:
         self.config = config or CheckpointConfig()
         self._group = ranks
         self._observer = observer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save while `submit` has it
         self._in_flight = InFlight()
         self._portal: BlockingPortal | None = None
         self._portal_block: AbstractContextManager[BlockingPortal] | None = None
@@ -96,9 +98,10 @@ class EngineCore:
         self._pid = os.getpid()
         self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
+        self._loop_thread: int | None = None
         self.handles: list[SaveHandle] = []
         self._side_streams: dict[bool, SideStreams] = {}
-        self._num_keys: Counter[str] = Counter()
+        self._numbers: dict[str, itertools.count[int]] = {}
 
     @property
     def context(self) -> EngineContext:
@@ -127,6 +130,8 @@ class EngineCore:
         """
         if "torch" in sys.modules:
             import_module("ckptio.engine.flow")
+        if self._portal_block is not None:
+            raise EngineClosedError("an engine is entered once; make another one")
         try:  # a loop that is half up would be waited for, and never end
             run_uninterrupted(self._start, "ckptio-start", self.stop_starting)
         except BaseException:
@@ -134,8 +139,6 @@ class EngineCore:
             raise
 
     def _start(self) -> None:
-        if self._portal_block is not None:
-            raise EngineClosedError("an engine is entered once; make another one")
         self._portal_block = start_blocking_portal(backend="asyncio")
         never_end_in_child(self, self._portal_block)
         portal = self._portal_block.__enter__()
@@ -149,7 +152,7 @@ class EngineCore:
             self._portal_block.__exit__(None, None, None)
             raise
         self._portal = portal
-        self._stay = at_exit(self.close)
+        self._stay = at_exit(self._close)
 
     def stop_starting(self) -> None:
         """Give up meeting other ranks: `start`, on another thread, ends with an error."""
@@ -159,7 +162,10 @@ class EngineCore:
 
     async def _make_context(self) -> EngineContext:
         config = self.config
+        self._loop_thread = threading.get_ident()
         executor = Threads(_NUM_ODD_JOBS, "ckptio")
+        libraries = DefaultThreads(Threads(_NUM_FOR_LIBRARIES, "ckptio-default"))
+        asyncio.get_running_loop().set_default_executor(libraries)
 
         def decode(data: bytes) -> Awaitable[Manifest]:
             return run_blocking(executor, decode_manifest, data)
@@ -202,9 +208,7 @@ class EngineCore:
 
     def next_number(self, kind: str) -> int:
         """Number the next of a kind, from 1."""
-        with self._lock:
-            self._num_keys[kind] += 1
-            return self._num_keys[kind]
+        return next(self._numbers.setdefault(kind, itertools.count(1)))
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer, on the calling thread."""
@@ -251,8 +255,19 @@ class EngineCore:
         return running
 
     def _open_portal(self) -> BlockingPortal:
+        """Give the way to the loop.
+
+        Raises:
+            EngineClosedError: There is none any more.
+            ConfigError: This is the loop's thread, which would wait for itself.
+        """
         if self._portal is None:
             raise EngineClosedError("the engine was closed meanwhile")
+        if threading.get_ident() == self._loop_thread:
+            raise ConfigError(
+                "an observer runs on the engine's own thread and cannot call the engine: let it"
+                " leave word for the trainer, or use another engine on another thread"
+            )
         return self._portal
 
     def keep(self, handle: SaveHandle) -> None:
@@ -315,13 +330,15 @@ class EngineCore:
         Args:
             abort: Stop what is in flight first.
         """
-        if not self.is_here:  # a forked child has neither its threads nor its loop
+        if self._portal is None:  # and where the interpreter ends, no thread could begin
             return
         run_uninterrupted(
             functools.partial(self._close, abort), "ckptio-close", self.abort_in_flight
         )
 
-    def _close(self, abort: bool) -> None:  # noqa: FBT001  # one caller
+    def _close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002  # called from here
+        if not self.is_here:  # a forked child has neither its threads nor its loop
+            return
         with self._lock:
             portal, self._portal = self._portal, None
         if portal is None:

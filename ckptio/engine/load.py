@@ -20,7 +20,7 @@ from ckptio._aio import first_failure, outlive, run_blocking
 from ckptio._gc import collection_paused
 from ckptio.engine.context import num_cached_lanes, settle
 from ckptio.engine.landing import bring, check_and_land, opened
-from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError
+from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError, StateError
 from ckptio.events import LoadStarted, ReadProgressed
 from ckptio.plan.load import plan_load
 from ckptio.storage.streams import AwaitedSource
@@ -90,8 +90,9 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         CorruptionError: A block does not have its checksum, and nobody collects.
         CheckpointChangedError: A file went away meanwhile.
         StorageError: The first failure of any part; the others are cancelled and awaited.
+        StateError: Somebody cancelled a part of it, and not the whole.
     """
-    total = plan.nbytes
+    total, before = plan.nbytes, reading.read_nbytes
     by_file: dict[int, list[ReadSegment]] = {}
     for segment in plan.segments:
         by_file.setdefault(segment.file, []).append(segment)
@@ -106,6 +107,10 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         if isinstance(failure, CheckpointChangedError):
             context.cache.forget(reading.storage)  # what is trusted for a while misleads
         raise failure from failure.__cause__
+    if (
+        reading.read_nbytes - before < total
+    ):  # a group takes a cancelled task for one that went well
+        raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")
 
 
 async def plan_and_read(

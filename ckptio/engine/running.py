@@ -130,7 +130,10 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
             ended.release()
 
     def begin_and_wait() -> None:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # none begins any more where the interpreter ends
+            run()
         while not errors:
             ended.acquire()
 

@@ -32,7 +32,7 @@ from ckptio._version import __version__
 from ckptio.engine.context import settle
 from ckptio.engine.endings import end_attempt
 from ckptio.engine.turns import place_for, turn
-from ckptio.errors import StateError
+from ckptio.errors import SaveAbortedError, StateError
 from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
@@ -182,7 +182,14 @@ class _File:
     checksums: dict[int, list[int]] = field(default_factory=dict)
 
     def receipt(self) -> tuple[str, int, list[int]]:
-        """Name, size and checksums, as the manifest takes them."""
+        """Name, size and checksums, as the manifest takes them.
+
+        Raises:
+            SaveAbortedError: A part was not written: a group takes a task that ended as
+                cancelled for one that went well, whoever cancelled it.
+        """
+        if len(self.checksums) < len(self.bucket.segments):
+            raise SaveAbortedError(f"a task that wrote a part of {self.name!r} was cancelled")
         sums = [crc for start in sorted(self.checksums) for crc in self.checksums[start]]
         return self.name, self.bucket.nbytes, sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,12 +28,19 @@ Observer = Callable[[Event], None]
 
 
 def notify(observer: Observer | None, event: Event) -> None:
-    """Give `event` to `observer`, and log what it raises; without one, log what is trouble."""
+    """Give `event` to `observer`, and log what it raises; without one, log what is trouble.
+
+    On the engine's threads that is whatever it raises: a cancellation or an exit would end a
+    part of a save there, and not the program.
+    """
     if observer is None:
         if event.is_trouble:
             _log.warning("%s", event)
         return
     try:
         observer(event)
-    except Exception:  # an observer's bug is its own; the log has it, the save goes on
+    except BaseException as error:  # an observer's bug is its own; the save goes on
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise  # the program's, which can end it there
         _log.exception("the observer raised on %r", event)
