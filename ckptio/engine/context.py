@@ -18,7 +18,7 @@ from ckptio.ranks.solo import SoloRanks
 from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from concurrent.futures import Executor
 
     from ckptio.cache import MetadataCache
@@ -79,7 +79,8 @@ class EngineContext:
         linker: Links them where they pass on what they read.
         stores: Object stores that are open.
         plans: Plans of earlier saves of this rank alone.
-        agreements: What ranks agreed on for earlier saves.
+        agreements: What ranks agreed on for the last save. No more: of two that are kept, one
+            rank could follow the first and another one the second.
         jobs: On rank 0, what was decided in earlier saves, by plan.
         received: Manifests that rank 0 has read, by identity.
         files: Files open for reading at a time.
@@ -120,7 +121,7 @@ class EngineContext:
         """Make what is empty at first, and the limits."""
         self.stores = Stores(self.config, self.executor)
         self.plans = Recent(_MAX_PLANS)
-        self.agreements = Recent(_MAX_PLANS)
+        self.agreements = Recent(1)
         # more than any rank refers to
         self.jobs = Recent(4 * _MAX_PLANS)
         self.received = Recent(_MAX_RECEIVED)
@@ -233,6 +234,10 @@ class Recent(Generic[K, V]):
         self._entries[key] = value
         while len(self._entries) > self._max_entries:
             del self._entries[next(iter(self._entries))]
+
+    def values(self) -> Collection[V]:
+        """Give everything that is there."""
+        return self._entries.values()
 
     def clear(self) -> None:
         """Forget everything."""

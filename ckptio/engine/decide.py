@@ -11,7 +11,7 @@ import asyncio
 import base64
 import datetime as dt
 import errno
-import secrets
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from ckptio.ranks.interface import Same
 from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
@@ -63,6 +63,7 @@ class JobRecord:
         job: Who writes what.
         places: Where the parts of each rank lie in its files; `None` until it has said so.
         num_files: Files of each rank.
+        plan_id: Names the plan by what it says: saves of one state at a time have one plan.
         table: The manifest's tensor table, once all places are known.
     """
 
@@ -70,11 +71,14 @@ class JobRecord:
     job: JobPlan
     places: list[list[tuple[int, int]] | None]
     num_files: list[int]
+    plan_id: str = ""
     table: bytes = b""
     numbers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Number the tensors."""
+        """Name the plan, and number the tensors."""
+        said = msgspec.msgpack.encode((self.leaves, self.job.assignments))
+        self.plan_id = hashlib.blake2b(said, digest_size=16).hexdigest()
         self.numbers = {tensor.name: i for i, tensor in enumerate(self.job.tensors)}
 
 
@@ -108,16 +112,23 @@ class Decider:
         """
         _check_common(messages)
         receipts = [message for message in messages if message["kind"] == "receipt"]
-        if len(receipts) == len(messages):
+        if len({message.get("plan") for message in messages}) == 1 and receipts:
             return await self._commit(receipts)
-        old = self._record_of(receipts) if receipts else None
-        record, answers = await run_blocking(self._context.executor, self._plan, messages, old)
-        plan_id = secrets.token_hex(8)
-        self._context.jobs.put(plan_id, record)
-        return [{**answer, "plan": plan_id, "replaces": old is not None} for answer in answers]
+        followed = {
+            rank: self._record_of(message)
+            for rank, message in enumerate(messages)
+            if message["kind"] == "receipt"
+        }
+        record, answers = await run_blocking(self._context.executor, self._plan, messages, followed)
+        # one that is known already was planned for a save that is still under way, as a rule;
+        # ranks that follow it have said where their parts lie
+        if self._context.jobs.get(record.plan_id) is None:
+            self._context.jobs.put(record.plan_id, record)
+        plan_id = record.plan_id
+        return [{**answer, "plan": plan_id, "replaces": bool(followed)} for answer in answers]
 
     def _plan(
-        self, messages: Sequence[Message], old: JobRecord | None
+        self, messages: Sequence[Message], followed: Mapping[int, JobRecord]
     ) -> tuple[JobRecord, list[dict[str, Json]]]:
         """Share out what the ranks hold, or what some hold now while others did not change.
 
@@ -129,25 +140,17 @@ class Decider:
             for rank, message in enumerate(messages)
             if message["kind"] == "listing"
         }
-        hosts, replicate = self._context.ranks.hosts, config.replicate
-        local_nbytes = config.local_replica_nbytes
-        places: list[list[tuple[int, int]] | None] = [None] * len(messages)
-        num_files = [0] * len(messages)
-        if old is None:
-            leaves = [listed[rank] for rank in range(len(messages))]
-            job = plan_job(leaves, hosts=hosts, replicate=replicate, local_nbytes=local_nbytes)
-        else:
-            leaves = [listed.get(rank, held) for rank, held in enumerate(old.leaves)]
-            job = replan_job(
-                old.job,
-                old.leaves,
-                listed,
-                hosts=hosts,
-                replicate=replicate,
-                local_nbytes=local_nbytes,
-            )
-            places = [None if r in listed else held for r, held in enumerate(old.places)]
-            num_files = list(old.num_files)
+        held = {rank: record.leaves[rank] for rank, record in followed.items()} | listed
+        leaves = [held[rank] for rank in range(len(messages))]
+        options: dict[str, Any] = {
+            "hosts": self._context.ranks.hosts,
+            "replicate": config.replicate,
+            "local_nbytes": config.local_replica_nbytes,
+        }
+        job = _joined(followed, listed, options) if followed else plan_job(leaves, **options)
+        records = [followed.get(rank) for rank in range(len(messages))]
+        places = [record.places[rank] if record else None for rank, record in enumerate(records)]
+        num_files = [record.num_files[rank] if record else 0 for rank, record in enumerate(records)]
         record = JobRecord(leaves=leaves, job=job, places=places, num_files=num_files)
         twins = find_twins([message["tree"][0] for message in messages])
         answers: list[dict[str, Json]] = []
@@ -157,21 +160,20 @@ class Decider:
                 answers[rank]["parts"] = msgspec.to_builtins(job.assignments[rank])
         return record, answers
 
-    def _record_of(self, receipts: Sequence[Message]) -> JobRecord:
-        """Find the plan that ranks followed.
+    def _record_of(self, receipt: Message) -> JobRecord:
+        """Find the plan that a rank followed.
 
         Raises:
-            PlanError: They followed different ones, or one that is forgotten.
+            PlanError: It is forgotten.
         """
-        plans = {message["plan"] for message in receipts}
-        record = self._context.jobs.get(next(iter(plans))) if len(plans) == 1 else None
+        record = self._context.jobs.get(receipt["plan"])
         if record is None:
-            raise PlanError("the ranks followed plans of different saves; save again")
+            raise PlanError("a rank followed a plan that is forgotten; save again")
         return record
 
     async def _commit(self, receipts: Sequence[Message]) -> Sequence[Json] | Same:
         """Write the manifest."""
-        record = self._record_of(receipts)
+        record = self._record_of(receipts[0])
         trees = [RankTree(*message["tree"]) for message in receipts]
         if missing := missing_trees(trees):
             return Same({"trees": missing})
@@ -259,6 +261,35 @@ class Decider:
             hosts=hosts if len(hosts) > 1 else (),
             metadata=self._job.metadata,
         )
+
+
+def _joined(
+    followed: Mapping[int, JobRecord],
+    listed: Mapping[int, Sequence[LeafSpec]],
+    options: Mapping[str, Any],
+) -> JobPlan:
+    """Make one plan of those that ranks followed, and of what others hold now. Blocks.
+
+    Ranks follow several where saves overlap and the state of each changes: who came late to
+    one save was early enough to go by it in the next. Each has written by then, so the plan
+    has to leave to each what it wrote.
+
+    Raises:
+        PlanError: There is no such plan.
+    """
+    records = {id(record): record for record in followed.values()}
+    problem = PlanError("the ranks followed plans of different saves; save again")
+    for base in records.values():
+        others = {rank: record for rank, record in followed.items() if record is not base}
+        changed = {rank: record.leaves[rank] for rank, record in others.items()} | {**listed}
+        try:
+            job = replan_job(base.job, base.leaves, changed, **options)
+        except PlanError as error:
+            problem = error
+            continue
+        if all(job.assignments[r] == other.job.assignments[r] for r, other in others.items()):
+            return job
+    raise problem
 
 
 def _check_common(messages: Sequence[Message]) -> None:

@@ -70,12 +70,14 @@ class Agreement:
         plan: Where this rank writes what.
         sends_tree: Whether this rank has to send its tree; another has the same if not.
         is_new: Whether the coordinator does not know yet where the parts lie.
+        called_s: When the save was asked for that it is of, by `time.perf_counter`.
     """
 
     plan_id: str
     plan: SavePlan
     sends_tree: bool
     is_new: bool
+    called_s: float
 
 
 def save_id_of(nonce: str, key: str) -> str:
@@ -187,14 +189,19 @@ class _JointSave:
             if self._context.ranks.rank in answer["trees"]:
                 message["tree"] = list(tree)
             answer = await self._meet("trees", message)
-        agreement = replace(agreement, is_new=False, sends_tree=answer["sends_tree"])
-        self._context.agreements.put(specs, agreement)
+        self._keep(replace(agreement, is_new=False, sends_tree=answer["sends_tree"]))
         return SaveReceipt(
             nbytes=answer["nbytes"],
             num_files=answer["num_files"],
             num_tensors=answer["num_tensors"],
             plan_reused=reused,
         )
+
+    def _keep(self, agreement: Agreement) -> None:
+        """Keep what was agreed on, unless a save that was asked for later has ended before."""
+        agreements, called_s = self._context.agreements, self._job.started_s
+        if all(held.called_s <= called_s for held in agreements.values()):
+            agreements.put(self._job.flat.specs, replace(agreement, called_s=called_s))
 
     def _forget_replaced(self, answer: dict[str, Json]) -> None:
         """Forget what was agreed on before, if other ranks go by another plan from now on."""
@@ -277,7 +284,11 @@ class _JointSave:
             self._context.executor, plan_files, specs, self._context.config, parts
         )
         return Agreement(
-            plan_id=answer["plan"], plan=plan, sends_tree=answer["sends_tree"], is_new=True
+            plan_id=answer["plan"],
+            plan=plan,
+            sends_tree=answer["sends_tree"],
+            is_new=True,
+            called_s=self._job.started_s,
         )
 
     async def _write(
