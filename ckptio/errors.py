@@ -12,6 +12,7 @@
     ├── RankError                             it failed on some rank, so it failed on all
     │   └── PeerLostError (ConnectionError)   a rank died, froze, left or never came
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
+    │   ├── RankFormatError                   some rank found that, so all raise it; a RankError
     │   ├── FormatVersionError                a newer format than this version reads
     │   └── CorruptionError                   a checksum or a size is not what the manifest says
     └── StorageError (OSError)                the storage said no; `errno` and `filename` are set
@@ -186,6 +187,13 @@ class PeerLostError(RankError, ConnectionError):
 
 class FormatError(CheckpointError, ValueError):
     """Bytes that are not a checkpoint of this format."""
+
+
+class RankFormatError(RankError, FormatError):
+    """What ranks load together is damaged, or no checkpoint: every rank can go on with another.
+
+    A rank that finds it before it meets the others raises its own `FormatError`.
+    """
 
 
 class FormatVersionError(FormatError):

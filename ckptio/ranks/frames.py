@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from ckptio._gc import collection_paused
-from ckptio.errors import PeerLostError, RankError
+from ckptio.errors import PeerLostError, RankError, RankFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -31,6 +31,8 @@ MAX_HELLO_NBYTES = 4096
 
 MAX_CAUSES = 64
 _MAX_CAUSE_CHARS = 1000
+#: What a cause begins with that says of damage; see `describe`.
+_DAMAGED = ("CorruptionError:", "FormatError:", "FormatVersionError:", "RankFormatError:")
 _MAX_SHOWN = 16
 PREFIX = struct.Struct("<IQ")
 
@@ -172,7 +174,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         text = f"{title or self.what} {self.text}" if self.what else self.text
         if self.kind == "lost":
             return PeerLostError(text, ranks=self.lost, causes=self.causes, in_doubt=self.in_doubt)
-        return RankError(text, causes=self.causes, in_doubt=self.in_doubt)
+        is_damage = self.causes and all(c.startswith(_DAMAGED) for c in self.causes.values())
+        kind = RankFormatError if is_damage else RankError
+        return kind(text, causes=self.causes, in_doubt=self.in_doubt)
 
 
 decode_verdict = msgspec.json.Decoder(Verdict).decode
