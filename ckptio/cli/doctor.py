@@ -25,7 +25,7 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import ConfigError
 from ckptio.staging import moves
 from ckptio.storage import linux
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import NoExclusiveNames, PosixFiles, absolute
 from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.lending import Lender
 from ckptio.storage.resolve import local_path, remote_url
@@ -47,7 +47,7 @@ def run(path: str, *, storage_options: Sequence[str], as_json: bool) -> int:
     result |= {"findings": [], "leftovers": []}
     try:
         config = config_for([path], storage_options)
-        top = remote_url(path) or os.path.abspath(local_path(path))
+        top = remote_url(path) or absolute(local_path(path))
         if remote_url(path) is not None:
             from ckptio.cli.doctor_store import run_doctor  # noqa: PLC0415  # where there is one
 
@@ -173,6 +173,8 @@ def _publish(folder: str) -> tuple[State, str]:
     except FileExistsError:
         files.publish(f"{folder}/made", f"{folder}/free")
         return "yes", "a name is taken by one writer alone: commits exclude each other"
+    except NoExclusiveNames:
+        return "no", "two writers may be given one name: only overwrite=True saves here"
     return "no", "a name that was taken was given again: two saves may overwrite each other"
 
 
@@ -216,7 +218,7 @@ def _sync(folder: str) -> tuple[State, str]:
         files.fsync_dir(folder)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            return "no", f"fsync of a directory fails ({error.strerror}): use durability='none'"
+            return "no", f"fsync of a directory fails ({error.strerror}): use durability='file'"
         raise
     return "yes", "fsync of files and of directories works"
 

@@ -17,6 +17,7 @@ from ckptio.cli.owed import read_owed
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.files import absolute
 from ckptio.storage.names import NOTE_PREFIX
 from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import local_path, remote_url
@@ -79,7 +80,7 @@ def read_rows(
         OSError: It cannot be listed.
     """
     url = remote_url(root)
-    top = url or os.path.abspath(local_path(root))
+    top = url or absolute(local_path(root))
     found = [] if url else list(find_checkpoints(top, depth=depth, hidden=hidden))
     core = EngineCore(dataclasses.replace(config, cache_entries=1), None, "solo")
     core.start()

@@ -31,6 +31,7 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_ma
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.files import (
     MAX_TRIES,
+    NoExclusiveNames,
     follow_pointer,
     make_dirs,
     read_regular,
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
 
+_NOT_TO_BE_SYNCED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
+)
 NEW_MANIFEST_PREFIX = ".manifest-"
 
 
@@ -243,6 +248,10 @@ class LocalAttempt:
                 if self._overwrite:
                     continue  # somebody was first, just now: there is one to replace
                 break
+            except NoExclusiveNames:
+                if not self._overwrite:
+                    raise
+                self._files.replace(new, target)
             return ""
         raise CommitConflictError(self._directory)
 
@@ -283,8 +292,10 @@ class LocalAttempt:
         for directory in dict.fromkeys((self._directory, *above)):
             try:
                 self._sync_dir(directory)
-            except PermissionError:
-                if directory in ours:  # it has an entry of ours, which must be on the disk
+            except OSError as error:
+                # it has an entry of ours, which must be on the disk; others may not be ours to
+                # sync, or nobody's: mount points of an automounter refuse it
+                if directory in ours or error.errno not in _NOT_TO_BE_SYNCED:
                     raise
 
     def _sync_dir(self, path: str) -> None:

@@ -29,6 +29,42 @@ MAX_TRIES = 100
 _SETTLED_S = 3600.0
 
 
+class NoExclusiveNames(OSError):  # noqa: N818  # a limit that one may live with
+    """The file system cannot give a name on condition that it is free."""
+
+
+def _set_mode(at: int | str, mode: int) -> None:
+    """Give a new file or directory the caller's mode, whatever the umask.
+
+    A directory keeps the set-group-ID bit that it has from the one above, for which it was
+    set. Some mounts have modes of their own, and refuse or do not know the call.
+    """
+    kept = stat.S_IMODE(os.stat(at).st_mode)
+    wanted = mode | (kept & stat.S_ISGID)
+    if kept != wanted:
+        try:
+            os.chmod(at, wanted)
+        except OSError as error:
+            if error.errno not in (*_UNSUPPORTED, errno.EACCES):
+                if isinstance(at, int):
+                    os.close(at)
+                raise
+
+
+def absolute(path: str) -> str:
+    """Make a path absolute. Where it goes up (`..`), it goes up from where links lead.
+
+    Raises:
+        OSError: The working directory is gone.
+    """
+    whole = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    parts = whole.split("/")
+    if ".." in parts:
+        stop = len(parts) - parts[::-1].index("..")
+        parts[:stop] = [os.path.realpath("/".join(parts[:stop]))]
+    return os.path.normpath("/".join(parts))
+
+
 class PosixFiles:
     """The real ones. Everything raises `OSError` as the system gives it."""
 
@@ -36,11 +72,7 @@ class PosixFiles:
         """Make a new file for writing; it must not exist."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), mode)
-        try:
-            os.fchmod(fd, mode)  # the caller's mode, whatever the umask
-        except OSError:
-            os.close(fd)
-            raise
+        _set_mode(fd, mode)
         return fd
 
     def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
@@ -94,17 +126,20 @@ class PosixFiles:
 
     def fsync_dir(self, path: str) -> None:
         """Make the names in a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:  # which of several, and what to do, is not seen from its number
+            what = f"{error.strerror} in a sync of {path!r}, which durability='file' leaves out"
+            raise OSError(error.errno, what) from error
 
     def mkdir(self, path: str, mode: int) -> None:
         """Make a directory."""
         os.mkdir(path, mode)
-        with contextlib.suppress(PermissionError):  # some mounts have modes of their own
-            os.chmod(path, mode)
+        _set_mode(path, mode)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
@@ -128,7 +163,26 @@ class PosixFiles:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
+            self.rename_to_free(source, target)
+
+    def rename_to_free(self, source: str, target: str) -> None:
+        """Give `source` the name `target` instead of its own, which must be free.
+
+        Raises:
+            FileExistsError: The name is taken.
+            NoExclusiveNames: The file system cannot tell.
+        """
+        try:
             linux.rename_noreplace(source, target)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            raise NoExclusiveNames(
+                error.errno,
+                "this file system gives no name to just one of two writers, neither by link nor"
+                " by rename: overwrite=True does without",
+                target,
+            ) from error
 
     def exchange(self, source: str, target: str) -> bool:
         """Exchange two names in one step; false where the file system cannot.

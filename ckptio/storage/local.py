@@ -25,7 +25,7 @@ from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
-from ckptio.storage.files import PosixFiles, follow_pointer
+from ckptio.storage.files import PosixFiles, absolute, follow_pointer
 from ckptio.storage.names import NOTE_PREFIX
 from ckptio.storage.notes import LocalNote, read_note, take_note
 from ckptio.storage.resumed import ResumedAttempt
@@ -63,7 +63,7 @@ class LocalStorage:
         emit: Callable[[Event], None],
         files: PosixFiles | None = None,
     ) -> None:
-        self._path = os.path.abspath(path)
+        self._path = absolute(path)
         self._config = config
         self._executor = executor
         self._emit = emit

@@ -22,6 +22,7 @@ PathLike = str | os.PathLike[str]
 #: What fsspec calls this machine's own file systems.
 _LOCAL = ("file", "local")
 #: What `pathlib.Path` makes of a URL. It would be a directory called `s3:`, here.
+_ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
 _SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
@@ -73,21 +74,44 @@ def local_path(path: PathLike) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"a checkpoint's path is a str or os.PathLike, not {path!r}")
     text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text or not _has_bytes(text):
         raise ConfigError(f"{path!r} is no path of a checkpoint")
     if _SHORTENED.match(text) and not isinstance(path, str):
         raise ConfigError(f"{path!r} was a URL: a path object drops one of its slashes; pass a str")
     if _SHORTENED.match(text) and _is_protocol(text.partition(":")[0]):
         raise ConfigError(f"{path!r} has one slash where a URL has two")
     if "://" not in text:
-        return os.path.expanduser(text)
+        return _rooted(os.path.expanduser(text))
     from fsspec.core import split_protocol  # noqa: PLC0415  # 50 ms that plain paths do not need
     from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415  # as above
 
-    protocol, _ = split_protocol(text)
+    protocol, rest = split_protocol(text)
     if protocol not in _LOCAL:
         raise ConfigError(f"{text!r} is no path of a local or mounted file system")
+    if _ESCAPED.search(rest) or rest.startswith("localhost/"):
+        raise ConfigError(
+            f"{text!r} has escapes or a host, which fsspec takes for names: pass the path itself"
+        )
     return str(LocalFileSystem._strip_protocol(text))  # noqa: SLF001  # fsspec's public practice
+
+
+def _rooted(path: str) -> str:
+    """Refuse a path that leads nowhere."""
+    if not os.path.isabs(path):
+        try:
+            os.getcwd()
+        except OSError as error:
+            raise ConfigError(f"{path!r} is in the working directory, which is gone") from error
+    return path
+
+
+def _has_bytes(text: str) -> bool:
+    """Whether the system can be given a name: lone surrogates stand for bytes, or for nothing."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_protocol(scheme: str) -> bool:

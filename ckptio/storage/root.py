@@ -30,7 +30,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles, follow_pointer, read_regular
+from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import find_leftovers, notes_of
 from ckptio.storage.names import TOMB
@@ -96,7 +96,7 @@ class LocalRoot:
         emit: Callable[[Event], None],
         files: PosixFiles | None = None,
     ) -> None:
-        self._path = os.path.abspath(path)
+        self._path = absolute(path)
         self._config = config
         self._executor = executor
         self._emit = emit

@@ -14,7 +14,6 @@ import os
 import threading
 from typing import TYPE_CHECKING, Literal
 
-from ckptio.storage import linux
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.linux import DirectAlignment
 from ckptio.testing.faults import Operation
@@ -208,7 +207,7 @@ class RecordingFiles(PosixFiles):
         if self._has_links:
             super().publish(source, target)
         else:
-            linux.rename_noreplace(source, target)
+            self.rename_to_free(source, target)
 
     def exchange(self, source: str, target: str) -> bool:
         """Exchange two names; see `PosixFiles`."""

@@ -42,7 +42,8 @@ def test_a_tilde_is_the_home_directory() -> None:
     "path",
     [
         *("", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x"),
-        *(Path("s3://bucket/key"), "s3:/bucket/key", "memory:/run"),
+        *(Path("s3://bucket/key"), "s3:/bucket/key", "memory:/run", "lone \ud800 surrogate"),
+        *("file:///a%20b/c", "file://localhost/a/b"),
     ],
 )
 def test_what_is_no_local_path_is_refused(path: Any) -> None:
