@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import queue
 import sys
@@ -110,7 +111,10 @@ class Threads(concurrent.futures.Executor):
                 raise RuntimeError("the engine's threads have ended")
             if not self._idle.acquire(blocking=False) and len(self._threads) < self.max_threads:
                 self._begin_thread()
-            self._work.put(work)
+            if self._threads:
+                self._work.put(work)
+                return future
+        work()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
@@ -125,20 +129,16 @@ class Threads(concurrent.futures.Executor):
                 thread.join()
 
     def _begin_thread(self) -> None:
-        """Begin one more; where the interpreter ends and has none left to give, others serve.
+        """Begin one more, if the interpreter, which may be about to end, gives one.
 
-        Raises:
-            RuntimeError: There are no others.
+        Some (3.12.1 is one) give none as soon as the main thread has ended. Those that are
+        there go on; where there is none, who submits does the work itself.
         """
         thread = threading.Thread(
             target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
         )
-        try:
+        with contextlib.suppress(RuntimeError):
             thread.start()
-        except RuntimeError:
-            if not self._threads:
-                raise
-        else:
             self._threads.append(thread)
 
     def _serve(self) -> None:

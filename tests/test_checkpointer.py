@@ -518,7 +518,8 @@ def test_steps_are_saved_from_many_threads(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert set(steps_in(tmp_path)) >= {20, 21, 22, 23}
-    assert len(steps_in(tmp_path)) <= 5  # the one that was committed last stays, whichever
+    # the one that was committed last stays, whichever, and the one that is dated last
+    assert len(steps_in(tmp_path)) <= 6
 
 
 def test_the_blocking_twin_has_an_engine_of_its_own(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ class EngineContext:
             limit here: who waits for a thread takes it over without a hop to the loop.
         writers: Threads that sum and write slabs.
         readers: Threads that read, verify and land ranges.
-        waiters: Threads that wait for devices.
+        waiters: Threads that wait for devices in saves.
+        load_waiters: The same in loads, which must not wait behind the copies of a save; the
+            same threads if not given.
         pool: Slabs.
         cache: Manifests.
         observer: Takes events, if anybody does.
@@ -101,6 +103,7 @@ class EngineContext:
     waiters: Executor
     pool: SlabPool
     cache: MetadataCache
+    load_waiters: Executor | None = None
     observer: Observer | None = None
     ranks: Ranks = field(default_factory=SoloRanks)
     linker: Linker = field(default_factory=HostLinker)
@@ -133,7 +136,8 @@ class EngineContext:
 
     def end_threads(self) -> None:
         """Let the threads end."""
-        for threads in (self.executor, self.copiers, self.writers, self.readers, self.waiters):
+        waiters = (self.waiters, self.load_waiters or self.waiters)
+        for threads in (self.executor, self.copiers, self.writers, self.readers, *waiters):
             threads.shutdown()
 
     def emit(self, event: Event) -> None:
@@ -180,14 +184,15 @@ async def meet(
         timers[0].cancel()
 
 
-async def settle(pending: Sequence[PendingCopies], context: EngineContext) -> None:
+async def settle(pending: Sequence[PendingCopies], context: EngineContext, *, saving: bool) -> None:
     """Wait until devices are done with a slab, to the end even when cancelled.
 
     On threads of their own: copies behind a long training step must not keep the threads
     of reads and writes waiting.
     """
     if pending:
-        await run_blocking(context.waiters, wait_for_all, pending)
+        threads = context.waiters if saving else context.load_waiters or context.waiters
+        await run_blocking(threads, wait_for_all, pending)
 
 
 def wait_for_all(pending: Sequence[PendingCopies]) -> None:

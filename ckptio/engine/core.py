@@ -100,7 +100,6 @@ class EngineCore:
         self._cache_task: Future[None] | None = None
         self._loop_thread: int | None = None
         self.handles: list[SaveHandle] = []
-        self._side_streams: dict[bool, SideStreams] = {}
         self._numbers: dict[str, itertools.count[int]] = {}
 
     @property
@@ -141,7 +140,10 @@ class EngineCore:
     def _start(self) -> None:
         self._portal_block = start_blocking_portal(backend="asyncio")
         never_end_in_child(self, self._portal_block)
-        portal = self._portal_block.__enter__()
+        try:
+            portal = self._portal_block.__enter__()
+        except RuntimeError as error:  # Python 3.12 gives none when the main thread has ended
+            raise EngineClosedError("the program is about to end: no thread begins") from error
         try:
             self._starting = portal.start_task_soon(self._make_context)
             if self._gives_up:
@@ -178,6 +180,7 @@ class EngineCore:
             writers=Threads(config.max_writes, "ckptio-write"),
             readers=Threads(config.max_reads, "ckptio-read"),
             waiters=Threads(_NUM_WAITERS, "ckptio-device"),
+            load_waiters=Threads(_NUM_WAITERS, "ckptio-device-load"),
             pool=SlabPool(
                 config.num_slabs * config.slab_nbytes,
                 config.slab_nbytes,
@@ -285,8 +288,7 @@ class EngineCore:
         from ckptio.staging.cuda import HostRegistration, SideStreams  # noqa: PLC0415  # imports torch
 
         self.context.pool.use_pinning(HostRegistration(device))
-        with self._lock:
-            return self._side_streams.setdefault(saving, SideStreams())
+        return SideStreams(saving=saving)
 
     def pin_if_cuda(self) -> None:
         """Pin slabs from now on if the program uses CUDA already. On the caller's thread."""

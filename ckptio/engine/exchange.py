@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from contextlib import asynccontextmanager, closing, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,6 @@ from ckptio.engine.landing import bring, close_source
 from ckptio.errors import PeerLostError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
-from ckptio.staging.pool import Slab
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from ckptio.plan.exchange import Unit
     from ckptio.plan.load import ReadSegment, Wanted
     from ckptio.staging.cuda import PendingCopies
+    from ckptio.staging.pool import Slab
     from ckptio.storage.streams import AwaitedSource, Source
 
 #: Lanes of a side for each reader of the engine: one in a read, one on its way to others.
@@ -241,17 +241,16 @@ class _Exchange:
             while queue:
                 await carry(queue.popleft(), slab)
 
-        own = nullcontext(slabs[0]) if slabs else closing(Slab(self._context.config.slab_nbytes))
-        with own as slab:
-            async with asyncio.TaskGroup() as group:
-                for other in slabs[1:]:
-                    group.create_task(own_lane(other), name="lane of the link")
-                for _ in range(0 if slabs else min(num_pooled, len(queue) - 1)):
-                    group.create_task(pooled_lane(), name="lane of the pool")
-                await own_lane(slab)
-                for lane in waiting:  # nothing is left to begin: it need not wait for a slab
-                    assert lane is not None  # noqa: S101  # lanes are tasks
-                    lane.cancel()
+        own = nullcontext(slabs[0]) if slabs else self._context.pool.spare()
+        async with own as slab, asyncio.TaskGroup() as group:
+            for other in slabs[1:]:
+                group.create_task(own_lane(other), name="lane of the link")
+            for _ in range(0 if slabs else min(num_pooled, len(queue) - 1)):
+                group.create_task(pooled_lane(), name="lane of the pool")
+            await own_lane(slab)
+            for lane in waiting:  # nothing is left to begin: it need not wait for a slab
+                assert lane is not None  # noqa: S101  # lanes are tasks
+                lane.cancel()
 
     async def take_all(self, num_pooled: int) -> None:
         """Take what others read: into slabs, or as it lies in the slabs of a link."""
@@ -293,7 +292,7 @@ class _Exchange:
         try:
             damage = await bring(segment, slab, source, self._reading, context, pending, keep=keep)
         finally:
-            await settle(pending, context)
+            await settle(pending, context, saving=False)
         for error in damage:
             self._reading.damaged(error)
 

@@ -126,7 +126,7 @@ def begin_save(
             save_id=handle.save_id,
             key=key,
             storage=storage,
-            flat=flat,
+            flat=dataclasses.replace(flat, sources=()),  # `source` has them until they are copied
             source=SourceState(flat.sources, streams),
             overwrite=overwrite,
             handle=handle,
@@ -197,6 +197,7 @@ async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
     try:
         receipt = await run_save(job, context)
     except BaseException as error:  # the handle raises it
+        job.source.drop()
         ended = (
             error
             if isinstance(error, Exception)
@@ -376,12 +377,18 @@ def caller_streams(
 
     Raises:
         StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
+            Or a device has failed.
     """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
         return None
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
 
-    if torch.cuda.is_current_stream_capturing():
-        raise StateError("a CUDA graph is being captured; save and load before or after that")
-    return CallerStreams(devices, core.side_streams(min(devices, key=str), saving=saving))
+    try:
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if not is_capturing:
+            side = core.side_streams(min(devices, key=str), saving=saving)
+            return CallerStreams(devices, side)
+    except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
+        raise StateError(f"a device has failed before: {error}") from error
+    raise StateError("a CUDA graph is being captured; save and load before or after that")

@@ -218,7 +218,8 @@ async def _read_segment(
         try:
             damage = await bring(segment, slab, source, reading, context, pending)
         finally:
-            await settle(pending, context)  # a device may be reading the slab, cancelled or not
+            # a device may be reading the slab, cancelled or not
+            await settle(pending, context, saving=False)
     _have_read(segment.nbytes, damage, reading, context, total_nbytes)
 
 

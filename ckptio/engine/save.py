@@ -115,11 +115,7 @@ class SaveReceipt:
 
 @dataclass(slots=True)
 class _Progress:
-    """Counts what is left, and says when a moment has come.
-
-    Attributes:
-        leases: For each segment, in the order of the plan, that the one before has its slab.
-    """
+    """Counts what is left. `leases`: that the segment before, in the plan, has its slab."""
 
     job: SaveJob
     context: EngineContext
@@ -150,6 +146,7 @@ class _Progress:
         if self.to_stage == 0:
             self.writes_go.set()
             job = self.job
+            job.source.drop()
             job.staged_s = job.elapsed_s()
             job.handle.staged.reach(None)
             self.context.emit(
@@ -182,13 +179,8 @@ class _File:
     checksums: dict[int, list[int]] = field(default_factory=dict)
 
     def receipt(self) -> tuple[str, int, list[int]]:
-        """Name, size and checksums, as the manifest takes them.
-
-        Raises:
-            SaveAbortedError: A part was not written: a group takes a task that ended as
-                cancelled for one that went well, whoever cancelled it.
-        """
-        if len(self.checksums) < len(self.bucket.segments):
+        """Name, size and checksums, as the manifest takes them."""
+        if len(self.checksums) < len(self.bucket.segments):  # groups take that for success
             raise SaveAbortedError(f"a task that wrote a part of {self.name!r} was cancelled")
         sums = [crc for start in sorted(self.checksums) for crc in self.checksums[start]]
         return self.name, self.bucket.nbytes, sums
@@ -340,7 +332,7 @@ async def _carry_segment(
             await run_unless_cancelled(context.copiers, job.source.gather, segment, slab, pending)
             progress.submitted()
         finally:
-            await settle(pending, context)  # a device may be writing to the slab, cancelled or not
+            await settle(pending, context, saving=True)  # a device may be writing to the slab
         progress.staged()
         await _copies_first(job, context, progress)
         file.checksums[segment.start] = await _write_out(segment, slab, sink, context)

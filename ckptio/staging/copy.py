@@ -2,7 +2,7 @@
 
 CPU tensors are copied by address, all pieces of a segment or of a block together. Strided,
 conjugate and device tensors go through torch. Copies from and to CUDA run on side streams,
-ordered by events behind the caller's stream; nothing ever waits for a whole device.
+ordered by events behind the caller's stream; nothing here waits for a whole device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceState:
 
     Args:
         tensors: The caller's tensors, in the order of the plan. They are referred to until
-            this object is dropped, so that no memory is reused under a copy.
+            `drop`, so that no memory is reused under a copy.
         streams: What orders copies behind the caller's work on its devices, if any.
     """
 
@@ -61,6 +61,10 @@ class SourceState:
             return None
         pairs = zip(versions, self._versions, strict=True)
         return next(index for index, (now, then) in enumerate(pairs) if now != then)
+
+    def drop(self) -> None:
+        """Refer to the tensors no more: all of them are copied, or nothing more will be."""
+        self._tensors = ()
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.

@@ -9,11 +9,12 @@ events, in threads, never for a device.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ckptio.errors import StateError
+from ckptio.staging.pool import CopiesLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ class PendingCopies:
         """Block until they are done, all of them even if one fails. Lets the GIL go.
 
         Raises:
-            StateError: A device has failed.
+            CopiesLostError: A device has failed; nobody knows how far it came.
         """
         failure: RuntimeError | None = None
         for device, event in self._events:
@@ -43,22 +44,33 @@ class PendingCopies:
             except RuntimeError as error:
                 failure = failure or error
         if failure is not None:
-            raise StateError(f"a copy from or to a device failed: {failure}") from failure
+            raise CopiesLostError(f"a copy from or to a device failed: {failure}") from failure
 
 
 class SideStreams:
-    """One stream a device for copies, made at first use. One per engine and direction."""
+    """The streams for copies in one direction, one a device, made at first use.
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._lock = threading.Lock()
+    Of the process, not of an engine: torch gives streams from 32 a device and priority, in
+    turn, so whoever takes a new one for each save has before long what somebody else works
+    or captures on. Ours have the high priority, of which others rarely take any.
+
+    Args:
+        saving: The direction.
+    """
+
+    _streams: ClassVar[dict[tuple[bool, torch.device], torch.cuda.Stream]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, *, saving: bool) -> None:
+        self._saving = saving
 
     def of(self, device: torch.device) -> torch.cuda.Stream:
         """Give the stream for `device`."""
+        key = (self._saving, device)
         with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            return self._streams[device]
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(device, priority=-1)
+            return self._streams[key]
 
 
 class CallerStreams:
@@ -96,6 +108,7 @@ class CallerStreams:
                 # the device first: a thread that never chose one is on the first, and leaving
                 # a stream would go back there and make a context on it, on every rank
                 with self._lock, torch.cuda.device(device), torch.cuda.stream(stream):
+                    event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
                     stream.wait_event(self._ready[device])
                     try:
                         for target, source in copies:
@@ -103,8 +116,7 @@ class CallerStreams:
                             physical = source.resolve_conj().resolve_neg()
                             target.copy_(physical, non_blocking=True)
                     finally:
-                        event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
-                        event.record(stream)
+                        _record(event, stream)
                         events.append((device, event))
                     self._last[device] = event
         except BaseException as error:
@@ -118,6 +130,22 @@ class CallerStreams:
         """Make the calling thread's current streams wait for every copy queued so far."""
         for device, event in self._last.items():
             torch.cuda.current_stream(device).wait_event(event)
+
+
+def _record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Record an event behind copies; wait for the copies where that cannot be done.
+
+    Raises:
+        CopiesLostError: Nor can that.
+    """
+    try:
+        event.record(stream)
+    except RuntimeError as error:
+        try:
+            stream.synchronize()
+        except RuntimeError:
+            raise CopiesLostError(f"copies from or to a device are lost: {error}") from error
+        raise
 
 
 class HostRegistration:

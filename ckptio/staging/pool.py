@@ -28,12 +28,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ckptio.config import PAGE_NBYTES
+from ckptio.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 #: `MADV_WIPEONFORK` (Linux 4.14), for which Python has no name: children find zeros.
 _WIPE_ON_FORK = 18
+
+
+#: Slabs that a device may still write to or read from: they stay mapped, and pinned, for ever.
+_lost: list[Slab] = []
+
+
+class CopiesLostError(StateError):
+    """Nobody knows whether copies by a device have ended.
+
+    A slab that such an error leaves the lease of is never lent again, nor given back: what a
+    device writes there later would be the next owner's bytes, under a valid checksum.
+    """
+
+
+def _is_lost(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(CopiesLostError) is not None
+    return isinstance(error, CopiesLostError)
 
 
 class SupportsPinning(Protocol):
@@ -154,8 +173,30 @@ class SlabPool:
         try:
             await self._pin(slab)
             yield slab
-        finally:
+        except BaseException as error:
+            if _is_lost(error):
+                self._replace(slab)
+            else:
+                self._release(slab)
+            raise
+        else:
             self._release(slab)
+
+    @asynccontextmanager
+    async def spare(self) -> AsyncIterator[Slab]:
+        """Lend a slab beside the budget, new and gone afterwards, pinned as those of the pool."""
+        slab = Slab(self.slab_nbytes)
+        try:
+            await self._pin(slab)
+            yield slab
+        except BaseException as error:
+            if _is_lost(error):
+                _lost.append(slab)
+            else:
+                self._give_back(slab)
+            raise
+        else:
+            self._give_back(slab)
 
     async def prewarm(self, nbytes: int | None = None) -> None:
         """Take and touch memory ahead of the first save: about 0.4 s a GB, elsewhere.
@@ -206,14 +247,18 @@ class SlabPool:
         if self._num_leased:
             raise AssertionError(f"{self._num_leased} slabs are still leased")
         for slab in self._free:
-            if slab.pinned and self._pinning is not None:
-                try:
-                    self._pinning.unpin(slab.address)
-                except Exception as error:  # the observer hears of it; all slabs have to go
-                    self._refuse(error)
-            slab.close()
+            self._give_back(slab)
         self._free.clear()
         self._num_slabs = 0
+
+    def _give_back(self, slab: Slab) -> None:
+        """Give the memory of a slab back."""
+        if slab.pinned and self._pinning is not None:
+            try:
+                self._pinning.unpin(slab.address)
+            except Exception as error:  # the observer hears of it; all slabs have to go
+                self._refuse(error)
+        slab.close()
 
     async def _acquire(self) -> Slab:
         if not self._waiters:
@@ -248,6 +293,12 @@ class SlabPool:
                 waiter.set_result(self._lend(slab))
                 return
         self._free.append(slab)
+
+    def _replace(self, slab: Slab) -> None:
+        """Count a slab out that is lost, and let who waits for one have a new one."""
+        _lost.append(slab)
+        self._num_slabs -= 1
+        self._release(self._allocate())
 
     def _allocate(self) -> Slab:
         slab = Slab(self.slab_nbytes)

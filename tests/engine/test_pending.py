@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from ckptio.errors import SaveAbortedError
+import ckptio.sync
+from ckptio.errors import SaveAbortedError, StateError, StorageError
+from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
-from ckptio.testing import MemoryStorage
-from tests.rig import SMALL, assert_same, inline_engine, random_state
+from ckptio.staging.pool import CopiesLostError, SlabPool
+from ckptio.testing import MemoryStorage, RecordingFiles
+from tests.rig import SMALL, FilesCore, assert_same, inline_engine, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import Any
 
     from ckptio.staging.pool import Slab
+    from ckptio.testing import Operation
 
 STATE = [9 * SMALL.slab_nbytes, 3 * SMALL.slab_nbytes]
 
@@ -105,7 +111,7 @@ async def test_a_slab_goes_back_when_the_device_is_done_with_it(
         await engine.save(state, "memory")
         device = Device(monkeypatch)
         device.may_go_on.clear()
-        pool = engine._core.context.pool
+        slabs = engine._core.context.pool
         if doing == "save":
             handle = engine.save(state, "memory", overwrite=True)
             task = asyncio.ensure_future(handle)
@@ -117,10 +123,91 @@ async def test_a_slab_goes_back_when_the_device_is_done_with_it(
         stop()
         for _ in range(100):  # until every part has heard of it
             await asyncio.sleep(0)
-        assert pool.statistics().leased_nbytes >= pool.slab_nbytes
+        assert slabs.statistics().leased_nbytes >= slabs.slab_nbytes
         assert not task.done()
         device.may_go_on.set()
         with pytest.raises((asyncio.CancelledError, SaveAbortedError)):
             await task
-        assert pool.statistics().leased_nbytes == 0
+        assert slabs.statistics().leased_nbytes == 0
     assert device.num_done == device.num_told
+
+
+@pytest.mark.parametrize("doing", ["save", "load"])
+async def test_a_slab_whose_copy_is_lost_is_never_lent_again(
+    monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """What the device does with it later reaches nobody."""
+    state = random_state(STATE)
+    async with inline_engine({"memory": MemoryStorage(), "next": MemoryStorage()}) as engine:
+        await engine.save(state, "memory")
+        device = Device(monkeypatch)
+        late: list[Callable[[], None]] = []
+        lent: list[int] = []
+        lend = SlabPool._lend
+
+        def lose(copies: Device.Copies) -> None:
+            late.append(copies._work)
+            raise CopiesLostError("an event cannot be waited for")
+
+        def note(of: SlabPool, slab: Slab) -> Slab:
+            lent.append(slab.address)
+            return lend(of, slab)
+
+        kept = pool._lost
+        with monkeypatch.context() as patch:
+            patch.setattr(Device.Copies, "wait", lose)
+            patch.setattr(pool, "_lost", [])
+            with pytest.raises(StateError, match="an event"):
+                if doing == "save":
+                    await engine.save(state, "memory", overwrite=True)
+                else:
+                    await engine.load("memory")
+            kept += pool._lost
+            lost = {slab.address for slab in pool._lost}
+        assert 0 < len(lost) <= len(late)
+        assert engine.statistics().leased_nbytes == 0
+        assert engine.statistics().taken_nbytes <= SMALL.pool_nbytes
+        other = random_state(STATE, seed=7)
+        device.may_go_on.clear()
+        monkeypatch.setattr(SlabPool, "_lend", note)
+        saving = engine.save(other, "next")
+        assert await asyncio.to_thread(device.waits.wait, 60)
+        for work in late:  # in the middle of it
+            work()
+        device.may_go_on.set()
+        await saving
+        assert_same(await engine.load("next"), other)
+        assert lent
+        assert not lost & {*lent}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_tensors_are_let_go_of_when_they_are_copied(tmp_path: Path, *, fails: bool) -> None:
+    """Before they are written, or when the save has failed: their memory may be the device's."""
+    go_on = threading.Event()
+
+    def wait(operation: Operation) -> None:
+        if operation.kind == "pwrite" and "data-" in operation.path:
+            assert go_on.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+
+    engine = ckptio.sync.Engine(SMALL)
+    engine._core = FilesCore(SMALL, None, RecordingFiles(wait))
+    with engine:
+        tensor = torch.arange(3 * SMALL.block_nbytes, dtype=torch.uint8)
+        seen = weakref.ref(tensor)
+        handle = engine.start_save({"t": tensor}, tmp_path / "c")
+        del tensor
+        handle.staged.wait()
+        for _ in range(1000):  # until the thread that copied has let go, too
+            if seen() is None:
+                break
+            await asyncio.sleep(0.001)
+        assert seen() is None
+        go_on.set()
+        if fails:
+            with pytest.raises(StorageError):
+                handle.result()
+        else:
+            handle.result()

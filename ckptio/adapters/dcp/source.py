@@ -197,10 +197,10 @@ class PlannerSource(SourceState):
         self._one_by_one: AbstractContextManager[Any] = (
             contextlib.nullcontext() if at_once else threading.Lock()
         )
-        self._side = SideStreams()
+        self._side = SideStreams(saving=True)
         self._current: torch.device | None = None
         self._theirs: dict[torch.device, torch.cuda.Stream] = {}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # asked first for what is available, the driver would wake
             self._current = torch.device("cuda", torch.cuda.current_device())
             devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
             self._theirs = {device: torch.cuda.current_stream(device) for device in devices}
@@ -246,7 +246,9 @@ class PlannerSource(SourceState):
         if leaf >= len(self._items):
             return self._more[leaf - len(self._items)]
         item, spec = self._items[leaf], self._specs[leaf]
-        with self._on(() if self._current is None else (self._current,)):
+        # all streams that the planner may work on; the device that was current comes last
+        last = () if self._current is None else (self._current,)
+        with self._on((*(device for device in self._theirs if device not in last), *last)):
             with self._one_by_one:
                 tensor = self._planner.resolve_data(item)
             fqn = item.index.fqn
