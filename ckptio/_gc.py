@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,21 @@ def collection_paused() -> Iterator[None]:
         yield
         return
     gc.disable()
+    _pauses.append(None)
     try:
         yield
     finally:
+        _pauses.pop()
         gc.enable()
+
+
+_pauses: list[None] = []
+
+
+def _end_in_child() -> None:
+    """Let a child that was forked meanwhile collect: nobody there ends the block."""
+    if _pauses:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_in_child)

@@ -96,6 +96,29 @@ task = loop.create_task(train())
 loop.call_later(1, loop.stop)
 loop.run_forever()
 """
+CHILD = """
+import multiprocessing, sys, torch, ckptio.sync
+def work(path):
+    global engine
+    engine = ckptio.sync.Engine().__enter__()
+    engine.start_save({"t": torch.ones(3)}, path)
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[2]).Process(target=work, args=(sys.argv[1],))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+COLLECTS = """
+import gc, os
+from ckptio._gc import collection_paused
+with collection_paused():
+    pid = os.fork()
+    if not pid:
+        os._exit(not gc.isenabled())
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not gc.isenabled()
+assert gc.isenabled()
+"""
 EXIT = """
 import sys, torch, ckptio.sync
 with ckptio.sync.Checkpointer(sys.argv[1]) as ckpt:
@@ -315,3 +338,30 @@ async def test_a_part_that_somebody_cancelled_is_no_success(tmp_path: Path, what
     else:
         with pytest.raises(StateError, match="was cancelled"):
             await load(tmp_path / "a", config=SMALL, observer=watch)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_child_process_saves_before_it_ends(tmp_path: Path, method: str) -> None:
+    """However multiprocessing made it, with an engine that is left open."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILD)
+    subprocess.run([sys.executable, program, tmp_path / "c", method], check=True, timeout=60)
+    assert sync.verify(tmp_path / "c").is_whole
+
+
+def test_a_forked_child_collects() -> None:
+    """Though it was made while its parent held collections off."""
+    subprocess.run([sys.executable, "-c", COLLECTS], check=True, timeout=60)
+
+
+async def test_a_copy_that_a_later_save_replaced_is_no_failure(tmp_path: Path) -> None:
+    """What was overwritten before it was copied has no copy, and the later one has."""
+    async with Engine(SMALL) as engine:
+        handles = []
+        for value in range(4):
+            state = filled_state([3_000_000], value)
+            path, then = tmp_path / "latest", tmp_path / "second" / "latest"
+            handles.append(engine.save(state, path, overwrite=True, then=then))
+            await handles[-1]
+    assert_same(sync.load(tmp_path / "second" / "latest"), state)
+    assert handles[-1].durable.error() is None

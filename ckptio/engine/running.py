@@ -7,10 +7,12 @@ import atexit
 import concurrent.futures
 import ctypes
 import functools
+import multiprocessing
 import os
 import threading
 import weakref
 from concurrent.futures import Future
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -151,7 +153,8 @@ def at_exit(method: Callable[[], object]) -> Callable[[], object]:
     """Have a method called when the program ends, if its object is still there.
 
     Threads that are daemons, as those of an engine, still run then; soon after they do not,
-    and whoever waits for one waits forever.
+    and whoever waits for one waits forever. Children that multiprocessing forks have an end
+    of their own.
 
     Returns:
         What calls it off.
@@ -163,6 +166,8 @@ def at_exit(method: Callable[[], object]) -> Callable[[], object]:
         if still is not None:
             still()
 
+    if multiprocessing.parent_process() is not None:
+        return Finalize(None, call, exitpriority=0).cancel
     atexit.register(call)
     return functools.partial(atexit.unregister, call)
 

@@ -15,6 +15,7 @@ from ckptio._aio import run_blocking, shielded
 from ckptio.engine.tiers import CopyJob, make_copy
 from ckptio.engine.transfer import require_files
 from ckptio.errors import (
+    CheckpointChangedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
@@ -161,6 +162,8 @@ def _nothing() -> None:
 def _fail(handle: SaveHandle, error: BaseException) -> None:
     if not handle.durable.done():  # a save that failed has said so
         handle.durable.fail(error)
+        if isinstance(error, CheckpointChangedError):
+            handle.seen()  # a later save took its place, and has a copy of its own
 
 
 def _cause(job: CopyJob, error: BaseException) -> Exception:
