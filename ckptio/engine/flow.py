@@ -384,10 +384,9 @@ def caller_streams(
         return None
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
 
+    side = core.side_streams(min(devices, key=str), saving=saving)
     try:
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        if not is_capturing:
-            side = core.side_streams(min(devices, key=str), saving=saving)
+        if not torch.cuda.is_current_stream_capturing():
             return CallerStreams(devices, side)
     except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
         raise StateError(f"a device has failed before: {error}") from error

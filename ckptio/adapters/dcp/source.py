@@ -246,9 +246,8 @@ class PlannerSource(SourceState):
         if leaf >= len(self._items):
             return self._more[leaf - len(self._items)]
         item, spec = self._items[leaf], self._specs[leaf]
-        # all streams that the planner may work on; the device that was current comes last
-        last = () if self._current is None else (self._current,)
-        with self._on((*(device for device in self._theirs if device not in last), *last)):
+        # not on all devices: entering one makes a context on it, on every rank
+        with self._on(() if self._current is None else (self._current,)):
             with self._one_by_one:
                 tensor = self._planner.resolve_data(item)
             fqn = item.index.fqn
