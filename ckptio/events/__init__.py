@@ -3,6 +3,7 @@
 An observer is any callable that takes one event. It is called where the event happens, on
 a thread of the engine or of the caller, at times on two at once, and must return soon.
 What it raises is logged and goes no further: a broken progress bar must not break a save.
+It cannot call its own engine, whose thread it may be on (`ConfigError`).
 """
 
 from ckptio.events.base import Event, Observer, notify
