@@ -30,6 +30,7 @@ def collection_paused() -> Iterator[None]:
         gc.enable()
 
 
+#: The blocks that are under way. Of the module, as the collector is of the process.
 _pauses: list[None] = []
 
 

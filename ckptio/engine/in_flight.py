@@ -46,7 +46,10 @@ class InFlight:
         except BaseException:
             running.abort()
             self._running.add(running)
-            portal.start_task_soon(self.run, step, context, running, name=name)
+            try:
+                portal.start_task_soon(self.run, step, context, running, name=name)
+            except RuntimeError:  # the loop has ended, and whatever was on it: nobody is to wait
+                self._running.discard(running)
             raise
 
     async def run(

@@ -107,9 +107,7 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         if isinstance(failure, CheckpointChangedError):
             context.cache.forget(reading.storage)  # what is trusted for a while misleads
         raise failure from failure.__cause__
-    if (
-        reading.read_nbytes - before < total
-    ):  # a group takes a cancelled task for one that went well
+    if reading.read_nbytes - before < total:  # groups take a cancelled task for a success
         raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")
 
 

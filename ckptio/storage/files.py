@@ -46,8 +46,6 @@ def _set_mode(at: int | str, mode: int) -> None:
             os.chmod(at, wanted)
         except OSError as error:
             if error.errno not in (*_UNSUPPORTED, errno.EACCES):
-                if isinstance(at, int):
-                    os.close(at)
                 raise
 
 
@@ -72,7 +70,11 @@ class PosixFiles:
         """Make a new file for writing; it must not exist."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), mode)
-        _set_mode(fd, mode)
+        try:
+            _set_mode(fd, mode)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def open(self, path: str, *, direct: bool, writable: bool = False) -> int:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 #: What fsspec calls this machine's own file systems.
 _LOCAL = ("file", "local")
-#: What `pathlib.Path` makes of a URL. It would be a directory called `s3:`, here.
+#: What `pathlib.Path.as_uri` makes of a space, and fsspec takes as it is.
 _ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
+#: What `pathlib.Path` makes of a URL. It would be a directory called `s3:`, here.
 _SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
