@@ -21,7 +21,7 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -111,27 +111,8 @@ class ObjectEncoder:
         self._encode_leaf = encode_leaf
         self._encode_key_leaf = encode_key_leaf or encode_plain_key
         self._open: set[int] = set()
+        self._by_type = {**_PLAIN, **(by_type or {})}
         self._keys: ObjectEncoder | None = None
-        self._by_type: dict[type, Callable[[str, Any], Json]] = {
-            type(None): _as_is,
-            bool: _as_is,
-            str: _encode_str,
-            int: _encode_int,
-            float: _encode_float,
-            complex: lambda _, v: {TAG: "complex", "v": _pack(v.real) + _pack(v.imag)},
-            dict: self._encode_dict,
-            OrderedDict: self._encode_dict,
-            Counter: self._encode_dict,
-            list: self._encode_list,
-            tuple: self._encode_tuple,
-            set: self._encode_set,
-            frozenset: self._encode_set,
-            dt.datetime: _encode_datetime,
-            dt.time: _encode_datetime,
-            dt.date: lambda _, v: {TAG: "date", "v": v.isoformat()},
-            dt.timedelta: lambda _, v: {TAG: "timedelta", "v": [v.days, v.seconds, v.microseconds]},
-            **(by_type or {}),
-        }
 
     def encode(self, fqn: str, value: Any) -> Json:
         """Encode `value`, which is at `fqn`.
@@ -142,6 +123,9 @@ class ObjectEncoder:
         encode = self._by_type.get(type(value))
         if encode is not None:
             return encode(fqn, value)
+        encode_container = self._CONTAINERS.get(type(value))
+        if encode_container is not None:
+            return encode_container(self, fqn, value)
         if hasattr(type(value), "load_state_dict") and hasattr(type(value), "state_dict"):
             return self._encode_leaf(fqn, value)  # it stands for its state, whatever else it is
         if isinstance(value, enum.Enum):
@@ -181,8 +165,7 @@ class ObjectEncoder:
     def _encode_key(self, fqn: str, key: Any) -> Json:
         """Encode what has to be hashable: a key of a dict, or an element of a set."""
         if self._keys is None:
-            keys = ObjectEncoder(self._encode_key_leaf)
-            keys._keys = keys
+            keys = ObjectEncoder(self._encode_key_leaf, None, self._encode_key_leaf)
             keys._open = self._open  # depth counts through keys
             self._keys = keys
         return self._keys.encode(join_fqn(fqn, key), key)
@@ -234,6 +217,18 @@ class ObjectEncoder:
                 fqn, f"more than {MAX_DEPTH} containers inside each other", "flatten the state"
             )
         self._open.add(id(value))
+
+    #: Not bound to an encoder: that would refer to itself then, and keep the tensors that
+    #: leaves refer to until Python collects garbage.
+    _CONTAINERS: ClassVar[dict[type, Callable[[ObjectEncoder, str, Any], Json]]] = {
+        dict: _encode_dict,
+        OrderedDict: _encode_dict,
+        Counter: _encode_dict,
+        list: _encode_list,
+        tuple: _encode_tuple,
+        set: _encode_set,
+        frozenset: _encode_set,
+    }
 
 
 def encode_bytes(value: bytes | bytearray) -> Json:
@@ -323,3 +318,17 @@ def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
     """Give the fields of a dataclass that are set: one with `init=False` may not be."""
     names = (f.name for f in dataclasses.fields(value))
     return ((name, getattr(value, name)) for name in names if hasattr(value, name))
+
+
+_PLAIN: dict[type, EncodeLeaf] = {
+    type(None): _as_is,
+    bool: _as_is,
+    str: _encode_str,
+    int: _encode_int,
+    float: _encode_float,
+    complex: lambda _, v: {TAG: "complex", "v": _pack(v.real) + _pack(v.imag)},
+    dt.datetime: _encode_datetime,
+    dt.time: _encode_datetime,
+    dt.date: lambda _, v: {TAG: "date", "v": v.isoformat()},
+    dt.timedelta: lambda _, v: {TAG: "timedelta", "v": [v.days, v.seconds, v.microseconds]},
+}

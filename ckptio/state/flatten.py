@@ -126,10 +126,8 @@ def flatten(
         UnsupportedLeafError: A value has no portable form, or a sharded tensor
             contradicts itself.
     """
-    flattener = _Flattener(rank, instead)
     with collection_paused():
-        tree = flattener.encoder.encode("", state)
-        return flattener.finish(tree)
+        return _Flattener(rank, instead).flatten(state)
 
 
 @dataclass(slots=True)
@@ -182,8 +180,11 @@ class _Flattener:
         self._held: dict[Hashable, _Held] = {}
         self._describer = Describer()
         self._names: set[str] = {_RESERVED_NAME}
+
+    def flatten(self, state: Any) -> FlatState:
+        """Walk over the state. Once."""
         cls = dtensor_class()
-        self.encoder = ObjectEncoder(
+        self._encoder = ObjectEncoder(
             self._leaf,
             {
                 **({} if cls is None else {cls: self._sharded}),
@@ -198,8 +199,14 @@ class _Flattener:
             },
             encode_key_leaf,
         )
+        try:
+            return self._finish(self._encoder.encode("", state))
+        finally:
+            # it refers to the encoder, which refers to it: the tensors of a state that is
+            # saved and gone would stay in memory until Python collects garbage
+            del self._encoder
 
-    def finish(self, tree: Json) -> FlatState:
+    def _finish(self, tree: Json) -> FlatState:
         """Settle which tensors share memory, and number those to be stored.
 
         What is kept for each rank is tied with its like alone: the name that a tensor is
@@ -244,22 +251,25 @@ class _Flattener:
         if isinstance(value, np.generic):
             return encode_scalar(fqn, value)
         if is_stateful(value):
-            return self.encoder.encode(fqn, value.state_dict())
+            return self._encoder.encode(fqn, value.state_dict())
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        problem = f"a value of type {name} has no portable form"
-        return self._refuse(fqn, value, UnsupportedLeafError(fqn, problem, way_out_of(value)))
+        return self._refuse(
+            fqn, value, f"a value of type {name} has no portable form", way_out_of(value)
+        )
 
-    def _refuse(self, fqn: str, value: Any, error: UnsupportedLeafError) -> Json:
+    def _refuse(self, fqn: str, value: Any, problem: str, way_out: str) -> Json:
         """Raise, or store something instead."""
         if self._instead is None:
-            raise error
+            raise UnsupportedLeafError(fqn, problem, way_out)
         return self._store(fqn, self._instead(fqn, value), "uint8", {TAG: None})
 
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
         try:
             dtype = plain_dtype(fqn, tensor)
-        except UnsupportedLeafError as error:
-            return self._refuse(fqn, tensor, error)
+        except UnsupportedLeafError:
+            if self._instead is None:
+                raise
+            return self._store(fqn, self._instead(fqn, tensor), "uint8", {TAG: None})
         return self._store(fqn, tensor, dtype, {TAG: None})
 
     def _sharded(self, fqn: str, value: Any) -> Json:
@@ -293,7 +303,7 @@ class _Flattener:
             )
         self._in_ranks = True
         try:
-            return {TAG: RANKS_TAG, "v": [self.encoder.encode(fqn, value.value)]}
+            return {TAG: RANKS_TAG, "v": [self._encoder.encode(fqn, value.value)]}
         finally:
             self._in_ranks = False
 
@@ -301,7 +311,7 @@ class _Flattener:
         if array.dtype.kind not in NUMPY_KINDS:
             problem = f"a numpy array of dtype {array.dtype} has no portable form"
             way_out = "save its fields, or convert it to numbers, strings or dates"
-            return self._refuse(fqn, array, UnsupportedLeafError(fqn, problem, way_out))
+            return self._refuse(fqn, array, problem, way_out)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name
         tensor = as_tensor(array)  # copied with the others, in pieces, whatever its strides

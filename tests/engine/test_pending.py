@@ -6,6 +6,7 @@ A device is played here: it does each copy some time after it was told to.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import ckptio.sync
-from ckptio.errors import SaveAbortedError, StateError, StorageError
+from ckptio.errors import SaveAbortedError, StateError, StorageError, UnsupportedLeafError
 from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.pool import CopiesLostError, SlabPool
@@ -22,7 +23,7 @@ from ckptio.testing import MemoryStorage, RecordingFiles
 from tests.rig import SMALL, FilesCore, assert_same, inline_engine, random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Any
 
@@ -181,6 +182,27 @@ async def test_a_slab_whose_copy_is_lost_is_never_lent_again(
         assert not lost & {*lent}
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """No garbage is collected, as in trainers that do it when it suits them."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_state_that_is_refused_is_let_go_of(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    with ckptio.sync.Engine(SMALL) as engine:
+        with pytest.raises(UnsupportedLeafError):
+            engine.save({"t": tensor, "f": print}, tmp_path / "c")
+        del tensor
+        assert gone() is None
+
+
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("fails", [False, True])
 def test_tensors_are_let_go_of_when_they_are_copied(tmp_path: Path, *, fails: bool) -> None:
     """Before they are written, or when the save has failed: their memory may be the device's."""
