@@ -81,6 +81,13 @@ class JobRecord:
         self.plan_id = hashlib.blake2b(said, digest_size=16).hexdigest()
         self.numbers = {tensor.name: i for i, tensor in enumerate(self.job.tensors)}
 
+    def learn(self, other: JobRecord) -> None:
+        """Take over where parts lie from a record of the same plan, of ranks not known yet."""
+        for rank, (places, found) in enumerate(zip(self.places, other.places, strict=True)):
+            if places is None and found is not None:
+                self.places[rank] = found
+                self.num_files[rank] = other.num_files[rank]
+
 
 class Decider:
     """Decides for one save. Of use on rank 0 alone; other ranks pass it on unused.
@@ -120,10 +127,11 @@ class Decider:
             if message["kind"] == "receipt"
         }
         record, answers = await run_blocking(self._context.executor, self._plan, messages, followed)
-        # one that is known already was planned for a save that is still under way, as a rule;
-        # ranks that follow it have said where their parts lie
-        if self._context.jobs.get(record.plan_id) is None:
+        known = self._context.jobs.get(record.plan_id)
+        if known is None:
             self._context.jobs.put(record.plan_id, record)
+        else:  # planned for a save that is still under way, as a rule
+            known.learn(record)
         plan_id = record.plan_id
         return [{**answer, "plan": plan_id, "replaces": bool(followed)} for answer in answers]
 
@@ -235,13 +243,19 @@ class Decider:
     def _encode(
         self, record: JobRecord, receipts: Sequence[Message], trees: Sequence[RankTree]
     ) -> bytes:
-        """Put the manifest together. Blocks."""
+        """Put the manifest together. Blocks.
+
+        Raises:
+            PlanError: A rank has not said where its parts lie, now or before.
+        """
         for rank, message in enumerate(receipts):
             if message["places"] is not None:
                 record.places[rank] = [(bucket, start) for bucket, start in message["places"]]
                 record.num_files[rank] = len(message["files"])
         if not record.table:
-            places = [placed or [] for placed in record.places]
+            places = [placed for placed in record.places if placed is not None]
+            if len(places) < len(receipts):
+                raise PlanError("a rank has not said where its parts lie; save again")
             record.table = merge_tables(record.job, places, record.num_files)
         files = [
             (name, nbytes, unpack_checksums(base64.b64decode(sums)), rank)

@@ -40,6 +40,17 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     leaves: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
 
+    @classmethod
+    def of(cls, parts: Sequence[Part], specs: Sequence[LeafSpec]) -> Assignment:
+        """Write parts down; equal ones alike, so that equal plans have one name.
+
+        Args:
+            parts: What the rank writes.
+            specs: The blocks of the rank.
+        """
+        cuts = [(i, *part[1:]) for i, part in enumerate(parts) if part != _whole(part.leaf, specs)]
+        return cls(tuple([part.leaf for part in parts]), tuple(cuts))
+
     def parts(self, specs: Sequence[LeafSpec]) -> tuple[Part, ...]:
         """Give the parts.
 
@@ -51,7 +62,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """
         if any(not 0 <= leaf < len(specs) for leaf in self.leaves):
             raise PlanError(f"a plan has blocks that a rank with {len(specs)} blocks does not have")
-        parts = [Part(leaf, 0, specs[leaf].shape, _offset(specs[leaf])) for leaf in self.leaves]
+        parts = [_whole(leaf, specs) for leaf in self.leaves]
         for index, start, shape, offset in self.cuts:
             parts[index] = Part(self.leaves[index], start, shape, offset)
         return tuple(parts)
@@ -329,3 +340,8 @@ def _steps(shape: tuple[int, ...], itemsize: int, min_part_nbytes: int) -> tuple
 def _offset(spec: LeafSpec) -> tuple[int, ...]:
     """Give the first index of a block in its tensor."""
     return (0,) * len(spec.shape) if spec.global_offset is None else spec.global_offset
+
+
+def _whole(leaf: int, specs: Sequence[LeafSpec]) -> Part:
+    """Give the part that is all of a block."""
+    return Part(leaf, 0, specs[leaf].shape, _offset(specs[leaf]))

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import Replicate
     from ckptio.plan.assign import PlannedChunk
-    from ckptio.shards import LeafSpec
-
-#: A part: block, first byte in it, shape, first index in the tensor.
-_Cut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+    from ckptio.shards import LeafSpec, Part
 
 
 def replan_job(
@@ -81,7 +78,7 @@ class _Replan:
         self._kept = {
             spec.name for rank, old in enumerate(leaves) if rank not in changed for spec in old
         }
-        self._cuts: dict[int, list[_Cut]] = {rank: [] for rank in changed}
+        self._parts: dict[int, list[Part]] = {rank: [] for rank in changed}
         #: For changed ranks, the index of each old part among the new ones.
         self._moved: dict[int, dict[int, int]] = {rank: {} for rank in changed}
 
@@ -112,7 +109,9 @@ class _Replan:
         )
         tensors += self._add(fresh, [[i for i, _ in specs] for specs in new])
         assignments = [
-            self._assignment(rank) if rank in self._changed else assigned
+            Assignment.of(self._parts[rank], self._held[rank])
+            if rank in self._changed
+            else assigned
             for rank, assigned in enumerate(self._job.assignments)
         ]
         tensors.sort(key=lambda tensor: tensor.name)
@@ -125,8 +124,8 @@ class _Replan:
         for number, part in enumerate(self._job.assignments[rank].parts(old)):
             spec = old[part.leaf]
             if spec.name in self._kept and spec in index:
-                self._moved[rank][number] = len(self._cuts[rank])
-                self._cuts[rank].append((index[spec], part.start, part.shape, part.global_offset))
+                self._moved[rank][number] = len(self._parts[rank])
+                self._parts[rank].append(part._replace(leaf=index[spec]))
 
     def _keep_tensor(self, tensor: PlannedTensor) -> PlannedTensor:
         """Find who still writes the chunks of a tensor."""
@@ -164,13 +163,11 @@ class _Replan:
 
     def _add(self, fresh: JobPlan, blocks: Sequence[Sequence[int]]) -> list[PlannedTensor]:
         """Add what is new behind what ranks keep."""
-        base = {rank: len(cuts) for rank, cuts in self._cuts.items()}
+        base = {rank: len(parts) for rank, parts in self._parts.items()}
         for rank in self._changed:
             specs = [self._held[rank][i] for i in blocks[rank]]
             for part in fresh.assignments[rank].parts(specs):
-                self._cuts[rank].append(
-                    (blocks[rank][part.leaf], part.start, part.shape, part.global_offset)
-                )
+                self._parts[rank].append(part._replace(leaf=blocks[rank][part.leaf]))
         return [
             PlannedTensor(
                 tensor.name,
@@ -185,11 +182,3 @@ class _Replan:
             )
             for tensor in fresh.tensors
         ]
-
-    def _assignment(self, rank: int) -> Assignment:
-        """Write down what a changed rank writes."""
-        cuts = self._cuts[rank]
-        return Assignment(
-            tuple(leaf for leaf, _, _, _ in cuts),
-            tuple((i, start, shape, offset) for i, (_, start, shape, offset) in enumerate(cuts)),
-        )
