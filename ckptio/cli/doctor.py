@@ -218,7 +218,8 @@ def _sync(folder: str) -> tuple[State, str]:
         files.fsync_dir(folder)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            return "no", f"fsync of a directory fails ({error.strerror}): use durability='file'"
+            reason = os.strerror(error.errno)
+            return "no", f"fsync of a directory fails ({reason}): use durability='file'"
         raise
     return "yes", "fsync of files and of directories works"
 

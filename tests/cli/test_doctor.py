@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ import pytest
 
 from ckptio.__main__ import main
 from ckptio.staging import moves
+from ckptio.storage import linux
 from tests.cli.rig import plain_lines, run_json, run_on_terminal, save_at
 
 if TYPE_CHECKING:
@@ -44,6 +47,31 @@ def test_doctor_says_how_this_machine_copies(
     assert code == 0
     states = {finding["name"]: finding["state"] for finding in document["findings"]}
     assert (states["copies"], states["small copies"]) == ("slow", "slow")
+
+
+def test_doctor_says_what_a_mount_does_not_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the option that saves there all the same. The mounts are played."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(linux, "_renameat2", refuse)
+    monkeypatch.setattr(os, "fsync", lambda fd: refuse() if is_directory(fd) else fsync(fd))
+    code, document = run_json(capsys, "doctor", str(tmp_path))
+    told = {finding["name"]: finding for finding in document["findings"]}
+    assert code == 2
+    assert told["exclusive names"]["state"] == told["fsync"]["state"] == "no"
+    assert "overwrite=True" in told["exclusive names"]["detail"]
+    assert told["fsync"]["detail"].count("durability='file'") == 1
+    assert told["exchange"]["state"] == "slow"
+
+
+def is_directory(fd: int) -> bool:
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
 
 
 def test_doctor_finds_what_dead_saves_left(
