@@ -47,15 +47,7 @@ from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import (
-    children,
-    is_absent,
-    is_ranks,
-    leaves,
-    prune_at,
-    tensor_index,
-    walk,
-)
+from ckptio.state.tree import children, is_absent, is_ranks, leaves, prune_at, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
