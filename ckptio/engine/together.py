@@ -91,9 +91,12 @@ async def fail_together(context: EngineContext, key: str, error: Exception) -> N
     They hear of it when they come; it is not waited for long whether they do.
     """
     context.agreements.clear()  # as the others do, whose save fails
-    with contextlib.suppress(RankError, TimeoutError):  # the caller raises `error`
-        async with asyncio.timeout(_TELL_S), context.ranks.session(key):
-            raise error
+    try:
+        with contextlib.suppress(RankError, TimeoutError):  # the caller raises `error`
+            async with asyncio.timeout(_TELL_S), context.ranks.session(key):
+                raise error
+    finally:
+        del error  # its traceback has this frame now, and the state that was refused
 
 
 async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:

@@ -19,7 +19,8 @@ from ckptio.errors import SaveAbortedError, StateError, StorageError, Unsupporte
 from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.pool import CopiesLostError, SlabPool
-from ckptio.testing import MemoryStorage, RecordingFiles
+from ckptio.testing import MemoryStorage, RecordingFiles, run_virtual
+from tests.job_rig import job
 from tests.rig import SMALL, FilesCore, assert_same, inline_engine, random_state
 
 if TYPE_CHECKING:
@@ -200,6 +201,26 @@ def test_a_state_that_is_refused_is_let_go_of(tmp_path: Path) -> None:
             engine.save({"t": tensor, "f": print}, tmp_path / "c")
         del tensor
         assert gone() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_state_that_is_refused_in_a_job_is_let_go_of() -> None:
+    """Though the other ranks are told."""
+
+    async def refused(rank: int, engine: ckptio.Engine) -> weakref.ref[torch.Tensor]:
+        del rank
+        tensor = torch.ones(3)
+        with pytest.raises(UnsupportedLeafError):
+            await engine.save({"t": tensor, "f": print}, "memory")
+        return weakref.ref(tensor)
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            gone = await ranks.all(refused)
+            await asyncio.sleep(1)  # until they have been told
+            assert [tensor() for tensor in gone] == [None, None]
+
+    run_virtual(scenario(), seed=0)
 
 
 @pytest.mark.usefixtures("no_collections")
