@@ -70,6 +70,7 @@ class InFlight:
         else:
             self._running.discard(running)
             running.future.set_result(result)
+            del result  # it is for whoever waits, and goes when they let it go
         # a cancellation that is on its way has nothing left to stop; a task that ended with
         # it pending would count as cancelled, and end the portal's group and the engine
         with contextlib.suppress(asyncio.CancelledError):

@@ -37,7 +37,12 @@ from ckptio.engine.save import (
     write_buckets,
 )
 from ckptio.engine.turns import place_for
-from ckptio.errors import CheckpointError, CheckpointExistsError, RankError
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    RankError,
+)
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
@@ -58,7 +63,9 @@ if TYPE_CHECKING:
 
 
 _TELL_S = 1.0
-_EXISTS = CheckpointExistsError.__name__ + ":"
+#: What rank 0 finds where it commits is raised as itself on all ranks: who resumes a run, or
+#: races for a path, catches that.
+_OF_THE_PATH = (CheckpointExistsError, CommitConflictError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +111,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
 
     Raises:
         CheckpointExistsError: There is a checkpoint and `overwrite` is off; on every rank.
+        CommitConflictError: Another job committed first; on every rank.
         RankError: It failed on some rank; nothing was committed, unless `in_doubt` says so.
         PeerLostError: A rank was lost.
     """
@@ -118,9 +126,10 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
         committed = await save.clean_up(error)
         if committed is not None:
             return committed
-        exists = isinstance(error, RankError) and error.causes.get(0, "").startswith(_EXISTS)
-        if exists and context.ranks.world_size > 1:  # as itself: who resumes a run catches it
-            raise CheckpointExistsError(job.storage.path) from error
+        if isinstance(error, RankError) and not error.in_doubt and context.ranks.world_size > 1:
+            for kind in _OF_THE_PATH:
+                if error.causes.get(0, "").startswith(f"{kind.__name__}:"):
+                    raise kind(job.storage.path) from error
         raise
     try:
         await shielded(save.end())

@@ -11,7 +11,9 @@ import torch
 from ckptio._aio import shielded
 from ckptio.engine import flow
 from ckptio.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
+    CommitConflictError,
     ConfigError,
     RankError,
     SaveAbortedError,
@@ -319,10 +321,10 @@ def test_another_writer_that_was_first_leaves_nobody_in_doubt(seed: int) -> None
             errors = await outcomes_of(handles)
             assert len({str(error) for error in errors}) == 1
             for error in errors:
-                assert isinstance(error, RankError)
-                assert "another writer committed a checkpoint here" in error.causes[0]
-                assert not error.in_doubt
-                assert "look whether" not in str(error)
+                assert isinstance(error, CommitConflictError)
+                assert "another writer committed a checkpoint here" in str(error)
+                assert isinstance(error.__cause__, RankError)
+                assert not error.__cause__.in_doubt
             assert ranks.place.leftovers() == []
             assert await read_files(other) == theirs
             await check_goes_on(ranks)
@@ -678,3 +680,24 @@ def test_a_host_that_no_manifest_takes_fails_the_save() -> None:
             await check_saved(ranks)
 
     run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_two_jobs_that_race_one_commits(seed: int) -> None:
+    """Every rank of the other is told so by the error that says it, as a process alone is."""
+
+    async def scenario() -> None:
+        place = MemoryStorage("memory", seed=seed)
+        async with job(2, place, seed=seed) as one, job(2, place, seed=seed + 100) as other:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save(own_state(rank), "memory")
+
+            ends = await asyncio.gather(one.each(save), other.each(save))
+            lost, won = sorted(ends, key=lambda end: end == [None, None])
+            assert won == [None, None]
+            assert {type(error) for error in lost} <= {CommitConflictError, CheckpointExistsError}
+            assert len({type(error) for error in lost}) == 1
+            assert (await one.engines[0].verify("memory")).is_whole
+
+    run_virtual(scenario(), seed=seed)
