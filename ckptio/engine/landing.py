@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ckptio._aio import run_blocking, run_unless_cancelled, shielded
-from ckptio.errors import CorruptionError
+from ckptio.errors import CorruptionError, StorageError
 from ckptio.format.checksum import crc32c
 from ckptio.layout import DTYPES, numel
 from ckptio.storage.streams import AwaitedSource
@@ -54,7 +56,8 @@ class Reading:
         storage: Where it is.
         manifest: What it is made of.
         target: Takes verified blocks; nothing lands without it.
-        on_damage: Takes damaged blocks and missing files; without it the first one raises.
+        on_damage: Takes damaged blocks and missing files, and blocks that a disk does not give
+            (EIO); without it the first one raises.
         num_tensors: Tensors that are filled or made; for events.
         read_nbytes: Bytes read so far.
     """
@@ -232,12 +235,29 @@ class _Work:
                 except CorruptionError as error:  # it ends before: shorter than it was at first
                     self._damage.append(error)
                     return
+                except StorageError as error:
+                    if error.errno != errno.EIO or reading.on_damage is None:
+                        raise
+                    self._damage.append(_unreadable(reading, segment.file, start, nbytes))
+                    return
             # what a foreign checkpoint has not summed cannot be verified
             found = expected if expected is None else crc32c(data)
         if found is not None and found != expected:
             self._damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
         elif target is not None:
             target.scatter(segment.pieces[index], memory, at, self._pending)
+
+
+def _unreadable(reading: Reading, file: int, start: int, nbytes: int) -> CorruptionError:
+    """Say which block the disk does not give. Of it, whoever collects hears as of damage."""
+    return CorruptionError(
+        os.strerror(errno.EIO),
+        path=reading.storage.path,
+        file=reading.manifest.files[file].name,
+        start=start,
+        stop=start + nbytes,
+        fqns=reading.names_in(file, start, start + nbytes),
+    )
 
 
 def _damaged_block(

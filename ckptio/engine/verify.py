@@ -30,9 +30,9 @@ class VerifyReport:
         save_id: The save that wrote it.
         num_files: Data files it has.
         nbytes: Bytes read.
-        damage: One error for each damaged block and each file that is not whole, and for
-            each copy that differs from the first of its chunk, by file and offset; empty
-            for a whole checkpoint.
+        damage: One error for each block that is damaged or that the disk does not give
+            (EIO), each file that is not whole, and each copy that differs from the first
+            of its chunk, by file and offset; empty for a whole checkpoint.
         num_copies: Copies that were compared with the first; none unless asked for.
     """
 

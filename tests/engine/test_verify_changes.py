@@ -1,17 +1,23 @@
-"""Files that become shorter while they are verified."""
+"""Files that become shorter while they are verified, or that cannot be read."""
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+import ckptio.sync
 from ckptio.config import KiB
-from ckptio.errors import CorruptionError
-from ckptio.testing import MemoryStorage, run_virtual
-from tests.rig import config_with, inline_engine, random_state
+from ckptio.errors import CorruptionError, StorageError
+from ckptio.testing import MemoryStorage, RecordingFiles, run_virtual
+from tests.cli.rig import flip
+from tests.rig import SMALL, FilesCore, config_with, inline_engine, random_state
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckptio.testing import Operation
 
 
@@ -37,3 +43,32 @@ def test_a_file_cut_off_while_it_is_verified_is_listed_with_the_rest() -> None:
                 await engine.load("memory")
 
     run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_what_the_disk_does_not_give_is_listed_with_the_rest(tmp_path: Path, code: int) -> None:
+    """A sector that cannot be read ends a load, and tells `verify` one block of many."""
+    failing: list[str] = []
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == "pread" and operation.path in failing:
+            raise OSError(code, os.strerror(code), operation.path)
+
+    engine = ckptio.sync.Engine(SMALL)
+    engine._core = FilesCore(SMALL, None, RecordingFiles(refuse))
+    with engine:
+        engine.save(random_state([256 * KiB, 256 * KiB]), tmp_path / "c")
+        first, second = sorted((tmp_path / "c").glob("data-*"))
+        flip(second, 20 * KiB)
+        failing.append(str(first))
+        if code == errno.EIO:
+            report = engine.verify(tmp_path / "c")
+            assert {error.file for error in report.damage} == {first.name, second.name}
+            assert any(os.strerror(code) in str(error) for error in report.damage)
+        else:  # nothing is known of what is there
+            with pytest.raises(StorageError):
+                engine.verify(tmp_path / "c")
+        flip(second, 20 * KiB)  # back again
+        with pytest.raises(StorageError) as caught:
+            engine.load(tmp_path / "c")
+        assert caught.value.errno == code
