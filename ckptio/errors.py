@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)              an option is wrong or would have no effect
     ├── EngineClosedError (RuntimeError)      the engine was used outside its `async with`
     ├── SaveAbortedError                      a save was cancelled through its handle or its engine
+    ├── StagingError (MemoryError)            the system gives no memory to stage in
     ├── StateError
     │   └── UnsupportedLeafError (TypeError)  a value has no portable form; nothing was written
     ├── TargetError (ValueError)              a target tensor cannot be filled
@@ -67,6 +68,10 @@ class EngineClosedError(CheckpointError, RuntimeError):
 
 class SaveAbortedError(CheckpointError):
     """A save was aborted before its commit; what was at the path is untouched."""
+
+
+class StagingError(CheckpointError, MemoryError):
+    """The system gives no memory to stage in. Nothing was committed, and nothing is lost."""
 
 
 class StateError(CheckpointError):

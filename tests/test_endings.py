@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -269,6 +270,19 @@ def test_entering_an_open_engine_leaves_it_open(tmp_path: Path) -> None:
         handle.result()
         engine.save(FULL, tmp_path / "b")
     assert sync.verify(tmp_path / "a").is_whole
+
+
+def test_a_limit_of_threads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is left of the engine; where threads begin again, another one opens."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EngineClosedError, match="limit of threads"):
+            sync.save(FULL, tmp_path / "a")
+    sync.save(FULL, tmp_path / "a")
 
 
 def test_a_signals_handler_may_save(tmp_path: Path) -> None:

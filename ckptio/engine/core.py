@@ -142,8 +142,11 @@ class EngineCore:
         never_end_in_child(self, self._portal_block)
         try:
             portal = self._portal_block.__enter__()
-        except RuntimeError as error:  # Python 3.12 gives none when the main thread has ended
-            raise EngineClosedError("the program is about to end: no thread begins") from error
+        except RuntimeError as error:
+            why = "the limit of threads or processes is reached"
+            if not threading.main_thread().is_alive():  # Python 3.12 gives none then
+                why = "the program is about to end"
+            raise EngineClosedError(f"no thread begins for the engine: {why}") from error
         try:
             self._starting = portal.start_task_soon(self._make_context)
             if self._gives_up:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ckptio.config import PAGE_NBYTES
-from ckptio.errors import StateError
+from ckptio.errors import StagingError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -185,7 +185,7 @@ class SlabPool:
     @asynccontextmanager
     async def spare(self) -> AsyncIterator[Slab]:
         """Lend a slab beside the budget, new and gone afterwards, pinned as those of the pool."""
-        slab = Slab(self.slab_nbytes)
+        slab = _new_slab(self.slab_nbytes)
         try:
             await self._pin(slab)
             yield slab
@@ -265,7 +265,11 @@ class SlabPool:
             if self._free:
                 return self._lend(self._free.pop())
             if self._num_slabs < self._max_slabs:
-                return self._lend(self._allocate())
+                try:
+                    return self._lend(self._allocate())
+                except StagingError:  # it goes on with those that there are, as a smaller pool
+                    if not self._num_slabs:
+                        raise
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         for on_crowded in tuple(self._on_crowded):
@@ -298,10 +302,19 @@ class SlabPool:
         """Count a slab out that is lost, and let who waits for one have a new one."""
         _lost.append(slab)
         self._num_slabs -= 1
-        self._release(self._allocate())
+        try:
+            new = self._allocate()
+        except StagingError as error:
+            self._num_leased -= 1
+            while self._waiters and not self._num_slabs:  # nobody will give one back
+                waiter = self._waiters.popleft()
+                if not waiter.done():
+                    waiter.set_exception(error)
+        else:
+            self._release(new)
 
     def _allocate(self) -> Slab:
-        slab = Slab(self.slab_nbytes)
+        slab = _new_slab(self.slab_nbytes)
         self._num_slabs += 1
         self._num_allocations += 1
         return slab
@@ -336,6 +349,21 @@ class SlabPool:
         if not self._is_refused:
             self._is_refused = True
             self._on_refused(str(error))
+
+
+def _new_slab(nbytes: int) -> Slab:
+    """Take memory.
+
+    Raises:
+        StagingError: The system gives none.
+    """
+    try:
+        return Slab(nbytes)
+    except OSError as error:
+        raise StagingError(
+            f"the system gives no {nbytes} bytes for staging ({error.strerror}); lower slab_nbytes"
+            " or pool_nbytes, or raise the limit of memory"
+        ) from error
 
 
 async def _call(work: Callable[[], None]) -> None:

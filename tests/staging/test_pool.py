@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import subprocess
 import sys
 
@@ -10,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import MiB
-from ckptio.staging.pool import Slab, SlabPool
+from ckptio.errors import StagingError
+from ckptio.staging import pool as pool_module
+from ckptio.staging.pool import CopiesLostError, Slab, SlabPool
 from ckptio.testing import run_virtual
 
 PAGE = 4096
@@ -347,3 +351,62 @@ assert os.waitpid(child, 0)[1] == 0
 assert bytes(slab.view[:4]) == b"data"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+async def test_a_pool_goes_on_with_the_memory_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives less than the budget; and says so where it gives none."""
+    pool = SlabPool(3 * PAGE, PAGE)
+    given: list[Slab] = []
+
+    def scarce(nbytes: int) -> Slab:
+        if len(given) == most:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        given.append(Slab(nbytes))
+        return given[-1]
+
+    monkeypatch.setattr("ckptio.staging.pool.Slab", scarce)
+    most = 0
+    with pytest.raises(StagingError, match="Cannot allocate memory"):
+        async with pool.lease():
+            pass
+    with pytest.raises(StagingError):
+        await pool.prewarm()
+    most = 1
+    async with asyncio.TaskGroup() as group:
+
+        async def borrow() -> None:
+            async with pool.lease():
+                await asyncio.sleep(0.01)
+
+        for _ in range(4):
+            group.create_task(borrow())
+        await asyncio.sleep(0.001)
+        assert pool.statistics().num_waiting == 3
+    assert pool.statistics().taken_nbytes == PAGE
+    assert pool.statistics().leased_nbytes == 0
+    pool.close()
+
+
+async def test_who_waits_for_a_slab_that_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there is no memory for another one, and none that will come back."""
+    pool = SlabPool(PAGE, PAGE)
+
+    async def lose() -> None:
+        async with pool.lease():
+            await asyncio.sleep(0.01)
+            monkeypatch.setattr("ckptio.staging.pool.Slab", refuse)
+            raise CopiesLostError("an event cannot be waited for")
+
+    async def wait() -> None:
+        async with pool.lease():
+            pass
+
+    def refuse(_: int) -> Slab:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    kept = len(pool_module._lost)
+    ends = await asyncio.gather(lose(), wait(), wait(), return_exceptions=True)
+    del pool_module._lost[kept:]
+    assert [type(end) for end in ends] == [CopiesLostError, StagingError, StagingError]
+    assert pool.statistics().leased_nbytes == 0
+    pool.close()
