@@ -136,9 +136,10 @@ class _Progress:
         """Refuse a state of which a part was copied before a change, and a part behind it."""
         index = self.job.source.changed()
         if index is not None:
+            name = self.job.flat.specs[index].name
             raise StateError(
-                f"{self.job.flat.specs[index].name!r} was changed before it was copied, and so"
-                " nothing is committed: wait for handle.staged before the state changes"
+                f"{name!r} was changed, or moved in memory, before it was copied, and so nothing"
+                " is committed: wait for handle.staged before that"
             )
 
     def staged(self) -> None:

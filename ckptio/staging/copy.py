@@ -46,16 +46,25 @@ class SourceState:
     def __init__(self, tensors: Sequence[torch.Tensor], streams: CallerStreams | None) -> None:
         self._tensors = tensors
         self._addresses = [address_of(tensor) for tensor in tensors]
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._versions = _versions_of(tensors)
         self._streams = streams
+        self._moved: int | None = None
 
     def changed(self) -> int | None:
-        """Say which tensor was written to since this was made, the first of them.
+        """Say which tensor was written to, or moved, since this was made, the first of them.
 
         By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
         or a kernel of one's own, what inference mode makes, and the parameters of a fused
-        optimizer; its steps are counted. Views of one buffer have one count.
+        optimizer; its steps are counted. Views of one buffer have one count. A tensor is moved
+        by `module.half()` and the like, which give a parameter other memory, and by sharing it
+        with another process.
         """
+        if self._moved is not None:
+            return self._moved
+        for index, (tensor, pointer) in enumerate(zip(self._tensors, self._pointers, strict=True)):
+            if tensor.data_ptr() != pointer:
+                return index
         versions = _versions_of(self._tensors)
         if versions == self._versions:
             return None
@@ -69,6 +78,8 @@ class SourceState:
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
 
+        What was moved is left out: its old memory may be gone. `changed` tells of it.
+
         Args:
             segment: What to copy.
             slab: Takes it.
@@ -76,12 +87,14 @@ class SourceState:
         """
         base = slab.address
         slab.view[: len(segment.header)] = segment.header
-        addresses = self._addresses
+        addresses, pointers, tensors = self._addresses, self._pointers, self._tensors
         moves, slow = [], []
         for piece in segment.pieces:
             position, leaf, offset, nbytes = piece
             address = addresses[leaf]
-            if address:
+            if tensors[leaf].data_ptr() != pointers[leaf]:
+                self._moved = leaf
+            elif address:
                 moves.append((base + position, address + offset, nbytes))
             else:
                 slow.append(piece)
