@@ -457,6 +457,86 @@ def test_an_option_without_effect_is_an_error(
         engine.load(saved, **options)
 
 
+class Counters:
+    """A stateful object with values inside lists, tuples and dicts."""
+
+    def __init__(self, start: int) -> None:
+        self.rates = [start, start + 1, start + 2]
+        self.spans = (start, {"a": start, "b": [start, start]})
+        self.tensors = [torch.full((2,), float(start)), torch.full((2,), float(start))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Extra(torch.nn.Module):
+    """A module whose extra state is a nesting of values."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.extra: Any = {"a": start, "b": [start, start]}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        ("o.rates.1", {"rates": [1, 102, 3]}),
+        ("o.spans.0", {"spans": (101, {"a": 1, "b": [1, 1]})}),
+        ("o.spans.1.b.1", {"spans": (1, {"a": 1, "b": [1, 101]})}),
+        ("o.spans.1.b", {"spans": (1, {"a": 1, "b": [101, 101]})}),
+        ("o.tensors.1", {"tensors": [torch.full((2,), 1.0), torch.full((2,), 101.0)]}),
+    ],
+)
+def test_what_is_not_selected_of_a_stateful_object_stays(
+    engine: sync.Engine, tmp_path: Path, select: str, expected: dict[str, Any]
+) -> None:
+    """Also beside what is selected of one of its lists."""
+    engine.save({"o": Counters(101)}, tmp_path / "c")
+    target = Counters(1)
+    engine.load(tmp_path / "c", into={"o": target}, select=select)
+    assert_same(vars(target), {**vars(Counters(1)), **expected})
+
+
+def test_what_is_not_selected_of_an_extra_state_stays(engine: sync.Engine, tmp_path: Path) -> None:
+    engine.save({"m": Extra(101)}, tmp_path / "c")
+    target = Extra(1)
+    engine.load(tmp_path / "c", into={"m": target}, select="m._extra_state.b.1")
+    assert target.extra == {"a": 1, "b": [1, 101]}
+
+
+def test_one_group_of_an_optimizer_is_loaded(engine: sync.Engine, tmp_path: Path) -> None:
+    def make(lr: float) -> torch.optim.Optimizer:
+        one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        groups = [{"params": [*one.parameters()]}, {"params": [*two.parameters()]}]
+        return torch.optim.SGD(groups, lr=lr)
+
+    engine.save({"o": make(0.5)}, tmp_path / "c")
+    target = make(0.1)
+    engine.load(tmp_path / "c", into={"o": target}, select="o.param_groups.1")
+    assert [group["lr"] for group in target.param_groups] == [0.1, 0.5]
+
+
+def test_a_part_of_a_list_of_another_length_is_refused(engine: sync.Engine, tmp_path: Path) -> None:
+    """Nobody knows then which is which, and nothing has changed."""
+    engine.save({"o": Counters(101)}, tmp_path / "c")
+    target = Counters(1)
+    target.rates.append(4)
+    with pytest.raises(MismatchError, match="3 items, of which some are selected"):
+        engine.load(tmp_path / "c", into={"o": target}, select="o.rates.1")
+    assert target.rates == [1, 2, 3, 4]
+    engine.load(tmp_path / "c", into={"o": target}, select="o.rates")
+    assert target.rates == [101, 102, 103]
+
+
 def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Path) -> None:
     """The error says what to pass instead, with a selection and without."""
     net = torch.nn.Linear(3, 2)

@@ -47,7 +47,7 @@ from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import children, is_absent, is_ranks, leaves, prune_at, tensor_index, walk
+from ckptio.state.tree import is_absent, is_ranks, leaves, prune_at, sequence_in, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     Json = Any
     Assemble = Callable[[Rebuilder], Any]
 
+_DICTS = (dict, OrderedDict, Counter)
 _DICT_TAGS = (None, "dict", "odict", "counter")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -137,11 +138,27 @@ class Matcher:
             kept = prune_at(fqn, node, self._keep)
             if not kept:
                 return lambda _: target
+            if kept[0] != node and (part := self._part(fqn, target, node)) is not None:
+                return part
             node = kept[0]
         self.match.num_values += 1
         self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
         own = tuple(classes_in(target))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
+
+    def _part(self, fqn: str, target: Any, node: Json) -> Assemble | None:
+        """Take some of a container, and leave the rest as the target has it."""
+        if type(target) in _DICTS and type(node) is dict and node.get(TAG) in _DICT_TAGS:
+            return self._dict(fqn, target, node, closed=False)
+        stored = sequence_in(fqn, node)
+        if stored is None or type(target) is not (tuple if stored[0] else list):
+            return None
+        _, names, items = stored
+        if len(items) != len(target):
+            self.match.mismatched.append(f"{fqn}: {len(items)} items, of which some are selected")
+            return lambda _: target
+        merged = [self._value(n, v, item) for n, v, item in zip(names, target, items, strict=True)]
+        return lambda rebuilder: type(target)([assemble(rebuilder) for assemble in merged])
 
     def _ranks(self, fqn: str, target: PerRank, node: Json) -> Assemble:
         """Match what the target keeps for each rank."""
@@ -314,29 +331,18 @@ class Matcher:
             node = node["v"][0]
         if flat and not isinstance(value, torch.Tensor):
             return self._value(fqn, value, node)
-        if not closed and type(value) in (dict, OrderedDict, Counter) and type(node) is dict:
+        if not closed and type(value) in _DICTS and type(node) is dict:
             return self._dict(fqn, value, node, closed=False)
         if not closed and not isinstance(value, (torch.Tensor, np.ndarray)):
             return self._value(fqn, value, node)
         return self.merge(fqn, value, node)
 
     def _sequence(self, fqn: str, target: Any, node: Json) -> Assemble:
-        is_tuple = type(node) is dict and node.get(TAG) in ("tuple", "namedtuple")
-        items = (
-            node
-            if type(node) is list
-            else [i for _, i in children(fqn, node)]
-            if is_tuple
-            else None
-        )
-        if items is None or is_tuple != isinstance(target, tuple):
+        stored = sequence_in(fqn, node)
+        if stored is None or stored[0] != isinstance(target, tuple):
             found = other(f"a {type(target).__name__}")
             return self._mismatch(fqn, target, found)
-        names = (
-            [name for name, _ in children(fqn, node)]
-            if is_tuple
-            else [join_fqn(fqn, i) for i in range(len(items))]
-        )
+        _, names, items = stored
         merged = [
             self.merge(name, value, item)
             for name, value, item in zip(names, target, items, strict=False)

@@ -299,6 +299,16 @@ def prune(tree: Json, keep: Predicate) -> Json:
     return found[0] if found else {}
 
 
+def sequence_in(fqn: str, node: Json) -> tuple[bool, list[str], list[Json]] | None:
+    """Take the list or tuple at `fqn` apart: whether it is a tuple, names, items."""
+    if type(node) is list:
+        return False, [join_fqn(fqn, i) for i in range(len(node))], node
+    if type(node) is not dict or node.get(TAG) not in ("tuple", "namedtuple"):
+        return None
+    names, items = zip(*children(fqn, node), strict=True) if node["v"] else ((), ())
+    return True, list(names), list(items)
+
+
 def prune_at(fqn: str, node: Json, keep: Predicate) -> tuple[Json, ...]:
     """Prune the node at `fqn` like a tree.
 
