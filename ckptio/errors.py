@@ -92,7 +92,7 @@ class UnsupportedLeafError(StateError, TypeError):
 
 
 class TargetError(CheckpointError, ValueError):
-    """A target of `load` cannot be filled. No target byte was changed."""
+    """A target of `load` cannot be filled. No target byte was changed, or the message says so."""
 
 
 class MismatchError(TargetError):

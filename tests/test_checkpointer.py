@@ -5,9 +5,11 @@ import datetime as dt
 import errno
 import math
 import os
+import shutil
 import signal
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +32,7 @@ from ckptio import (
     sync,
 )
 from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
+from ckptio.engine import flow, group
 from ckptio.errors import EngineClosedError
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
 from ckptio.testing import EventLog
@@ -549,3 +552,39 @@ def test_leaving_the_blocking_twin_by_an_error_aborts(tmp_path: Path) -> None:
         sync.Checkpointer(tmp_path, config=SMALL) as ckpt,
     ):
         ckpt.start_save(state_of(1), 1)
+
+
+@pytest.mark.parametrize("newest", [3, None])
+def test_a_newest_step_that_is_removed_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int | None
+) -> None:
+    """Another process keeps one step and has just committed a newer one: that is loaded."""
+    with sync.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"step": 2}, 2)
+    fetch = group.fetch_manifest
+    seen: list[Any] = []
+
+    async def remove(*args: Any) -> Any:
+        if not seen:
+            seen.append(args)
+            if newest is not None:
+                sync.save({"step": newest}, tmp_path / step_name(newest))
+            shutil.rmtree(tmp_path / step_name(2))
+        return await fetch(*args)
+
+    monkeypatch.setattr(flow, "fetch_manifest", remove)
+    with sync.Checkpointer(tmp_path) as checkpointer:
+        if newest is None:
+            with pytest.raises(CheckpointNotFoundError, match="no committed step"):
+                checkpointer.load()
+        else:
+            assert checkpointer.load() == {"step": newest}
+
+
+def test_a_loss_is_a_metric_as_it_is(tmp_path: Path) -> None:
+    """Also one that autograd still follows."""
+    loss = (torch.ones(1, requires_grad=True) * 2).sum()
+    with sync.Checkpointer(tmp_path) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointer.save({"step": 1}, 1, metrics={"loss": loss})
+        assert checkpointer.records()[0].metrics == {"loss": 2.0}

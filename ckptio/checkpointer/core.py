@@ -20,6 +20,7 @@ from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
 from ckptio.engine.running import Running
 from ckptio.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
@@ -361,22 +362,31 @@ class CheckpointerCore:
         self, step: int | None, make_request: Callable[[], LoadRequest]
     ) -> Flow[LoadResult]:
         """Load a step; the newest if none is given."""
+        if step is not None:
+            return (yield from self._load_one(step, [], make_request))
+        steps: list[int] = yield self.asking(self.agreed_steps)
+        while steps:
+            try:
+                return (yield from self._load_one(steps[-1], steps, make_request))
+            except (CheckpointNotFoundError, CheckpointChangedError):
+                if self.engine.context.ranks.world_size > 1:  # others may not ask
+                    raise
+                listed, steps = steps, (yield self.asking(self.agreed_steps))
+                if steps[-1:] == listed[-1:]:  # else it was removed, as there is a newer one
+                    raise
+        raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
+
+    def _load_one(
+        self, step: int, steps: list[int], make_request: Callable[[], LoadRequest]
+    ) -> Flow[LoadResult]:
+        """Load a step. It is of `steps`, if those are known."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
-        steps: list[int] = []
-        if step is None:
-            steps = yield self.asking(self.agreed_steps)
-            if not steps:
-                raise CheckpointNotFoundError(
-                    self.keeper.root.path, "there is no committed step here"
-                )
-            step = steps[-1]
-        path = self.path(step)
         self.upkeep.busy[step] += 1
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                result = yield from flow.load_flow(self.engine, path, make_request, then)
+                result = yield from flow.load_flow(self.engine, self.path(step), make_request, then)
         except CheckpointNotFoundError as error:
             if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
                 steps = yield self.asking(self.agreed_steps)

@@ -53,7 +53,7 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
         raise ConfigError(f"metrics= are numbers by name, not {metrics!r}")
     for name, value in (metrics or {}).items():
         try:
-            number = float(value)
+            number = float(value.detach() if hasattr(value, "detach") else value)  # a loss
         except (TypeError, ValueError, RuntimeError):  # torch raises the last of a large tensor
             number = None
         except OverflowError:  # of an int

@@ -63,7 +63,7 @@ def write_folder(
         advance: Takes bytes as they are written.
 
     Raises:
-        FormatError: There is more than tensors, and it may not be left out.
+        ConfigError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: A file of another conversion is there.
         CommitConflictError: Another conversion is writing the folder.
         StorageError: It cannot be written; what was there is untouched.

@@ -18,6 +18,7 @@ from ckptio.conversion.source import Leaf, batches, parts_of
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
+    ConfigError,
     FormatError,
     StorageError,
 )
@@ -98,7 +99,7 @@ def write_file(
         advance: Takes bytes as they are written.
 
     Raises:
-        FormatError: There is more than tensors, and it may not be left out.
+        ConfigError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: Another file is there.
     """
     shard = Shard(tensors_of(source, drop_values=drop_values), source.manifest.save_id)
@@ -111,7 +112,8 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     """List what a safetensors file can hold, in the order of its bytes.
 
     Raises:
-        FormatError: There is something else.
+        ConfigError: There is something else, or no tensor.
+        FormatError: Names clash.
     """
     taken: list[Leaf] = []
     lost = [name for name, node in all_leaves("", source.tree) if tensor_index(node) is None]
@@ -126,12 +128,12 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
     if lost and not drop_values:
         shown = ", ".join(map(repr, lost[:_MAX_SHOWN]))
         more = f" and {len(lost) - _MAX_SHOWN} more" if len(lost) > _MAX_SHOWN else ""
-        raise FormatError(
+        raise ConfigError(
             f"safetensors files hold tensors alone, and {source.path!r} has other values: {shown}"
             f"{more}; select tensors, or drop the values"
         )
     if not taken:
-        raise FormatError(f"there is no tensor to write in {source.path!r}")
+        raise ConfigError(f"there is no tensor to write in {source.path!r}")
     names = [leaf.name for leaf in taken]
     if len(set(names)) < len(names) or "__metadata__" in names:
         raise FormatError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ckptio.errors import TargetError
 from ckptio.staging.memory import (
     address_of,
     bits_of,
@@ -38,8 +39,8 @@ class SourceState:
     """The tensors of a state that is being saved. Made on the caller's thread.
 
     Args:
-        tensors: The caller's tensors, in the order of the plan. They are referred to until
-            `drop`, so that no memory is reused under a copy.
+        tensors: The caller's tensors, in the order of the plan. They, and the memory that they
+            have now, are referred to until `drop`, so that none is reused under a copy.
         streams: What orders copies behind the caller's work on its devices, if any.
     """
 
@@ -47,6 +48,7 @@ class SourceState:
         self._tensors = tensors
         self._addresses = [address_of(tensor) for tensor in tensors]
         self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._versions = _versions_of(tensors)
         self._streams = streams
         self._moved: int | None = None
@@ -74,6 +76,7 @@ class SourceState:
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
         self._tensors = ()
+        self._storages.clear()
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
@@ -153,7 +156,9 @@ class TargetState:
         self._addresses = [
             address_of(d.tensor) if d.tensor.dtype == d.dtype else 0 for d in destinations
         ]
+        self._pointers = [d.tensor.data_ptr() for d in destinations]
         self._streams = streams
+        self._moved: int | None = None
 
     @property
     def is_async(self) -> bool:
@@ -165,6 +170,9 @@ class TargetState:
     ) -> None:
         """Copy the pieces of a verified block where they belong. Blocks; thread-safe.
 
+        Nothing is written to a target that was moved: its old memory may be another's by now.
+        `mark_written` tells of it.
+
         Args:
             pieces: As `plan.load.ReadSegment` has them.
             memory: Holds the block.
@@ -172,11 +180,13 @@ class TargetState:
             pending: Takes what devices still have to read from it.
         """
         base = memory.address + start
-        addresses = self._addresses
+        addresses, pointers, destinations = self._addresses, self._pointers, self._destinations
         moves, slow = [], []
         for position, index, offset, nbytes, rows in pieces:
             address = addresses[index]
-            if not address:
+            if destinations[index].tensor.data_ptr() != pointers[index]:
+                self._moved = index
+            elif not address:
                 slow += _rows(start + position, index, offset, nbytes, rows)
             elif rows is None:
                 moves.append((address + offset, base + position, nbytes))
@@ -210,7 +220,17 @@ class TargetState:
             pending.append(self._streams.copy(on_device))
 
     def mark_written(self) -> None:
-        """Tell autograd that the tensors changed, as any in-place operation does."""
+        """Tell autograd that the tensors changed, as any in-place operation does.
+
+        Raises:
+            TargetError: One was moved in memory meanwhile, and not filled.
+        """
+        if self._moved is not None:
+            shape = tuple(self._destinations[self._moved].tensor.shape)
+            raise TargetError(
+                f"a target of shape {shape} was moved in memory while targets were filled, and so"
+                " some are and some are not: load again, and share or convert tensors afterwards"
+            )
         for destination in self._destinations:
             if not destination.tensor.is_inference():
                 torch.autograd.graph.increment_version(destination.tensor)

@@ -177,7 +177,7 @@ def test_values_are_lost_only_where_that_is_asked_for(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "epoch": 3, "array": np.ones(3)}
     save_as("ours", tmp_path / "source", state)
     for to in ("safetensors", "hf"):
-        with pytest.raises(FormatError, match=r"'epoch', 'array'"):
+        with pytest.raises(ConfigError, match=r"'epoch', 'array'"):
             sync.convert(tmp_path / "source", tmp_path / "x", to=to, config=SMALL)
         assert not (tmp_path / "x").exists()
     sync.convert(
@@ -364,7 +364,7 @@ def test_what_dcp_has_to_know_is_no_tensor_for_others(to: Any, tmp_path: Path) -
     assert set(load_file(names[0])) == {"model.w"}
     files = {frozenset(load_file(file)): file for file in (tmp_path / "source").glob("data-*")}
     assert set(files) == {frozenset({"model.w"}), frozenset({DOCUMENT_NAME})}
-    with pytest.raises(FormatError, match="no tensor"):
+    with pytest.raises(ConfigError, match="no tensor"):
         sync.convert(files[frozenset({DOCUMENT_NAME})], tmp_path / "b", to=to, config=SMALL)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptio import PerRank
-from ckptio.errors import StateError
+from ckptio.errors import StateError, TargetError
 from ckptio.testing import MemoryStorage, run_virtual
 from tests.job_rig import job
 from tests.rig import SMALL, assert_same, inline_engine, random_state
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio import Engine
+    from ckptio.testing import Operation
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -101,6 +102,39 @@ def test_a_state_that_moves_in_memory_is_not_committed(name: str, *, is_strided:
             with pytest.raises(StateError, match="'w' was changed, or moved in memory"):
                 await handle
             assert storage.leftovers() == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("name", ["data", "shared"])
+def test_nothing_is_written_where_a_target_was(name: str, *, is_strided: bool) -> None:
+    """A target that moves while others are filled is not: its old memory may be another's."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            values = torch.arange(2.0 * SMALL.pool_nbytes).view(2, -1)
+            await engine.save({"w": values.t().clone() if is_strided else values}, "memory")
+            memory = torch.zeros_like(values)
+            moved = torch.nn.Parameter(memory.t() if is_strided else memory)
+            seen: list[int] = []
+
+            def move(operation: Operation) -> None:
+                if operation.kind == "pread_into" and not seen:
+                    seen.append(moved.data_ptr())
+                    MOVES[name](moved)
+
+            storage.fault = move
+            with pytest.raises(TargetError, match="moved in memory"):
+                await engine.load("memory", into={"w": moved})
+            assert moved.data_ptr() != seen[0]
+            assert not moved.any()
+            if name == "data":  # what was shared has taken its memory along
+                assert not memory.any()
+            storage.fault = None
+            await engine.load("memory", into={"w": moved})
+            assert torch.equal(moved, values.t() if is_strided else values)
 
     run_virtual(scenario(), seed=0)
 
