@@ -121,8 +121,8 @@ def run_convert(
         CheckpointNotFoundError: There is nothing to convert.
         CheckpointExistsError: Something else is at `path`. A checkpoint of ckptio is replaced
             by another one alone: whoever loaded the path would still find it.
-        FormatError: The source is damaged, or has what the format cannot hold.
-        ConfigError: An option is wrong, or would have no effect.
+        FormatError: The source is damaged, or has names or types that the format cannot hold.
+        ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.
     """
     if to not in FORMATS:

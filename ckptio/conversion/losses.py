@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Json = Any
 
 _MAPPINGS = (None, "dict", "odict", "counter", "dataclass")
+_NUMPY = ("np", "npscalar")
 _KINDS = {"odict": "an OrderedDict", "counter": "a Counter"}
 
 
@@ -40,6 +41,8 @@ def _lost(fqn: str, node: Json) -> Iterator[str]:
     elif _is_opened(node):
         for i, item in enumerate(node):
             yield from _lost(join_fqn(fqn, i), item)
+    elif type(node) is dict and node.get(TAG) in _NUMPY:
+        yield f"{name}: DCP pickles what is numpy's, and ckptio does not load it back"
 
 
 def _is_mapping(node: Json) -> bool:

@@ -474,3 +474,13 @@ def test_parts_cover_a_tensor_in_its_order() -> None:
                 assert 0 < part.nbytes <= max(limit, 4)
                 stop += part.nbytes
             assert stop == entry.nbytes
+
+
+def test_what_dcp_pickles_is_noted(tmp_path: Path) -> None:
+    """It is in the directory, and comes back through DCP alone."""
+    sync.save({"a": np.arange(3), "b": np.float32(2), "c": 1}, tmp_path / "c")
+    notes = sync.convert(tmp_path / "c", tmp_path / "dcp", to="dcp").notes
+    assert [note.partition(":")[0] for note in notes] == ["a", "b"]
+    with pytest.raises(FormatError, match="more than data"):
+        sync.load(tmp_path / "dcp")
+    assert sync.load(tmp_path / "dcp", select="c") == {"c": 1}
