@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG
 
 if TYPE_CHECKING:
@@ -39,9 +40,15 @@ def resolve_ties(
     Returns:
         What is stored, in order; and the names of tensors that may share memory but are
         stored apart.
+
+    Raises:
+        UnsupportedLeafError: A tensor has no memory of its own.
     """
     sizes = [o.tensor.nbytes for o in occurrences]
-    spans = [span_of(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
+    try:
+        spans = [span_of(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
+    except RuntimeError as error:  # torch.func wraps tensors while a transform runs
+        raise _without_memory(occurrences) from error
     if not _any_shared(spans, sizes):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
@@ -63,6 +70,21 @@ def resolve_ties(
         else:
             _refer(occurrence, place[id(occurrence)])
     return stored, tuple(untied)
+
+
+def _without_memory(occurrences: Sequence[Occurrence]) -> UnsupportedLeafError:
+    """Name the first tensor that gives no memory of its own."""
+
+    def has_none(tensor: torch.Tensor) -> bool:
+        try:
+            tensor.data_ptr()
+        except RuntimeError:
+            return True
+        return False
+
+    name = next(o.name for o in occurrences if has_none(o.tensor))
+    problem = "a tensor inside a transform of torch.func has no memory of its own"
+    return UnsupportedLeafError(name, problem, "save it outside of the transform")
 
 
 def _in_order(

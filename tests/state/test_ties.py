@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio.errors import UnsupportedLeafError
 from ckptio.state.flatten import FlatState, flatten
 from ckptio.state.rebuild import Rebuilder
 from tests.strategies import assert_same, random_tensor
@@ -212,3 +213,16 @@ def test_many_overlapping_views_are_one_cluster(num: int) -> None:
     state = [buffer[i : i + 10] for i in range(num)]
     assert stored_nbytes(state) == buffer.nbytes
     assert_same(rebuilt(flatten(state)), state)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_a_tensor_inside_a_transform_is_refused(transform: Any) -> None:
+    """It has no memory that could be copied; torch says so by a RuntimeError."""
+    plain = torch.ones(2)
+
+    def save(wrapped: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(UnsupportedLeafError, match="'b': a tensor inside a transform"):
+            flatten({"a": plain, "b": wrapped})
+        return wrapped.sum()
+
+    transform(save)(torch.ones(3))
