@@ -537,6 +537,21 @@ def test_a_part_of_a_list_of_another_length_is_refused(engine: sync.Engine, tmp_
     assert target.rates == [101, 102, 103]
 
 
+def test_a_lazy_module_is_no_target_yet(engine: sync.Engine, tmp_path: Path) -> None:
+    """The error says what to do, and both work."""
+    net = torch.nn.Linear(3, 2)
+    engine.save({"m": net}, tmp_path / "c")
+    lazy = torch.nn.LazyLinear(2)
+    with pytest.raises(TargetError, match=r"'m\.weight': a lazy module's parameter has no shape"):
+        engine.load(tmp_path / "c", into={"m": lazy})
+    lazy.load_state_dict(engine.load(tmp_path / "c")["m"])
+    assert torch.equal(lazy.weight, net.weight)
+    ran = torch.nn.LazyLinear(2)
+    ran(torch.ones(1, 3))
+    engine.load(tmp_path / "c", into={"m": ran})
+    assert torch.equal(ran.weight, net.weight)
+
+
 def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Path) -> None:
     """The error says what to pass instead, with a selection and without."""
     net = torch.nn.Linear(3, 2)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
+from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.state.leaves import is_convertible
 from ckptio.state.rebuild import check_view, torch_dtype
@@ -64,3 +67,17 @@ def array_differs(target: np.ndarray[Any, Any], node: Json) -> str:
 def other(kind: str) -> str:
     """Say that the target has a kind of value where the checkpoint has another."""
     return f"{kind} in the target, something else in the checkpoint"
+
+
+def shape_of(fqn: str, target: torch.Tensor) -> tuple[int, ...]:
+    """Give the shape of a target.
+
+    Raises:
+        TargetError: It has none yet.
+    """
+    if is_lazy(target):
+        raise TargetError(
+            f"cannot fill {fqn!r}: a lazy module's parameter has no shape yet; run the module once"
+            " first, or give what load() returns to its load_state_dict()"
+        )
+    return target.shape

@@ -38,7 +38,7 @@ from ckptio.state.fills import (
     names_of,
     take_state,
 )
-from ckptio.state.fits import array_differs, find_tensor, other
+from ckptio.state.fits import array_differs, find_tensor, other, shape_of
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.members import identity_of_key, members_of, take_member, updated
@@ -179,7 +179,7 @@ class Matcher:
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        found = self._find(node, target.shape, target.dtype)
+        found = self._find(node, shape_of(fqn, target), target.dtype)
         if isinstance(found, str):
             return self._mismatch(fqn, target, found)
         view = node if node[TAG] == "view" else None
