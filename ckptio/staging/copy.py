@@ -64,14 +64,13 @@ class SourceState:
         """
         if self._moved is not None:
             return self._moved
-        for index, (tensor, pointer) in enumerate(zip(self._tensors, self._pointers, strict=True)):
-            if tensor.data_ptr() != pointer:
-                return index
+        pointers = [tensor.data_ptr() for tensor in self._tensors]
         versions = _versions_of(self._tensors)
-        if versions == self._versions:
+        if pointers == self._pointers and versions == self._versions:
             return None
-        pairs = zip(versions, self._versions, strict=True)
-        return next(index for index, (now, then) in enumerate(pairs) if now != then)
+        now = zip(pointers, versions, strict=True)
+        then = zip(self._pointers, self._versions, strict=True)
+        return next(i for i, (new, old) in enumerate(zip(now, then, strict=True)) if new != old)
 
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
