@@ -164,9 +164,10 @@ def begin_save(
 def _fail(core: EngineCore, key: str, error: BaseException) -> None:
     """Tell the other ranks, if there are any, without waiting for them."""
     cause = error if isinstance(error, Exception) else SaveAbortedError("it was interrupted there")
+    causes = [cause]  # to be taken out: who keeps an error is kept by its traceback, for ever
     with contextlib.suppress(EngineClosedError):
         if core.context.ranks.world_size > 1:
-            core.submit(lambda context: fail_together(context, key, cause), f"fail {key}")
+            core.submit(lambda context: fail_together(context, key, causes.pop()), f"fail {key}")
 
 
 def _no_fence() -> None:
