@@ -59,8 +59,8 @@ class SourceState:
         By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
         or a kernel of one's own, what inference mode makes, and the parameters of a fused
         optimizer; its steps are counted. Views of one buffer have one count. A tensor is moved
-        by `module.half()` and the like, which give a parameter other memory, and by sharing it
-        with another process.
+        by `parameter.data = ...`, of which `module.half()` is made, and by sharing it with
+        another process.
         """
         if self._moved is not None:
             return self._moved
