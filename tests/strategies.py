@@ -91,7 +91,8 @@ def fingerprint(value: Any) -> Any:  # noqa: C901  # one case a kind
     if isinstance(value, enum.Enum):
         return ("enum", kind, value.name)
     if isinstance(value, dict):
-        return (kind, tuple((fingerprint(k), fingerprint(v)) for k, v in value.items()))
+        versions = fingerprint(getattr(value, "_metadata", None))
+        return (kind, tuple((fingerprint(k), fingerprint(v)) for k, v in value.items()), versions)
     if isinstance(value, (set, frozenset)):
         return (kind, frozenset(map(fingerprint, value)))
     if isinstance(value, (list, tuple)):
@@ -198,6 +199,19 @@ def keys_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 plain_keys = keys_of(st.one_of(texts, texts, plain_scalars, st.binary(max_size=4), st.just("~")))
 
 
+def with_versions(state: dict[Any, Any], versions: Any) -> OrderedDict[Any, Any]:
+    """Make what a module's `state_dict()` gives: its values, and versions beside them."""
+    made = OrderedDict(state)
+    made._metadata = versions  # type: ignore[attr-defined]
+    return made
+
+
+#: What modules say of their versions, and what else they might.
+versions = st.dictionaries(
+    texts, st.dictionaries(texts, plain_scalars, max_size=2), max_size=3
+) | st.dictionaries(plain_keys, plain_keys, max_size=2).map(OrderedDict)
+
+
 def containers(
     inner: st.SearchStrategy[Any], keys: st.SearchStrategy[Any] = plain_keys
 ) -> st.SearchStrategy[Any]:
@@ -206,6 +220,7 @@ def containers(
         st.dictionaries(keys, inner, max_size=3),
         st.dictionaries(texts, inner, max_size=3),
         st.dictionaries(keys, inner, max_size=2).map(OrderedDict),
+        st.builds(with_versions, st.dictionaries(keys, inner, max_size=2), versions),
         st.dictionaries(texts, st.integers(), max_size=2).map(Counter),
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),

@@ -33,7 +33,8 @@ def _lost(fqn: str, node: Json) -> Iterator[str]:
         if not keys and fqn:
             yield f"{name}: an empty dict is not kept"
         elif (kind := _KINDS.get(node.get(TAG))) is not None:
-            yield f"{name}: {kind} comes back as a dict"
+            without = ", without versions of modules" if "m" in node else ""
+            yield f"{name}: {kind} comes back as a dict{without}"
         if not all(map(_is_text, keys)):
             yield f"{name}: keys that are no strings come back as strings"
         for below, item in children(fqn, node):

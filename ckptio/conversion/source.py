@@ -17,7 +17,7 @@ from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
 from ckptio.state.select import make_predicate
-from ckptio.state.tree import children, prune, read_tree, tensor_index, walk
+from ckptio.state.tree import children, indices_in, prune, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,8 +137,7 @@ class Source:
 
     def indices(self) -> list[int]:
         """Number the stored tensors that are taken, each once."""
-        found = (tensor_index(node) for _, node in walk("", self.tree))
-        return sorted({index for index in found if index is not None})
+        return sorted(indices_in(self.tree))
 
     def check(self) -> None:
         """Look whether all files that are needed are there and whole.

@@ -116,7 +116,10 @@ class _Copier:
         try:
             if kind in (list, tuple):
                 return kind(self.copy(item) for item in value)
-            return kind({key: self.copy(item) for key, item in value.items()})
+            copied = kind({key: self.copy(item) for key, item in value.items()})
+            if kind is OrderedDict and hasattr(value, "_metadata"):  # versions of modules
+                copied._metadata = self.copy(value._metadata)  # noqa: SLF001
+            return copied
         finally:
             self._open.discard(id(value))
 

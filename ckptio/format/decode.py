@@ -130,7 +130,7 @@ class ObjectDecoder:
             case "dict":
                 return self._whole(fqn, node, dict(self._items(fqn, node, depth)))
             case "odict":
-                return self._whole(fqn, node, OrderedDict(self._items(fqn, node, depth)))
+                return self._odict(fqn, node, depth)
             case "counter":
                 return self._whole(fqn, node, Counter(dict(self._items(fqn, node, depth))))
             case "tuple":
@@ -145,6 +145,15 @@ class ObjectDecoder:
                 return self._dataclass(fqn, node, depth)
             case _:
                 return self._enum(fqn, node, depth)
+
+    def _odict(self, fqn: str, node: Json, depth: int) -> OrderedDict[Any, Any]:
+        value = OrderedDict(self._items(fqn, node, depth))
+        if "m" in node:
+            metadata = self._key(join_fqn(fqn, "_metadata"), node["m"], depth)
+            if not isinstance(metadata, dict):
+                raise FormatError(f"bad versions of modules at {fqn!r} in the manifest")
+            value._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's
+        return self._whole(fqn, node, value)  # type: ignore[no-any-return]
 
     def _whole(self, fqn: str, node: Json, value: Any) -> Any:
         """Refuse to lose what has equal keys now, which it had not when it was saved."""

@@ -158,17 +158,39 @@ class ObjectEncoder:
         finally:
             self._open.discard(id(value))
         tag = _DICT_TAGS.get(type(value))
-        if tag is not None:
+        if tag is None:
+            return encoded if plain else {TAG: "dict", "v": encoded}
+        metadata = getattr(value, "_metadata", None)
+        if metadata is None or tag != "odict":
             return {TAG: tag, "v": encoded}
-        return encoded if plain else {TAG: "dict", "v": encoded}
+        return {TAG: tag, "v": encoded, "m": self._encode_metadata(fqn, metadata)}
+
+    def _encode_metadata(self, fqn: str, metadata: Any) -> Json:
+        """Encode what a module's `state_dict()` says of versions: plain values in a dict."""
+        name = join_fqn(fqn, "_metadata")
+        if not isinstance(metadata, dict):
+            raise UnsupportedLeafError(name, "it is no dict", "delete the attribute")
+        try:
+            return self._plain.encode(name, metadata)
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(
+                error.fqn,
+                "versions of modules have plain values alone",
+                "put it into the state, or delete it there",
+            ) from error
 
     def _encode_key(self, fqn: str, key: Any) -> Json:
         """Encode what has to be hashable: a key of a dict, or an element of a set."""
+        return self._plain.encode(join_fqn(fqn, key), key)
+
+    @property
+    def _plain(self) -> ObjectEncoder:
+        """The encoder of values without tensors."""
         if self._keys is None:
             keys = ObjectEncoder(self._encode_key_leaf, None, self._encode_key_leaf)
             keys._open = self._open  # depth counts through keys
             self._keys = keys
-        return self._keys.encode(join_fqn(fqn, key), key)
+        return self._keys
 
     def _encode_list(self, fqn: str, value: list[Any]) -> Json:
         self._enter(fqn, value)

@@ -200,9 +200,12 @@ class _Merger:
         items = [[key, self._merge((place, key), items)] for key, items in found.values()]
         first = branches[0][1]
         merged: Json = dict(items) if plain else items
-        if TAG in first:
+        if TAG not in first:
+            return merged if plain else {TAG: "dict", "v": merged}
+        versions = [(holders, node["m"]) for holders, node in branches if "m" in node]
+        if not versions:
             return {**first, "v": merged}
-        return merged if plain else {TAG: "dict", "v": merged}
+        return {**first, "v": merged, "m": self._merge((place, "_metadata"), versions)}
 
     def _check_keys(self, place: Place, entries: Sequence[tuple[Json, Branches]]) -> None:
         """Refuse keys of different ranks that would be one key when they come back."""

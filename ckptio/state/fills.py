@@ -150,6 +150,11 @@ class Match:
     num_values: int = 0
 
     @property
+    def num_taken(self) -> int:
+        """Values of the target that come from the checkpoint, filled or made."""
+        return self.num_filled + self.num_values
+
+    @property
     def agrees(self) -> bool:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)

@@ -19,6 +19,7 @@ when the checkpoint was saved), the name is missing and the target's value stays
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,8 @@ from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import is_absent, is_ranks, leaves, prune_at, sequence_in, tensor_index, walk
+from ckptio.state.tree import indices_in, is_absent, is_ranks, names_kept, prune_at, sequence_in
+from ckptio.state.versions import Versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -83,7 +85,7 @@ class Matcher:
         device: torch.device | None = None,
     ) -> None:
         self._tensors = tensors
-        self._dtype = dtype
+        self._find = functools.partial(find_tensor, tensors, converted=dtype)
         self._keep = keep
         self._device = device
         self._blanks: dict[Hashable, Blank] = {}
@@ -142,7 +144,7 @@ class Matcher:
                 return part
             node = kept[0]
         self.match.num_values += 1
-        self.match.fresh |= {i for _, n in walk(fqn, node) if (i := tensor_index(n)) is not None}
+        self.match.fresh |= indices_in(node)
         own = tuple(classes_in(target))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 
@@ -219,9 +221,6 @@ class Matcher:
             self.match.wrapped.append(target)
         return lambda _: target
 
-    def _find(self, node: Json, shape: tuple[int, ...], dtype: torch.dtype) -> int | str:
-        return find_tensor(self._tensors, node, shape, dtype, converted=self._dtype)
-
     def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
         """Give what takes the place of a tensor on the meta device; tied ones get one."""
         self._num_blanks += 1
@@ -230,13 +229,13 @@ class Matcher:
     def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        index = tensor_index(node)
-        if index is None or node[TAG] != "np":
+        if type(node) is not dict or node.get(TAG) != "np":
             return self._mismatch(fqn, target, other("an array"))
         if found := array_differs(target, node):
             return self._mismatch(fqn, target, found)
         check_array(fqn, target)
-        tensor, entry = as_tensor(target), self._tensors[index]
+        tensor, index = as_tensor(target), node["t"]
+        entry = self._tensors[index]
         if (
             tensor is not None
             and entry.shape == target.shape
@@ -293,6 +292,7 @@ class Matcher:
             return self._mismatch(fqn, target, other("a dict"))
         found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
+        versions = Versions(target, node, self.match)
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
         for key, value in target.items():
@@ -301,9 +301,11 @@ class Matcher:
             if found is not None:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
-                continue
-            self._note_missing(join_fqn(fqn, key), value, is_kept=identity in found_here)
-            merged.append((key, lambda _, value=value: value))  # type: ignore[misc]  # as it was
+            else:
+                self._note_missing(join_fqn(fqn, key), value, is_kept=identity in found_here)
+                merged.append((key, lambda _, value=value: value))  # type: ignore[misc]
+            versions.note(key)
+        versions.settle(fqn)
         made: list[tuple[Json, Assemble]] = []
         for encoded_key, name, item in stored.values():
             if closed:
@@ -313,11 +315,10 @@ class Matcher:
 
         def update(rebuilder: Rebuilder) -> Any:
             values = {key: assemble(rebuilder) for key, assemble in merged}
-            if closed:
-                return updated(target, values)
             for encoded_key, assemble in made:
                 values[rebuilder.rebuild_key(fqn, encoded_key)] = assemble(rebuilder)
-            return kind(values)
+            result = updated(target, values) if closed else kind(values)
+            return versions.put(result, to_take=flat or not closed)
 
         return update
 
@@ -390,9 +391,8 @@ class Matcher:
         self.match.missing += names
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
-        names = [name for name, _ in leaves(fqn, node)]
-        self.match.unexpected += [n for n in names if self._keep is None or self._keep(n)]
+        self.match.unexpected += names_kept(fqn, node, self._keep)
 
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
-        return self._keep is None or any(self._keep(name) for name, _ in leaves(fqn, node))
+        return self._keep is None or bool(names_kept(fqn, node, self._keep))

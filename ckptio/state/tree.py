@@ -137,6 +137,10 @@ def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) 
     if "t" in node:
         return _is_reference(tag, node, num_tensors)
     if tag in MAPPING_TAGS:
+        if "m" in node:
+            if tag != "odict" or type(node["m"]) is not dict:
+                return False
+            below.append(node["m"])
         if type(value) is dict and tag in _DICT_TAGS:
             below += value.values()
             return True
@@ -193,6 +197,12 @@ def walk(fqn: str, node: Json) -> Iterator[tuple[str, Json]]:
             yield from walk(key, item)
 
 
+def indices_in(node: Json) -> set[int]:
+    """Give the indices of all stored tensors that a tree refers to."""
+    found = (tensor_index(reference) for _, reference in walk("", node))
+    return {index for index in found if index is not None}
+
+
 def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
     """Give name and node of what a container node holds; nothing for a scalar."""
     tag = node.get(TAG)
@@ -232,6 +242,11 @@ def leaves(fqn: str, node: Json) -> list[tuple[str, Json]]:
     for name, item in items:
         found += leaves(name, item)
     return found or [(fqn, node)]
+
+
+def names_kept(fqn: str, node: Json, keep: Predicate | None) -> list[str]:
+    """Name everything in a node that is no container and that `keep` accepts, if it is given."""
+    return [name for name, _ in leaves(fqn, node) if keep is None or keep(name)]
 
 
 def names_kept_for_ranks(manifest: Manifest) -> list[str]:

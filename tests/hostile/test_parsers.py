@@ -24,7 +24,7 @@ from ckptio.errors import CheckpointError, CheckpointNotFoundError, CorruptionEr
 from ckptio.format.checksum import crc32c
 from ckptio.format.encode import MAX_DEPTH
 from tests.rig import config_with
-from tests.strategies import CLASSES, Color, Key, Point, Settings
+from tests.strategies import CLASSES, Color, Key, Point, Settings, with_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +48,7 @@ def sample() -> dict[str, Any]:
         "words": [torch.float32, torch.Size([1]), torch.device("cpu")],
         "plain": [1, 2.5, None, "x", (1, {2}), {3: 4}, Point(1, 2), Settings(3), Color.RED],
         "keys": {Key(1, 2): torch.ones(2), (1, 2.5): 0},
+        "net": with_versions({"a.w": torch.ones(1)}, {"": {"version": 2}, "a": {"version": 1}}),
     }
 
 

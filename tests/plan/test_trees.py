@@ -16,7 +16,7 @@ from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees, 
 from ckptio.shards import PerRank
 from ckptio.state.flatten import flatten
 from ckptio.state.leaves import encode_key_leaf
-from tests.strategies import Point, Settings, plain_scalars, texts
+from tests.strategies import Point, Settings, plain_scalars, texts, with_versions
 from tests.strategies import states as all_states
 
 if TYPE_CHECKING:
@@ -150,6 +150,26 @@ def without_order(node: Json) -> Json:
 def same(found: Json, expected: Json) -> bool:
     """Whether trees are equal bit by bit."""
     return msgspec.json.encode(found) == msgspec.json.encode(expected)
+
+
+def test_versions_of_modules_are_united() -> None:
+    """Ranks of a pipeline have different modules; one without versions says nothing of them."""
+    one, two = {"version": 1}, {"version": 2}
+    first = with_versions({"a": 1}, OrderedDict({"": one, "a": two}))
+    second = with_versions({"b": 2}, OrderedDict({"": one, "b": one}))
+    merged = merge({"m": first}, {"m": second}, {"m": OrderedDict(c=3)})
+    expected = {"": one, "a": two, "b": one}
+    assert merged["m"] == {TAG: "odict", "v": {"a": 1, "b": 2, "c": 3}, "m": odict(expected)}
+
+
+def odict(value: Json) -> Json:
+    return {TAG: "odict", "v": value}
+
+
+def test_versions_of_modules_that_differ_are_refused() -> None:
+    """Equal values beside them do not make them equal."""
+    states = [{"m": with_versions({"a": 1}, {"a": {"version": n}})} for n in (1, 1, 2)]
+    assert "'m._metadata.a.version' is 1 on ranks 0-1 and 2 on rank 2" in refused(*states)
 
 
 @given(state=states.map(uniquely_named), num_ranks=st.integers(1, 5))

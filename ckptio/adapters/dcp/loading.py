@@ -26,7 +26,6 @@ from ckptio.adapters.dcp.regions import (
     is_tensor,
     node_of,
     region_of,
-    tensors_in,
     tree_of,
 )
 from ckptio.engine.flow import caller_streams
@@ -39,6 +38,7 @@ from ckptio.layout import Box
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
+from ckptio.state.tree import indices_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -183,7 +183,7 @@ class RankLoad:
         manifest = self._opened.manifest
         tree = tree_of(self._opened, items)
         nodes = [node_of(self._opened, tree, item) for item in items]
-        indices = sorted({index for node in nodes for index in tensors_in(node)})
+        indices = sorted({index for node in nodes for index in indices_in(node)})
         tensors = {index: allocate(manifest.tensors[index]) for index in indices}
         wanted: list[Wanted] = []
         destinations = []

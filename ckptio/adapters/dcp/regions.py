@@ -11,7 +11,7 @@ from ckptio.engine.regions import Need
 from ckptio.errors import TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES, Box, numel
-from ckptio.state.tree import read_tree, tensor_index, walk
+from ckptio.state.tree import indices_in, read_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def files_of(opened: Opened, items: Sequence[ReadItem]) -> list[int]:
     tree = tree_of(opened, items)
     for item in items:
         if not is_tensor(item):
-            for index in tensors_in(node_of(opened, tree, item)):
+            for index in indices_in(node_of(opened, tree, item)):
                 used.update(chunk.file for chunk in opened.manifest.tensors[index].chunks)
     return sorted(used)
 
@@ -157,9 +157,3 @@ def node_of(opened: Opened, tree: Json, item: ReadItem) -> Json:
     if found is None or not isinstance(found.what, str):
         raise TargetError(f"the checkpoint has no value {item.storage_index.fqn!r}")
     return node_at(tree, opened.document.place(found))
-
-
-def tensors_in(node: Json) -> list[int]:
-    """Number the tensors that an encoded value refers to."""
-    found = [tensor_index(inner) for _, inner in walk("", node)]
-    return [index for index in found if index is not None]

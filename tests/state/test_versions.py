@@ -1,0 +1,214 @@
+"""Versions of modules: they go with the values they belong to, on every way back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import sync
+from ckptio.errors import FormatError, MismatchError, UnsupportedLeafError
+from ckptio.format.encode import TAG
+from ckptio.state.flatten import flatten
+from ckptio.state.rebuild import Rebuilder
+from ckptio.state.target import Matcher
+from tests.state.test_target import matched
+from tests.strategies import SMALL, assert_same, with_versions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Old(torch.nn.Module):
+    """A layer that keeps the logarithm of its scale."""
+
+    def __init__(self, scale: float = 0.0, size: int = 2) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((size,), float(scale)))
+        self.shift = torch.nn.Parameter(torch.full((size,), float(scale)))
+
+
+class New(Old):
+    """Its next release, which keeps the scale itself, and the two the other way round."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *more: Any
+    ) -> None:
+        if metadata.get("version", 0) < 2:
+            scale, shift = state[prefix + "shift"].exp(), state[prefix + "scale"]
+            state[prefix + "scale"], state[prefix + "shift"] = scale, shift
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+class Trainer:
+    """A stateful object that has a module, as many programs do."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.net = net
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "step": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+
+
+def values(net: torch.nn.Module) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in net.state_dict().items()}
+
+
+def old(scale: float, shift: float) -> Old:
+    net = Old()
+    with torch.no_grad():
+        net.scale.fill_(scale)
+        net.shift.fill_(shift)
+    return net
+
+
+CURRENT = {"scale": [3.0, 3.0], "shift": [5.0, 5.0]}
+MIGRATED = {"scale": [1.0, 1.0], "shift": [7.0, 7.0]}
+
+
+def current() -> New:
+    net = New()
+    net.load_state_dict(with_versions(old(3, 5).state_dict(), {"": {"version": 2}}))
+    assert values(net) == CURRENT
+    return net
+
+
+@pytest.mark.parametrize("wrap", [lambda net: {"m": net}, lambda net: {"t": Trainer(net)}])
+@pytest.mark.parametrize(("saved", "expected"), [(current, CURRENT), (lambda: old(7, 0), MIGRATED)])
+def test_a_module_takes_what_is_of_its_version_and_mends_what_is_older(
+    tmp_path: Path, wrap: Any, saved: Any, expected: Any
+) -> None:
+    """Of its own, of a stateful object's, and as `load_state_dict` takes what `load` gives."""
+    sync.save(wrap(saved()), tmp_path / "c", config=SMALL)
+    net = New(9)
+    sync.load(tmp_path / "c", into=wrap(net))
+    assert values(net) == expected
+    state = sync.load(tmp_path / "c")
+    net = New(9)
+    net.load_state_dict(state["m"] if "m" in state else state["t"]["net"])
+    assert values(net) == expected
+
+
+def test_a_file_of_torch_save_keeps_its_versions(tmp_path: Path) -> None:
+    """Here, and on the way back."""
+    torch.save({"m": old(7, 0).state_dict()}, tmp_path / "old.pt")
+    net = New(9)
+    sync.load(tmp_path / "old.pt", into={"m": net})
+    assert values(net) == MIGRATED
+    torch.save(sync.load(tmp_path / "old.pt"), tmp_path / "again.pt")
+    net = New(9)
+    net.load_state_dict(torch.load(tmp_path / "again.pt")["m"])
+    assert values(net) == MIGRATED
+
+
+def test_tied_modules_are_mended_once(tmp_path: Path) -> None:
+    """The values that they take are not the memory that they write to."""
+    first, second = old(7, 0), Old()
+    second.scale, second.shift = first.scale, first.shift
+    sync.save({"m": torch.nn.Sequential(first, second)}, tmp_path / "c", config=SMALL)
+    one, two = New(9), New(9)
+    two.scale, two.shift = one.scale, one.shift
+    sync.load(tmp_path / "c", into={"m": torch.nn.Sequential(one, two)})
+    assert values(one) == MIGRATED
+    assert two.scale is one.scale
+
+
+def test_on_the_meta_device(tmp_path: Path) -> None:
+    sync.save({"m": old(7, 0)}, tmp_path / "c", config=SMALL)
+    with torch.device("meta"):
+        net = New()
+    sync.load(tmp_path / "c", into={"m": net})
+    assert values(net) == MIGRATED
+
+
+def test_a_part_of_an_older_module_is_refused(tmp_path: Path) -> None:
+    """Half of one version and half of another: nobody can mend that. A whole one is fine."""
+    saved = torch.nn.Sequential(old(7, 0), old(7, 0), torch.nn.Linear(1, 1))
+    sync.save({"m": saved}, tmp_path / "c", config=SMALL)
+    target = torch.nn.Sequential(New(9), New(9), torch.nn.Linear(1, 1))
+    before = values(target)
+    with pytest.raises(MismatchError, match=r"'m\.1: version 2 in the target, version 1 in the c"):
+        sync.load(tmp_path / "c", into={"m": target}, select=["m.0", "m.1.scale"])
+    assert values(target) == before
+    sync.load(tmp_path / "c", into={"m": target}, select=["m.0", "m.2"])
+    assert values(target[0]) == MIGRATED
+    assert values(target[1]) == {"scale": [9.0, 9.0], "shift": [9.0, 9.0]}
+    assert values(target[2]) == values(saved[2])
+    sync.load(tmp_path / "c", into={"m": target}, select="m.1.scale", strict="ignore")
+    assert values(target[1]) == {"scale": [7.0, 7.0], "shift": [9.0, 9.0]}  # as it is told to
+
+
+def test_a_dict_of_the_caller_gets_the_versions_of_what_fills_it(tmp_path: Path) -> None:
+    """Its tensors are filled where they are."""
+    sync.save({"m": old(7, 0)}, tmp_path / "c", config=SMALL)
+    net = New(9)
+    state: Any = net.state_dict()
+    loaded = sync.load(tmp_path / "c", into={"m": state})["m"]
+    assert loaded is state
+    assert loaded["scale"].data_ptr() == net.scale.data_ptr()
+    assert loaded._metadata == {"": {"version": 1}}
+    fresh = New(9)
+    fresh.load_state_dict(loaded)
+    assert values(fresh) == MIGRATED
+
+
+def test_a_checkpoint_without_versions_leaves_the_target_its_own(tmp_path: Path) -> None:
+    """From torch.distributed.checkpoint, safetensors, or a dict without them."""
+    sync.save({"t": {"net": dict(current().state_dict()), "step": 0}}, tmp_path / "c", config=SMALL)
+    net = New(9)
+    sync.load(tmp_path / "c", into={"t": Trainer(net)})
+    assert values(net) == CURRENT
+
+
+def test_versions_of_other_modules_stay() -> None:
+    """A wrapper changes names; those that are not stored are not told to be of no version."""
+    saved = with_versions({"a.w": torch.ones(1)}, {"": {"version": 1}, "b": {"version": 5}})
+    target = with_versions({"a.w": torch.zeros(1)}, {"": {"version": 1}, "a": {"version": 2}})
+    _, result = matched(saved, target)
+    assert result._metadata == {"": {"version": 1}, "a": {"version": 2}}
+
+
+def test_what_modules_say_comes_back_as_it_was() -> None:
+    """An OrderedDict of plain values; spectral norm has more than a version."""
+    net = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))
+    state = {"m": net.state_dict()}
+    _, result = matched(state, None)
+    assert_same(result["m"], state["m"])
+    assert result["m"]._metadata[""]["spectral_norm"] == {"weight.version": 1}
+    assert type(result["m"]._metadata) is OrderedDict
+
+
+@pytest.mark.parametrize("versions", [{"": torch.ones(1)}, {"": object()}, 7, [1]])
+def test_versions_that_are_no_plain_values_are_refused(versions: Any) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"cannot save 'm\._metadata"):
+        flatten({"m": with_versions({}, versions)})
+
+
+def test_versions_that_contain_themselves_are_refused() -> None:
+    state = with_versions({}, None)
+    state._metadata = {"": state}  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedLeafError, match="_metadata"):
+        flatten(state)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [[1], {TAG: "set", "v": []}, {TAG: "tuple", "v": []}, {"": {TAG: 0}}, {"": {TAG: "?"}}],
+)
+def test_versions_in_a_manifest_are_a_dict(versions: Any) -> None:
+    node = {TAG: "odict", "v": {}, "m": versions}
+    for target in (None, with_versions({}, {"": {"version": 1}})):
+        with pytest.raises(FormatError):
+            matched_with(node, target)
+
+
+def matched_with(node: Any, target: Any) -> Any:
+    """Match a target with a node as it stands in a manifest."""
+    return Matcher(()).merge("", target, node)(Rebuilder({}))
