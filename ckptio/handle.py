@@ -1,19 +1,18 @@
 """What `save` returns: three moments of a save, and the means to wait for them.
 
 A save runs on the engine's loop; who waits may be a coroutine of any loop or a thread
-without one. Both wait for a `concurrent.futures.Future`, which exactly one path completes.
+without one. Both wait for an `Outcome`, which exactly one path completes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import outlive
+from ckptio._outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -57,7 +56,7 @@ class Milestone(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._future: Future[T] = Future()
+        self._outcome: Outcome[T] = Outcome()
         self.is_awaited = False
 
     def __await__(self) -> Generator[object, None, T]:
@@ -73,11 +72,11 @@ class Milestone(Generic[T]):
     def wrapped(self) -> asyncio.Future[T]:
         """Give a future of the running loop that is done when the moment has come."""
         self.is_awaited = True
-        return asyncio.wrap_future(self._future)
+        return self._outcome.wrapped()
 
     async def ended(self) -> bool:
         """Wait until the moment has come (true) or will not (false); counts as no wait."""
-        future = asyncio.wrap_future(self._future)
+        future = self._outcome.wrapped()
         future.add_done_callback(_look_at)
         await asyncio.wait((future,))
         return future.exception() is None
@@ -89,27 +88,27 @@ class Milestone(Generic[T]):
             TimeoutError: It has not come within `timeout_s` seconds.
         """
         self.is_awaited = True
-        return self._future.result(timeout_s)
+        return self._outcome.result(timeout_s)
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come. Raises nothing."""
-        concurrent.futures.wait((self._future,))
+        self._outcome.wait()
 
     def error(self) -> BaseException | None:
         """Give why the moment did not come, once it is `done`; `None` if it did."""
-        return self._future.exception(0)
+        return self._outcome.exception()
 
     def done(self) -> bool:
         """Whether the moment has come, or the save failed before it."""
-        return self._future.done()
+        return self._outcome.done()
 
     def reach(self, value: T) -> None:
         """The moment has come. Called by the engine, once."""
-        self._future.set_result(value)
+        self._outcome.set_result(value)
 
     def fail(self, error: BaseException) -> None:
         """The moment will not come. Called by the engine, once."""
-        self._future.set_exception(error)
+        self._outcome.set_exception(error)
 
 
 class SaveHandle:

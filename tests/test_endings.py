@@ -121,6 +121,25 @@ with ckptio.sync.Engine() as engine:
     signal.setitimer(signal.ITIMER_REAL, 0)
 assert handles
 """
+WAITING_HANDLER = """
+import signal, sys, torch, ckptio.sync
+path, busy, num_saved = sys.argv[1], False, 0
+def save(*_):
+    global busy, num_saved
+    if not busy:
+        busy = True
+        engine.save(state, path + "/signal", overwrite=True)
+        busy, num_saved = False, num_saved + 1
+state = {"t": torch.ones(30_000)}
+with ckptio.sync.Engine() as engine:
+    signal.signal(signal.SIGALRM, save)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+    for i in range(100):
+        handle = engine.start_save({}, path + "/a", overwrite=True)
+        handle.result() if i % 2 else engine.load(path + "/a") if i % 3 else handle.done()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+assert num_saved
+"""
 COLLECTS = """
 import gc, os
 from ckptio._gc import collection_paused
@@ -285,9 +304,10 @@ def test_a_limit_of_threads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sync.save(FULL, tmp_path / "a")
 
 
-def test_a_signals_handler_may_save(tmp_path: Path) -> None:
-    """Wherever it interrupts the saves of the thread that it runs on."""
-    subprocess.run([sys.executable, "-c", HANDLER, tmp_path], check=True, timeout=60)
+@pytest.mark.parametrize("program", [HANDLER, WAITING_HANDLER], ids=["start", "wait"])
+def test_a_signals_handler_may_save(tmp_path: Path, program: str) -> None:
+    """Wherever it interrupts the saves and loads of the thread that it runs on; it may wait."""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
     assert sync.verify(tmp_path / "signal").is_whole
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from ckptio._outcome import Outcome
 from ckptio.blocking import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
@@ -154,7 +154,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether to save now; see `ckptio.Checkpointer.should_save`."""
-        while isinstance(answer := self._core.decide(step), Future):
+        while isinstance(answer := self._core.decide(step), Outcome):
             answer.result()
         return answer
 

@@ -34,8 +34,8 @@ from ckptio.storage.root import resolve_root
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
-    from concurrent.futures import Future
 
+    from ckptio._outcome import Outcome
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
@@ -271,7 +271,7 @@ class CheckpointerCore:
         if self.engine.context.ranks.world_size > 1:
             self.engine.submit(lambda context: fail_together(context, key, error), f"fail {key}")
 
-    def decide(self, step: int) -> bool | Future[None]:
+    def decide(self, step: int) -> bool | Outcome[None]:
         """Say whether to save now; or what to wait for before asking again."""
         step_name(step)
         self.engine  # noqa: B018  # raises if it is closed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptio._aio import outlive
+from ckptio._outcome import Outcome
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.steps import step_name
@@ -159,7 +159,7 @@ class Checkpointer:
             await outlive(asyncio.ensure_future(self._in_flight_ended()), on_cancel=core.abort)
         finally:
             try:
-                watching = [asyncio.wrap_future(r.future) for r in core.stop_watching()]
+                watching = [r.end.wrapped() for r in core.stop_watching()]
                 await outlive(asyncio.ensure_future(_all_done(watching)))
             finally:
                 try:
@@ -172,7 +172,7 @@ class Checkpointer:
         handles, passes = self._core.waits()
         await _all_done(
             [asyncio.ensure_future(handle.durable.ended()) for handle in handles]
-            + [asyncio.wrap_future(running.future) for running in passes]
+            + [running.end.wrapped() for running in passes]
         )
 
     @property
@@ -204,8 +204,8 @@ class Checkpointer:
         Args:
             step: The step that was just done.
         """
-        while isinstance(answer := self._core.decide(step), Future):
-            await outlive(asyncio.wrap_future(answer))
+        while isinstance(answer := self._core.decide(step), Outcome):
+            await outlive(answer.wrapped())
         return answer
 
     def save(

@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ckptio._outcome import Outcome
 from ckptio.errors import RankError
 from ckptio.ranks.interface import Same
 
@@ -80,7 +80,7 @@ class Stops:
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._num_asked = 0
-        self._held: Future[None] | None = None
+        self._held: Outcome[None] | None = None
         self._pending: list[Stop] = []
         self._wanted = ""
         self._heard: asyncio.Event | None = None
@@ -97,7 +97,7 @@ class Stops:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
                 loop.call_soon_threadsafe(heard.set)
 
-    def ask(self) -> Stop | Future[None] | None:
+    def ask(self) -> Stop | Outcome[None] | None:
         """Ask whether to stop at this step, once a step.
 
         Returns:
@@ -178,7 +178,7 @@ class Stops:
             return Same({"number": max(messages) + 1, "reason": reason})
 
         with self._lock:
-            self._held = Future()
+            self._held = Outcome()
             num_asked = self._num_asked
         stop: Stop | None = None
         try:

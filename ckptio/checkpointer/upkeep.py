@@ -122,7 +122,7 @@ class Upkeep:
         root = self._keeper.root.path
         running = engine.submit(lambda _: self._pass(step, handle), f"look after {root}")
         with self._lock:
-            self.passes = [*(run for run in self.passes if not run.future.done()), running]
+            self.passes = [*(run for run in self.passes if not run.end.done()), running]
 
     async def _pass(self, step: int | None, handle: SaveHandle | None) -> None:
         if handle is not None:

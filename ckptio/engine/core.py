@@ -98,6 +98,7 @@ class EngineCore:
         self._pid = os.getpid()
         self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
+        self._serving: Future[None] | None = None
         self._loop_thread: int | None = None
         self.handles: list[SaveHandle] = []
         self._numbers: dict[str, itertools.count[int]] = {}
@@ -152,9 +153,10 @@ class EngineCore:
             if self._gives_up:
                 self._starting.cancel()
             self._context = self._starting.result()
+            self._serving, _ = portal.start_task(self._in_flight.serve)
             self._cache_task = portal.start_task_soon(self._context.cache.run)
-        except BaseException:
-            self._portal_block.__exit__(None, None, None)
+        except BaseException as error:  # what has begun is cancelled
+            self._portal_block.__exit__(type(error), error, error.__traceback__)
             raise
         self._portal = portal
         self._stay = at_exit(self._close)
@@ -254,14 +256,15 @@ class EngineCore:
         context = self.context
         try:
             with self._lock:
-                self._in_flight.begin(self._open_portal(), running, step, context, name)
+                self._require_open()
+                self._in_flight.begin(running, step, context, name)
         except BaseException:
             self._in_flight.stop(running)
             raise
         return running
 
-    def _open_portal(self) -> BlockingPortal:
-        """Give the way to the loop.
+    def _require_open(self) -> None:
+        """Look whether there is a way to the loop.
 
         Raises:
             EngineClosedError: There is none any more.
@@ -274,7 +277,6 @@ class EngineCore:
                 "an observer runs on the engine's own thread and cannot call the engine: let it"
                 " leave word for the trainer, or use another engine on another thread"
             )
-        return self._portal
 
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""
@@ -306,7 +308,7 @@ class EngineCore:
             asyncio.CancelledError: The caller was cancelled; the step has ended by then.
         """
         running = self.submit(step, name)
-        return await outlive(asyncio.wrap_future(running.future), on_cancel=running.abort)
+        return await outlive(running.end.wrapped(), on_cancel=running.abort)
 
     def call_blocking(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
         """Run a coroutine on the engine's loop and block until it has ended.
@@ -315,7 +317,7 @@ class EngineCore:
         """
         running: Running[T] = Running()
         try:
-            return self.submit(step, name, running).future.result()
+            return self.submit(step, name, running).end.result()
         except BaseException:
             self._in_flight.stop(running)
             raise
@@ -375,8 +377,9 @@ class EngineCore:
             await context.ranks.close()
             await context.stores.close()
             context.cache.close()
-            if self._cache_task is not None:
-                await asyncio.wait((asyncio.wrap_future(self._cache_task),))
+            self._in_flight.close()
+            ending = [task for task in (self._cache_task, self._serving) if task is not None]
+            await asyncio.wait([asyncio.wrap_future(task) for task in ending])
             context.pool.close()
         finally:
             context.end_threads()

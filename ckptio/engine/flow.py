@@ -185,11 +185,11 @@ def _close_after(
     """
     running.wait_ended()
     if copying is not None:
-        running.future.result()()
+        running.end.result()()
     try:
         core.close()
     finally:
-        (copying or running).future.result()()
+        (copying or running).end.result()()
 
 
 async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:

@@ -1,5 +1,8 @@
 """The steps that are under way on an engine's loop.
 
+Nobody waits for the loop to hand it a step: a signal's handler may do that wherever it
+interrupts the main thread, also where the loop waits for what the main thread has.
+
 An interrupt comes to the main thread wherever it is, so also where a step is handed to the
 loop. Nobody on that thread knows then whether its task was born, and what is not waited for
 would hold buffers and files when the engine closes. So it is handed over once more, and of
@@ -9,15 +12,16 @@ two tasks for one step the second does nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
 
 from ckptio.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from anyio.from_thread import BlockingPortal
+    from anyio.abc import TaskStatus
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.running import Running
@@ -30,10 +34,25 @@ class InFlight:
 
     def __init__(self) -> None:
         self._running: set[Running[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._closing: asyncio.Event | None = None
+
+    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Run the steps, as tasks of one group, until `close`. On the engine's loop."""
+        self._closing = asyncio.Event()
+        async with asyncio.TaskGroup() as self._group:
+            self._loop = asyncio.get_running_loop()
+            task_status.started()
+            await self._closing.wait()
+
+    def close(self) -> None:
+        """Let `serve` end: no step comes any more. On the engine's loop."""
+        if self._closing is not None:
+            self._closing.set()
 
     def begin(
         self,
-        portal: BlockingPortal,
         running: Running[T],
         step: Callable[[EngineContext], Awaitable[T]],
         context: EngineContext,
@@ -41,16 +60,30 @@ class InFlight:
     ) -> None:
         """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted."""
         try:
-            self._running.add(running)
-            portal.start_task_soon(self.run, step, context, running, name=name)
+            self._hand_over(running, step, context, name)
         except BaseException:
             running.abort()
-            self._running.add(running)
             try:
-                portal.start_task_soon(self.run, step, context, running, name=name)
+                self._hand_over(running, step, context, name)
             except RuntimeError:  # the loop has ended, and whatever was on it: nobody is to wait
                 self._running.discard(running)
             raise
+
+    def _hand_over(
+        self,
+        running: Running[T],
+        step: Callable[[EngineContext], Awaitable[T]],
+        context: EngineContext,
+        name: str,
+    ) -> None:
+        assert self._loop is not None  # noqa: S101  # `serve` began with the engine
+        self._running.add(running)
+
+        def spawn() -> None:
+            assert self._group is not None  # noqa: S101  # as above
+            self._group.create_task(self.run(step, context, running), name=name)
+
+        self._loop.call_soon_threadsafe(spawn)
 
     async def run(
         self,
@@ -66,15 +99,10 @@ class InFlight:
         except BaseException as error:  # whoever waits for the step raises it
             self._running.discard(running)
             cancelled = isinstance(error, asyncio.CancelledError)
-            running.future.set_exception((cancelled and running.reason) or error)
+            running.end.set_exception((cancelled and running.reason) or error)
         else:
             self._running.discard(running)
-            running.future.set_result(result)
-            del result  # it is for whoever waits, and goes when they let it go
-        # a cancellation that is on its way has nothing left to stop; a task that ended with
-        # it pending would count as cancelled, and end the portal's group and the engine
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
+            running.end.set_result(result)
 
     def stop(self, running: Running[Any]) -> None:
         """Abort a step, and block until it has ended. Nothing happens if it was not begun."""

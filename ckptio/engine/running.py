@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import multiprocessing
 import os
 import threading
 import weakref
-from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ckptio._outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,19 +30,18 @@ class Running(Generic[T]):
 
     Attributes:
         is_endless: As given.
-        future: Its end.
+        end: How it ends.
         reason: Why it was aborted, if who waits for it did not ask for that.
     """
 
     def __init__(self, *, is_endless: bool = False) -> None:
         self.is_endless = is_endless
-        self.future: Future[T] = Future()
-        self._lock = threading.Lock()
+        self.end: Outcome[T] = Outcome()
         self.reason: Exception | None = None
         self._aborted = False
         self._cancelled = False
-        self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     def started(self) -> bool:
         """The task runs. Called on it, first of all.
@@ -52,53 +52,46 @@ class Running(Generic[T]):
         Returns:
             Whether it is the first one for this; a second has nothing to do.
         """
-        with self._lock:
-            if self._task is not None:
-                return False
-            self._task = asyncio.current_task()
-            self._loop = asyncio.get_running_loop()
-            aborted = self._aborted
-            task = self._task
-        if aborted and task is not None:
-            self._cancel(task)
+        if self._task is not None:
+            return False
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        if self._aborted:  # looked at after the task is there, and `abort` the other way round
+            self._cancel()
         return True
 
     def abort(self, reason: Exception | None = None) -> None:
-        """Cancel the task, once; nothing happens after its end. From any thread.
+        """Cancel the task, once; nothing happens after its end. From any thread, without a lock.
 
         Called again, it goes on where an interrupt stopped it.
 
         Args:
             reason: What who waits raises; the cancellation itself if not given.
         """
-        with self._lock:
-            if self.future.done():
-                return
-            if not self._aborted:
-                self.reason = reason
-                self._aborted = True
-            task, loop = self._task, self._loop
-        if task is not None and loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._cancel, task)
-            except RuntimeError:  # the loop has ended, and the task before it
-                return
+        if self.end.done():
+            return
+        if not self._aborted:
+            self.reason = reason
+            self._aborted = True
+        if self._task is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the task before it
+                self._loop.call_soon_threadsafe(self._cancel)
 
-    def _cancel(self, task: asyncio.Task[Any]) -> None:
+    def _cancel(self) -> None:
         """Cancel the task, on its loop, unless that was done or it has nothing left to do.
 
         A task that comes to its end with a cancellation pending counts as cancelled, which
         would end the task group that it is in, and with that the engine.
         """
-        if not self._cancelled and not self.future.done():
+        if self._task is not None and not self._cancelled and not self.end.done():
             self._cancelled = True
-            task.cancel()
+            self._task.cancel()
 
     def wait_ended(self) -> None:
         """Block until the task has ended, however it did; an endless one is stopped first."""
         if self.is_endless:
             self.abort()
-        concurrent.futures.wait((self.future,))
+        self.end.wait()
 
 
 def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[], None]) -> None:

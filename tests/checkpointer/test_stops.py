@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio._outcome import Outcome
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.ranks.interface import Deadlines
 from ckptio.testing import MemoryRanks, run_virtual
@@ -46,8 +46,8 @@ class Trainer:
         self.agreed.append(stop)
 
     async def should_save(self) -> bool:
-        while isinstance(answer := self.stops.ask(), Future):
-            await asyncio.wait((asyncio.wrap_future(answer),))
+        while isinstance(answer := self.stops.ask(), Outcome):
+            await asyncio.wait((answer.wrapped(),))
         self.num_steps += 1
         if answer is None:
             return False

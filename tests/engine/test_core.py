@@ -138,7 +138,7 @@ async def test_a_step_aborted_before_its_start_ends_at_its_first_await(core: Eng
         running.abort()
         running.abort()
         await asyncio.to_thread(running.wait_ended)
-        assert isinstance(running.future.exception(), asyncio.CancelledError)
+        assert isinstance(running.end.exception(), asyncio.CancelledError)
 
 
 def test_an_engine_is_entered_once() -> None:
@@ -451,12 +451,12 @@ def test_aborting_a_step_that_waits_for_nothing_does_not_end_the_engine(core: En
     early.abort()
     core.submit(step, "aborted before", early)
     early.wait_ended()
-    assert early.future.result() == 1
+    assert early.end.result() == 1
     for _ in range(100):
         late: Running[int] = Running()
         runs.append(late)
         core.submit(step, "aborted at the end", late)
-        assert late.future.result() == 1
+        assert late.end.result() == 1
         racing: Running[int] = Running()
         core.submit(step, "aborted from another thread", racing)
         racing.abort()

@@ -1,0 +1,131 @@
+"""How something ends, for those who wait for it: threads, and coroutines of any loop.
+
+A `concurrent.futures.Future` does that under a lock in Python. A signal's handler runs on the
+main thread wherever that is, so also while it has such a lock, looking whether a save is done.
+If the handler saves, it waits for the engine's loop, and that for the lock to say that the save
+is done: nobody ever goes on. Seen in 3 of 36 programs whose handler saved. Here nothing is
+locked: each step is one operation of the interpreter, and each who waits has a lock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Outcome(Generic[T]):
+    """The end of something: a result or an error, set once. Every method is thread-safe."""
+
+    __slots__ = ("__weakref__", "_calls", "_end")
+
+    def __init__(self) -> None:
+        self._end: tuple[T | None, BaseException | None] | None = None
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._end is not None
+
+    def set_result(self, result: T) -> None:
+        """It has ended well.
+
+        Raises:
+            asyncio.InvalidStateError: It had ended already.
+        """
+        self._settle(result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """It has failed.
+
+        Raises:
+            asyncio.InvalidStateError: It had ended already.
+        """
+        self._settle(None, error)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        if self._end is not None:
+            raise asyncio.InvalidStateError("it has ended already")
+        self._end = result, error  # before those who wait are called: who comes later sees it
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it has ended, however it did.
+
+        Returns:
+            Whether it has, within `timeout_s` seconds.
+        """
+        ended = threading.Lock()
+        ended.acquire()  # whoever sets the end releases it
+        self._calls.append(ended.release)
+        try:
+            if self._end is None:
+                ended.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            self._drop(ended.release)
+        return self._end is not None
+
+    def _drop(self, call: Callable[[], object]) -> None:
+        """Do not call who does not wait any more; who is called all the same does not mind."""
+        with contextlib.suppress(ValueError, IndexError):  # it is not there; others took theirs
+            self._calls.remove(call)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Block until it has ended, and give its result.
+
+        Raises:
+            TimeoutError: It has not ended within `timeout_s` seconds.
+            BaseException: The error that it ended with.
+        """
+        if not self.wait(timeout_s):
+            raise TimeoutError
+        assert self._end is not None  # noqa: S101  # it has ended
+        result, error = self._end
+        if error is None:
+            return result  # type: ignore[return-value]  # it was set
+        try:
+            raise error
+        finally:
+            del error, self  # the error keeps this frame: no circle
+
+    def exception(self) -> BaseException | None:
+        """Give the error that it ended with; `None` if it went well or goes on."""
+        return None if self._end is None else self._end[1]
+
+    def wrapped(self) -> asyncio.Future[T]:
+        """Give a future of the running loop that ends likewise. Cancelling it changes nothing."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        hand_over = functools.partial(_hand_over, self, future)
+        future.add_done_callback(lambda _: self._drop(hand_over))
+        self._calls.append(hand_over)
+        if self._end is not None:
+            hand_over()
+        return future
+
+
+def _hand_over(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
+    """Tell a future of a loop that an outcome has ended. From any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited on it
+        future.get_loop().call_soon_threadsafe(_copy_end, outcome, future)
+
+
+def _copy_end(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
+    """End a future as an outcome has ended. On its loop."""
+    if future.done():
+        return
+    error = outcome.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(outcome.result())

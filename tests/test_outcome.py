@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import weakref
+
+import pytest
+
+from ckptio._outcome import Outcome
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def test_it_ends_once() -> None:
+    """Well or badly; it says so, and who comes twice is told."""
+    well: Outcome[int] = Outcome()
+    assert not well.done()
+    assert well.exception() is None
+    well.set_result(1)
+    assert well.done()
+    assert (well.result(), well.result(0.0), well.exception()) == (1, 1, None)
+    badly: Outcome[int] = Outcome()
+    error = ValueError("no")
+    badly.set_exception(error)
+    assert badly.exception() is error
+    with pytest.raises(ValueError, match="no"):
+        badly.result()
+    for outcome in (well, badly):
+        with pytest.raises(asyncio.InvalidStateError):
+            outcome.set_result(2)
+        with pytest.raises(asyncio.InvalidStateError):
+            outcome.set_exception(error)
+    assert well.result() == 1
+
+
+def test_waiting_may_time_out() -> None:
+    """And leaves nothing behind, however often."""
+    outcome: Outcome[int] = Outcome()
+    for timeout_s in (-1.0, 0.0, 0.001):
+        with pytest.raises(TimeoutError):
+            outcome.result(timeout_s)
+        assert not outcome.wait(timeout_s)
+    assert not outcome._calls
+    outcome.set_result(1)
+    assert outcome.wait(-1.0)
+
+
+def test_everybody_is_told_whenever_they_come() -> None:
+    """Threads and loops that begin to wait just as it ends."""
+    for _ in range(200):
+        outcome: Outcome[int] = Outcome()
+        found: list[int] = []
+
+        async def on_a_loop(outcome: Outcome[int] = outcome) -> int:
+            return await outcome.wrapped()
+
+        threads = [
+            threading.Thread(target=lambda o=outcome, f=found: f.append(o.result(60))),
+            threading.Thread(target=lambda o=outcome: o.set_result(1)),
+            threading.Thread(target=lambda o=outcome, f=found: f.append(o.result(60))),
+            threading.Thread(target=lambda f=found: f.append(asyncio.run(on_a_loop()))),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [1, 1, 1]
+        assert not outcome._calls
+
+
+async def test_a_loop_waits_as_often_as_it_likes() -> None:
+    """To cancel a wait changes nothing for others, and leaves nothing behind."""
+    outcome: Outcome[int] = Outcome()
+    kept = outcome.wrapped()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(outcome.wrapped(), 0)
+    assert len(outcome._calls) == 1
+    outcome.set_result(1)
+    assert await kept == await outcome.wrapped() == 1
+    failed: Outcome[int] = Outcome()
+    failed.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await failed.wrapped()
+
+
+async def test_a_loop_that_has_ended_is_told_nothing() -> None:
+    """It does not keep others from being told."""
+    outcome: Outcome[int] = Outcome()
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> None:
+        outcome.wrapped()
+
+    await asyncio.to_thread(loop.run_until_complete, begin())
+    loop.close()
+    waiting = outcome.wrapped()
+    outcome.set_result(1)
+    assert await waiting == 1
+
+
+def test_an_error_is_let_go() -> None:
+    """It refers to the frames it went through, and none of them back to it."""
+
+    class Held:
+        pass
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        outcome: Outcome[int] = Outcome()
+        outcome.set_exception(ValueError(held))
+        try:
+            outcome.result()
+        except ValueError:
+            del outcome  # or this frame, which the error refers to, would keep the error
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+def test_a_handler_may_wait_for_whoever_tells() -> None:
+    """It interrupts who looks and who waits, and waits until another thread has told them."""
+    told = threading.Semaphore(0)
+    outcomes: list[Outcome[int]] = []
+
+    def handler(*_: object) -> None:
+        outcome: Outcome[int] = Outcome()
+        threading.Thread(target=tell, args=(outcomes[-1], outcome)).start()
+        assert outcome.result(60) == 1
+
+    def tell(interrupted: Outcome[int], waiting: Outcome[int]) -> None:
+        if not interrupted.done():
+            interrupted.set_result(1)  # it has to get through before the handler returns
+        waiting.set_result(1)
+        told.release()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for i in range(300):
+            outcomes.append(Outcome())
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 + i * 1e-6)
+            while not outcomes[-1].done():
+                outcomes[-1].wait(1e-5)
+            assert told.acquire(timeout=60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
