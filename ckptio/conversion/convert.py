@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptio._aio import in_own_thread
-from ckptio.conversion.losses import lost_in_dcp
+from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.safetensors import Written
+    from ckptio.conversion.source import Leaf
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
+
+    Json = Any
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]
 FORMATS = ("ckptio", "safetensors", "hf", "dcp")
@@ -166,8 +169,15 @@ def run_convert(
         num_tensors=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
-        notes=tuple(lost_in_dcp(read.tree)) if to == "dcp" else (),
+        notes=tuple(_lost(read.tree, leaves, to)),
     )
+
+
+def _lost(tree: Json, leaves: list[Leaf], to: Format) -> list[str]:
+    """Say what the format does not keep."""
+    if to == "dcp":
+        return lost_in_dcp(tree)
+    return lost_in_safetensors(leaves) if to in ("safetensors", "hf") else []
 
 
 def _target_of(path: PathLike, to: Format) -> str:

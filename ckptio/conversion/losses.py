@@ -1,24 +1,41 @@
-"""What a state loses on its way through torch.distributed.checkpoint.
+"""What a state loses on its way into formats of others.
 
-Its writer joins keys by dots, and keeps what it comes to: neither what kind of dict it went
-through, nor dicts in which there is nothing.
+safetensors has no name for some element types, which become bytes, or pairs of real numbers.
+
+torch.distributed.checkpoint's writer joins keys by dots, and keeps what it comes to: neither what
+kind of dict it went through, nor dicts in which there is nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptio.format.bucket import later_code
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.layout import DTYPES
 from ckptio.state.tree import children, keys_of, tensor_index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from ckptio.conversion.source import Leaf
 
     Json = Any
 
 _MAPPINGS = (None, "dict", "odict", "counter", "dataclass")
 _NUMPY = ("np", "npscalar")
 _KINDS = {"odict": "an OrderedDict", "counter": "a Counter"}
+
+
+def lost_in_safetensors(leaves: Iterable[Leaf]) -> list[str]:
+    """Say which tensors other readers get as what they are not, a line each."""
+    lost = []
+    for leaf in leaves:
+        dtype = DTYPES[leaf.dtype]
+        if not dtype.is_native and later_code(leaf.dtype, leaf.shape) is None:
+            what = f"pairs of {dtype.code}" if dtype.inner else dtype.code
+            lost.append(f"{leaf.name}: other readers get {leaf.dtype} as {what}")
+    return lost
 
 
 def lost_in_dcp(tree: Json) -> list[str]:

@@ -71,7 +71,7 @@ class Shard:
             self.places.append(StoredTensor(leaf.name, leaf.dtype, leaf.shape, start))
             start += leaf.nbytes
         notes = {"format": "pt", "ckptio.source": _identity(leaves, source_id)}
-        self.header = encode_header(self.places, notes)
+        self.header = encode_header(self.places, notes, for_others=True)
         self.nbytes = len(self.header) + start
 
 

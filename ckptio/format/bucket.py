@@ -28,13 +28,15 @@ _LENGTH_NBYTES = 8
 _METADATA = "__metadata__"
 #: Where torch.distributed.checkpoint's safetensors writer notes the place of each shard.
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-#: Types that later versions of safetensors have, which are read, and not written.
+#: Types that later versions of safetensors have: read, and written for others (`convert`).
 _LATER_CODES = {
     "C64": "complex64",
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
+_LATER_NAMES = {name: code for code, name in _LATER_CODES.items()}
+_TWO_IN_A_BYTE = "float4_e2m1fn_x2"  # "F4" counts its elements, and torch its bytes
 
 
 class StoredTensor(NamedTuple):
@@ -60,7 +62,9 @@ class StoredTensor(NamedTuple):
         return numel(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> bytes:
+def encode_header(
+    tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, for_others: bool = False
+) -> bytes:
     """Write the header of a bucket, length and padding included.
 
     Types that safetensors does not know are named in `__metadata__` under
@@ -69,6 +73,8 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
     Args:
         tensors: In the order of their data, without holes.
         metadata: More to put in `__metadata__`.
+        for_others: Name types as safetensors' own writer does, where later versions of it know
+            them. Its older readers refuse such a file.
 
     Returns:
         A multiple of the page, in bytes.
@@ -80,13 +86,12 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
     document: dict[str, object] = {_METADATA: notes}
     for name, dtype_name, shape, start, _ in tensors:
         dtype = DTYPES[dtype_name]
-        if not dtype.is_native:
+        later = later_code(dtype_name, shape) if for_others else None
+        if not dtype.is_native and later is None:
             notes[f"ckptio.dtype.{name}"] = dtype_name
-        document[name] = {
-            "dtype": dtype.code,
-            "shape": (*shape, *dtype.inner),
-            "data_offsets": (start, start + numel(shape) * dtype.itemsize),
-        }
+        code, extents = later or (dtype.code, (*shape, *dtype.inner))
+        stop = start + numel(shape) * dtype.itemsize
+        document[name] = {"dtype": code, "shape": extents, "data_offsets": (start, stop)}
     text = msgspec.json.encode(document)
     padded = -(-(_LENGTH_NBYTES + len(text)) // PAGE_NBYTES) * PAGE_NBYTES - _LENGTH_NBYTES
     if padded > MAX_HEADER_NBYTES:
@@ -95,6 +100,23 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) 
             f" readers take {MAX_HEADER_NBYTES}; lower bucket_nbytes"
         )
     return padded.to_bytes(_LENGTH_NBYTES, "little") + text.ljust(padded)
+
+
+def later_code(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Give what later versions of safetensors call a type that older ones do not know.
+
+    Args:
+        dtype: torch's name of the element type.
+        shape: Of a tensor of it.
+
+    Returns:
+        Its code, and the shape that goes with it; `None` if none knows it.
+    """
+    if dtype in _LATER_NAMES:
+        return _LATER_NAMES[dtype], shape
+    if dtype == _TWO_IN_A_BYTE and shape:
+        return "F4", (*shape[:-1], 2 * shape[-1])
+    return None
 
 
 def sharding_note(
@@ -214,5 +236,5 @@ def _dtype_of(
     if entry.dtype in _LATER_CODES:
         return _LATER_CODES[entry.dtype], entry.shape
     if entry.dtype == "F4" and entry.shape and not entry.shape[-1] % 2:  # two in a byte
-        return "float4_e2m1fn_x2", (*entry.shape[:-1], entry.shape[-1] // 2)
+        return _TWO_IN_A_BYTE, (*entry.shape[:-1], entry.shape[-1] // 2)
     return None

@@ -37,6 +37,7 @@ from tests.foreign.rig import (
 )
 from tests.foreign.test_dcp import save_chunks
 from tests.rig import SMALL
+from tests.strategies import bytes_of
 
 SOURCES = ("ours", "dcp", "torch.save")
 
@@ -405,6 +406,34 @@ def test_elements_that_dcp_does_not_know_are_refused_by_name(name: str, tmp_path
     found = sync.load(tmp_path / "x.safetensors", config=SMALL)["bits"]
     assert found.dtype == bits.dtype
     assert torch.equal(found.view(torch.int16), bits.view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", ["ours", "safetensors"])
+def test_others_get_the_types_that_their_safetensors_knows(kind: str, tmp_path: Path) -> None:
+    """As its own writer names them, views among them; what has no name there is told."""
+    raw = torch.arange(32, dtype=torch.uint8)
+    known = {
+        name: raw.clone().view(getattr(torch, name)).reshape(2, -1)
+        for name in ("complex64", "float8_e8m0fnu", "float8_e4m3fnuz", "float4_e2m1fn_x2")
+    }
+    odd = {name: raw.clone().view(getattr(torch, name)) for name in ("complex128", "uint4")}
+    odd["scalar"] = torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    what: set[str] = {"uint4 as U8", "complex128 as pairs of F64", "float4_e2m1fn_x2 as U8"}
+    if kind == "safetensors":
+        save_file(known, source := tmp_path / "source.safetensors")
+        odd, what = {}, set()
+    else:
+        known["view"] = known["complex64"][1]
+        save_as(kind, source := tmp_path / "source", {**known, **odd})
+    report = sync.convert(source, tmp_path / "hf", to="hf", config=SMALL)
+    assert {note.partition("other readers get ")[2] for note in report.notes} == what
+    for found in (load_file(tmp_path / "hf" / "model.safetensors"), sync.load(tmp_path / "hf")):
+        for name, tensor in known.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert bytes_of(found[name]) == bytes_of(tensor)
+    assert {name: (t.dtype, bytes_of(t)) for name, t in found.items() if name in odd} == {
+        name: (t.dtype, bytes_of(t)) for name, t in odd.items()
+    }
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
