@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptio import sync
 from ckptio.errors import (
@@ -759,6 +760,47 @@ def test_an_index_that_does_not_fit_is_refused(
     """With a typed error that says what is taken."""
     with pytest.raises(error, match=f"{name!r}|load_slice takes"):
         engine.load_slice(volumes[0], name, index)
+
+
+def test_numbers_of_numpy_are_indices(
+    engine: sync.Engine, volumes: tuple[str, dict[str, torch.Tensor]]
+) -> None:
+    path, state = volumes
+    found = engine.load_slice(path, "float32", (np.int64(3), slice(np.uint8(1), np.int32(3))))
+    assert_same(found, state["float32"][3, 1:3])
+
+
+def test_a_load_is_refused_where_torch_makes_no_memory(engine: sync.Engine, tmp_path: Path) -> None:
+    """Under a FakeTensorMode: with an error of ours, before anything is read."""
+    engine.save({"w": torch.ones(3), "n": np.ones(2), "b": bytes(2000)}, tmp_path / "c")
+    torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
+    with FakeTensorMode():
+        for path, select in (("c", "w"), ("c", "n"), ("c", "b"), ("c.pt", "w")):
+            with pytest.raises(TargetError, match="torch makes a FakeTensor for"):
+                engine.load(tmp_path / path, select=select)
+        with pytest.raises(TargetError, match="torch makes a FakeTensor for 'w'"):
+            engine.load_slice(tmp_path / "c", "w", 0)
+        with pytest.raises(TargetError, match="'FakeTensor' may hold its data elsewhere"):
+            engine.load(tmp_path / "c", into={"w": torch.zeros(3)}, select="w")
+    assert_same(engine.load(tmp_path / "c", select="w"), {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
+def test_a_target_inside_a_transform_is_refused(
+    engine: sync.Engine, tmp_path: Path, transform: Any
+) -> None:
+    """It has no memory of its own."""
+    engine.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "c")
+    plain = torch.zeros(3)
+
+    def load(wrapped: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(TargetError, match="'b': a tensor inside a transform"):
+            engine.load(tmp_path / "c", into={"a": plain, "b": wrapped})
+        return wrapped.sum()
+
+    given = torch.zeros(2, 3) if transform is torch.vmap else torch.zeros(3)
+    transform(load)(given)
+    assert torch.equal(plain, torch.zeros(3))
 
 
 def test_a_tied_tensor_is_sliced_by_any_of_its_names(engine: sync.Engine, tmp_path: Path) -> None:

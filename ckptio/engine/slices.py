@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import numbers
+import operator
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckptio.engine.flow import caller_streams
 from ckptio.engine.landing import Reading
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Wanted
     from ckptio.storage.resolve import PathLike
 
-Index = int | slice | tuple[int | slice, ...]
+Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
 
 
 def slice_flow(
@@ -97,12 +99,12 @@ def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
             start, stop, _ = part.indices(size)
             count = max(0, stop - start)
             shape.append(count)
-        elif type(part) is int and -size <= part < size:
-            start, count = part % size, 1
-        elif type(part) is int:
-            raise TargetError(f"index {part} is outside of {entry.name!r} of shape {entry.shape}")
-        else:
+        elif not _is_int(part):
             raise ConfigError(f"load_slice takes ints and slices, not {part!r}")
+        elif -size <= (number := operator.index(part)) < size:
+            start, count = number % size, 1
+        else:
+            raise TargetError(f"index {part} is outside of {entry.name!r} of shape {entry.shape}")
         offset.append(start)
         extent.append(count)
     return Box(tuple(offset), tuple(extent)), tuple(shape)
@@ -111,5 +113,10 @@ def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
 def _check_slice(part: slice) -> None:
     """Refuse steps, and bounds that are no ints."""
     bounds = (part.start, part.stop)
-    if part.step not in (None, 1) or any(b is not None and type(b) is not int for b in bounds):
+    if part.step not in (None, 1) or not all(b is None or _is_int(b) for b in bounds):
         raise ConfigError(f"load_slice takes slices of ints with steps of 1, not {part!r}")
+
+
+def _is_int(value: object) -> bool:
+    """Whether a value is a whole number, Python's or numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.layout import DTYPES, row_major_strides
-from ckptio.state.ties import span_of
+from ckptio.state.ties import WITHOUT_MEMORY, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -37,14 +37,13 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
         `fills` itself if no memory is shared, as mostly.
 
     Raises:
-        TargetError: Tensors overlap in part, and were not saved so.
+        TargetError: Tensors overlap in part, and were not saved so; or one has no memory.
     """
-    spans = [
-        (*span_of(fill.tensor, fill.tensor.nbytes), number)
-        for number, fill in enumerate(fills)
-        if isinstance(fill.tensor, torch.Tensor)
-    ]
-    spans.sort()
+    there = [(n, f.tensor) for n, f in enumerate(fills) if isinstance(f.tensor, torch.Tensor)]
+    found = spans_of([tensor for _, tensor in there], [tensor.nbytes for _, tensor in there])
+    if isinstance(found, int):
+        raise TargetError(f"cannot fill {fills[there[found][0]].name!r}: {WITHOUT_MEMORY}")
+    spans = sorted((*span, number) for span, (number, _) in zip(found, there, strict=True))
     # what is on the meta device has no memory yet: names that share some have one blank
     num_blanks = len(fills) - len(spans)
     blanks = {id(fill.tensor) for fill in fills if not isinstance(fill.tensor, torch.Tensor)}

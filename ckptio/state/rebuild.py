@@ -66,14 +66,18 @@ def empty(
     """Make an uninitialised tensor.
 
     Raises:
-        TargetError: There is no such device, or not enough memory on it.
+        TargetError: There is no such device, or not enough memory on it; or what torch makes
+            has none, as under a FakeTensorMode.
     """
     try:
         # without a device torch takes the default one, which the program may have set
-        return torch.empty(shape, dtype=dtype, device=device or torch.device("cpu"))
+        made = torch.empty(shape, dtype=dtype, device=device or torch.device("cpu"))
     except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
         where = "" if device is None else f" on {device}"
         raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {error}") from error
+    if type(made) is not torch.Tensor:
+        raise TargetError(f"torch makes a {type(made).__name__} for {name!r} here; load outside")
+    return made
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:

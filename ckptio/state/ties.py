@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from ckptio.state.flatten import Occurrence
 
+#: What is wrong with such a tensor.
+WITHOUT_MEMORY = "a tensor inside a transform of torch.func has no memory of its own"
+
 
 def resolve_ties(
     occurrences: Sequence[Occurrence], distinct: Callable[[str], str], first: int = 0
@@ -45,10 +48,11 @@ def resolve_ties(
         UnsupportedLeafError: A tensor has no memory of its own.
     """
     sizes = [o.tensor.nbytes for o in occurrences]
-    try:
-        spans = [span_of(o.tensor, nbytes) for o, nbytes in zip(occurrences, sizes, strict=True)]
-    except RuntimeError as error:  # torch.func wraps tensors while a transform runs
-        raise _without_memory(occurrences) from error
+    spans = spans_of([o.tensor for o in occurrences], sizes)
+    if isinstance(spans, int):
+        raise UnsupportedLeafError(
+            occurrences[spans].name, WITHOUT_MEMORY, "save it outside of the transform"
+        )
     if not _any_shared(spans, sizes):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
@@ -72,21 +76,6 @@ def resolve_ties(
     return stored, tuple(untied)
 
 
-def _without_memory(occurrences: Sequence[Occurrence]) -> UnsupportedLeafError:
-    """Name the first tensor that gives no memory of its own."""
-
-    def has_none(tensor: torch.Tensor) -> bool:
-        try:
-            tensor.data_ptr()
-        except RuntimeError:
-            return True
-        return False
-
-    name = next(o.name for o in occurrences if has_none(o.tensor))
-    problem = "a tensor inside a transform of torch.func has no memory of its own"
-    return UnsupportedLeafError(name, problem, "save it outside of the transform")
-
-
 def _in_order(
     occurrences: Sequence[Occurrence], bases: Mapping[int, Occurrence]
 ) -> Iterator[Occurrence]:
@@ -101,6 +90,25 @@ def _any_shared(spans: Sequence[tuple[int, int]], sizes: Sequence[int]) -> bool:
     if any(a[1] > b[0] for a, b in itertools.pairwise(ordered)):
         return True
     return any(stop - start < size for (start, stop), size in zip(spans, sizes, strict=True))
+
+
+def spans_of(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, int]] | int:
+    """Give the span of each tensor, by its size in bytes; the number of one that has none."""
+    try:
+        spans = [span_of(tensor, nbytes) for tensor, nbytes in zip(tensors, sizes, strict=True)]
+    except RuntimeError:  # torch.func wraps tensors while a transform runs
+        return next(number for number, tensor in enumerate(tensors) if not _has_memory(tensor))
+    if any(not start and stop for start, stop in spans):  # and those to be made functional
+        return next(number for number, (start, stop) in enumerate(spans) if stop and not start)
+    return spans
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def span_of(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:

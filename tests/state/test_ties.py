@@ -215,7 +215,7 @@ def test_many_overlapping_views_are_one_cluster(num: int) -> None:
     assert_same(rebuilt(flatten(state)), state)
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
 def test_a_tensor_inside_a_transform_is_refused(transform: Any) -> None:
     """It has no memory that could be copied; torch says so by a RuntimeError."""
     plain = torch.ones(2)
