@@ -37,7 +37,7 @@ from ckptio.storage.names import TOMB
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -122,11 +122,20 @@ class LocalRoot:
             return []
         except OSError as error:
             raise storage_error(error, self._path, "cannot list the checkpoints") from error
+        named = [name for name in names if accepts is None or accepts(name)]
         return [
             Found(name=name, version=self._version(name))
-            for name in names
-            if (accepts is None or accepts(name)) and self._is_dir(name)
+            for name in named
+            if self._is_dir(name) and not self._is_alias(name, named)
         ]
+
+    def _is_alias(self, name: str, names: Sequence[str]) -> bool:
+        """Whether something is a link to what another of the names is: one checkpoint, not two."""
+        path = self.join(name)
+        if not os.path.islink(path):
+            return False
+        parent, own = os.path.split(os.path.realpath(path))
+        return parent == os.path.realpath(self._path) and own in names
 
     def _is_dir(self, name: str) -> bool:
         """Whether something is a directory, or a link to one.

@@ -113,6 +113,23 @@ async def test_a_name_of_which_nobody_can_tell_is_not_taken_for_nothing(
         await root.find()
 
 
+async def test_a_link_to_another_checkpoint_there_is_none_of_its_own(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """Two names of one directory: to remove one would remove both. Elsewhere it is the only one."""
+    root = root_at(tmp_path / "run", threads)
+    for name in ("run/a", "run/b", "else/d"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run" / "c").symlink_to("a")
+    (tmp_path / "run" / "d").symlink_to(tmp_path / "else" / "d")
+    (tmp_path / "run" / "latest").symlink_to("b")
+    assert [found.name for found in await root.find()] == ["a", "b", "d"]
+    steps = await root.find(lambda name: name in ("b", "c", "latest"))
+    assert [found.name for found in steps] == ["b", "c"]  # "a" is not asked for
+    (tmp_path / "other").symlink_to("run")
+    assert [f.name for f in await root_at(tmp_path / "other", threads).find()] == ["a", "b", "d"]
+
+
 async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, threads: Threads) -> None:
     """Manifest first, then data, in this order."""
     await write(tmp_path / "run" / "a", threads)
