@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptio._aio import run_blocking
 from ckptio.engine.copies import CopyDigests, report_differences
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.errors import FormatError
 from ckptio.plan.load import LoadPlan, plan_load
+from ckptio.state.tree import read_tree
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -61,8 +63,8 @@ async def run_verify(
 
     Raises:
         CheckpointNotFoundError: There is none.
-        FormatError: Its manifest is damaged: nothing can be said of the rest. Or it is of
-            another program, which keeps no checksums.
+        FormatError: Its manifest is damaged, or has a tree of values that nobody wrote so:
+            nothing can be said of the rest. Or it is of another program, which keeps no checksums.
         CheckpointChangedError: It was overwritten meanwhile.
         StorageError: It cannot be read.
     """
@@ -72,6 +74,7 @@ async def run_verify(
             f"{storage.path!r} was written by {manifest.writer}, which keeps no checksums: there is"
             " nothing to verify it with; convert it first"
         )
+    await run_blocking(context.executor, read_tree, manifest)
     damage: list[CorruptionError] = []
     reading = Reading(storage, manifest, on_damage=damage.append)
     whole = await check_sizes(reading, range(len(manifest.files)), context)

@@ -117,7 +117,7 @@ json_values = st.recursive(
     | st.sampled_from(["float32", "uint8", "<f4", "|O", "a" * 9, "cpu", "2024-01-01", "AAAA"]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from("~vtdsrocfkzn"), inner, max_size=4),
+        st.dictionaries(st.sampled_from("~vtdsrocfkznm"), inner, max_size=4),
     ),
     max_leaves=5,
 )
@@ -146,6 +146,7 @@ nodes = st.one_of(
             "k": json_values,
             "conj": json_values,
             "neg": json_values,
+            "m": json_values,
         },
     ),
 )
@@ -169,6 +170,20 @@ def test_any_tree_is_a_value_or_a_checkpoint_error(
         holder[key] = data.draw(nodes)
     with rewritten(saved, document):
         try_everything(engine, saved)
+
+
+@pytest.mark.parametrize("node", [{"~": 99}, {"~": "other", "v": 1}, {"~": "odict"}])
+def test_what_no_load_takes_is_not_verified(
+    engine: sync.Engine, saved: str, node: dict[str, Any]
+) -> None:
+    """All its bytes are right: it says something that nobody saved."""
+    document = document_of(saved)
+    document["tree"]["plain"][0] = node
+    with rewritten(saved, document):
+        for read in (engine.load, engine.verify):
+            with pytest.raises(FormatError, match="bad value in the manifest"):
+                read(saved)
+    assert engine.verify(saved).is_whole
 
 
 @given(data=st.data())
