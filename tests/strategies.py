@@ -208,8 +208,10 @@ def with_versions(state: dict[Any, Any], versions: Any) -> OrderedDict[Any, Any]
 
 #: What modules say of their versions, and what else they might.
 versions = st.dictionaries(
-    texts, st.dictionaries(texts, plain_scalars, max_size=2), max_size=3
-) | st.dictionaries(plain_keys, plain_keys, max_size=2).map(OrderedDict)
+    plain_keys,
+    st.builds(dict, version=st.integers()) | st.dictionaries(texts, plain_scalars, max_size=2),
+    max_size=3,
+).map(OrderedDict)
 
 
 def containers(

@@ -83,6 +83,18 @@ class ObjectDecoder:
             self._num_open_keys -= 1
         return key
 
+    def decode_versions(self, fqn: str, node: Json) -> OrderedDict[Any, dict[Any, Any]]:
+        """Decode the versions of modules that the mapping at `fqn` has beside it.
+
+        Raises:
+            FormatError: It is not what `ObjectEncoder` writes.
+        """
+        self._num_open_keys += 1
+        try:
+            return _versions(self.decode(join_fqn(fqn, "_metadata"), node))
+        finally:
+            self._num_open_keys -= 1
+
     def _decode(self, fqn: str, node: Json, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:
             raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
@@ -149,9 +161,7 @@ class ObjectDecoder:
     def _odict(self, fqn: str, node: Json, depth: int) -> OrderedDict[Any, Any]:
         value = OrderedDict(self._items(fqn, node, depth))
         if "m" in node:
-            metadata = self._key(join_fqn(fqn, "_metadata"), node["m"], depth)
-            if not isinstance(metadata, dict):
-                raise FormatError(f"bad versions of modules at {fqn!r} in the manifest")
+            metadata = _versions(self._key(join_fqn(fqn, "_metadata"), node["m"], depth))
             value._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's
         return self._whole(fqn, node, value)  # type: ignore[no-any-return]
 
@@ -236,6 +246,15 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, set):
         return frozenset(value)
     return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _versions(found: Any) -> OrderedDict[Any, dict[Any, Any]]:
+    """Give versions of modules as torch has them: of one with nothing else, a number is stored."""
+    entries = found.items() if isinstance(found, dict) else [("", None)]
+    versions = OrderedDict((k, {"version": v} if type(v) is int else v) for k, v in entries)
+    if not all(isinstance(entry, dict) for entry in versions.values()):
+        raise FormatError("bad versions of modules in the manifest")
+    return versions
 
 
 def _list_of(node: Json) -> list[Json]:

@@ -166,12 +166,23 @@ class ObjectEncoder:
         return {TAG: tag, "v": encoded, "m": self._encode_metadata(fqn, metadata)}
 
     def _encode_metadata(self, fqn: str, metadata: Any) -> Json:
-        """Encode what a module's `state_dict()` says of versions: plain values in a dict."""
+        """Encode what a module's `state_dict()` says of versions; mostly a number for each."""
         name = join_fqn(fqn, "_metadata")
-        if not isinstance(metadata, dict):
-            raise UnsupportedLeafError(name, "it is no dict", "delete the attribute")
+        if not isinstance(metadata, dict) or not all(
+            isinstance(v, dict) for v in metadata.values()
+        ):
+            raise UnsupportedLeafError(
+                name, "versions of modules are dicts in a dict", "delete the attribute"
+            )
+        short = {key: _version_in(entry) for key, entry in metadata.items()}
+        if (
+            TAG not in short
+            and all(type(version) is int for version in short.values())
+            and all(type(key) is str and key.isascii() for key in short)
+        ):
+            return short  # there are thousands
         try:
-            return self._plain.encode(name, metadata)
+            return self._plain.encode(name, short)
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(
                 error.fqn,
@@ -329,6 +340,13 @@ def _encode_path(fqn: str, value: pathlib.PurePath) -> Json:
     if kind not in PATHS:
         raise UnsupportedLeafError(fqn, f"a path of type {type(value).__name__}", "use pathlib's")
     return {TAG: "path", "k": kind, "v": _encode_str(fqn, str(value))}
+
+
+def _version_in(entry: dict[Any, Any]) -> Any:
+    """Give the version that a module says, if it says nothing else; or all that it says."""
+    version = entry.get("version")
+    is_all = len(entry) == 1 and type(version) is int and abs(version) <= _MAX_PLAIN_INT
+    return version if is_all else entry
 
 
 def _names_of(value: Any) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import FormatError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.words import decode_word
 
@@ -47,13 +46,10 @@ class Versions:
 
     def __init__(self, target: dict[Any, Any], node: dict[str, Json], match: Match) -> None:
         own = getattr(target, "_metadata", None) if type(target) is OrderedDict else None
-        stored = None
-        if isinstance(own, dict) and "m" in node:
-            stored = ObjectDecoder(decode_word).decode("_metadata", node["m"])
-            if not isinstance(stored, dict):
-                raise FormatError("bad versions of modules in the manifest")
         self._own: Mapping[Any, Any] = own if isinstance(own, dict) else {}
-        self._stored: Mapping[Any, Any] = stored or {}
+        self._stored: Mapping[Any, Any] = {}
+        if self._own and "m" in node:
+            self._stored = ObjectDecoder(decode_word).decode_versions("", node["m"])
         #: Modules of another version, by the beginning of the names below them.
         self._others = {
             f"{name}." if name else "": name

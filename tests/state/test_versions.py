@@ -185,7 +185,9 @@ def test_what_modules_say_comes_back_as_it_was() -> None:
     assert type(result["m"]._metadata) is OrderedDict
 
 
-@pytest.mark.parametrize("versions", [{"": torch.ones(1)}, {"": object()}, 7, [1]])
+@pytest.mark.parametrize(
+    "versions", [{"": {"version": torch.ones(1)}}, {"": {"": object()}}, {"": 1}, 7, [1]]
+)
 def test_versions_that_are_no_plain_values_are_refused(versions: Any) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"cannot save 'm\._metadata"):
         flatten({"m": with_versions({}, versions)})
@@ -200,7 +202,7 @@ def test_versions_that_contain_themselves_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "versions",
-    [[1], {TAG: "set", "v": []}, {TAG: "tuple", "v": []}, {"": {TAG: 0}}, {"": {TAG: "?"}}],
+    [[1], {TAG: "set", "v": []}, {"": {TAG: 0}}, {"": {TAG: "?"}}, {"": "1"}, {"": [1]}],
 )
 def test_versions_in_a_manifest_are_a_dict(versions: Any) -> None:
     node = {TAG: "odict", "v": {}, "m": versions}
