@@ -193,6 +193,34 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collections")
+def test_saves_and_loads_leave_nothing_to_collect(tmp_path: Path) -> None:
+    """No circles of references: in a long run without collections they would add up."""
+    state = {"t": torch.ones(3)}
+
+    async def on_a_loop(engine: ckptio.Engine) -> None:
+        await engine.save(state, tmp_path / "b", overwrite=True)
+        await engine.load(tmp_path / "b", into=state)
+
+    async def main(times: int) -> int:
+        async with ckptio.Engine(SMALL) as engine:
+            await on_a_loop(engine)
+            gc.collect()
+            for _ in range(times):
+                await on_a_loop(engine)
+            return gc.collect()
+
+    with ckptio.sync.Engine(SMALL) as engine:
+        engine.save(state, tmp_path / "a")
+        engine.load(tmp_path / "a")
+        gc.collect()
+        for _ in range(20):
+            engine.save(state, tmp_path / "a", overwrite=True)
+            engine.load(tmp_path / "a")
+        assert gc.collect() < 40  # types of ctypes, once for each size
+    assert asyncio.run(main(60)) < 60  # and of asyncio's a few
+
+
+@pytest.mark.usefixtures("no_collections")
 def test_a_state_that_is_refused_is_let_go_of(tmp_path: Path) -> None:
     tensor = torch.ones(3)
     gone = weakref.ref(tensor)
