@@ -308,7 +308,10 @@ class EngineCore:
             asyncio.CancelledError: The caller was cancelled; the step has ended by then.
         """
         running = self.submit(step, name)
-        return await outlive(running.end.wrapped(), on_cancel=running.abort)
+        try:
+            return await outlive(running.end.wrapped(), on_cancel=running.abort)
+        finally:
+            del running  # an error that it has keeps this frame: a circle
 
     def call_blocking(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
         """Run a coroutine on the engine's loop and block until it has ended.
@@ -321,6 +324,8 @@ class EngineCore:
         except BaseException:
             self._in_flight.stop(running)
             raise
+        finally:
+            del running  # as above
 
     @property
     def is_here(self) -> bool:

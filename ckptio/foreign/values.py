@@ -117,11 +117,28 @@ class _Copier:
             if kind in (list, tuple):
                 return kind(self.copy(item) for item in value)
             copied = kind({key: self.copy(item) for key, item in value.items()})
-            if kind is OrderedDict and hasattr(value, "_metadata"):  # versions of modules
-                copied._metadata = self.copy(value._metadata)  # noqa: SLF001
+            versions = getattr(value, "_metadata", None) if kind is OrderedDict else None
+            if _are_versions(versions):  # of modules; whatever else is there has no use
+                copied._metadata = self.copy(versions)  # noqa: SLF001
             return copied
         finally:
             self._open.discard(id(value))
+
+
+def _are_versions(found: Any) -> bool:
+    """Whether something is a dict of dicts of plain values."""
+    return isinstance(found, dict) and all(
+        isinstance(entry, dict)
+        and all(
+            _is_plain(v) or (isinstance(v, dict) and all(map(_is_plain, v.values())))
+            for v in entry.values()
+        )
+        for entry in found.values()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, type(None)))
 
 
 def add_flat(

@@ -202,10 +202,10 @@ class _Merger:
         merged: Json = dict(items) if plain else items
         if TAG not in first:
             return merged if plain else {TAG: "dict", "v": merged}
-        versions = [(holders, node["m"]) for holders, node in branches if "m" in node]
+        versions = [node["m"] for _, node in branches if "m" in node]
         if not versions:
             return {**first, "v": merged}
-        return {**first, "v": merged, "m": self._merge((place, "_metadata"), versions)}
+        return {**first, "v": merged, "m": _merge_versions(versions)}
 
     def _check_keys(self, place: Place, entries: Sequence[tuple[Json, Branches]]) -> None:
         """Refuse keys of different ranks that would be one key when they come back."""
@@ -278,6 +278,21 @@ class _Merger:
         """Give the ranks of groups."""
         groups = (ranks for i, ranks in enumerate(self._groups) if holders >> i & 1)
         return [rank for ranks in groups for rank in ranks]
+
+
+def _merge_versions(nodes: Sequence[Json]) -> Json:
+    """Unite versions of modules. One on which ranks disagree is left out: no save fails for it."""
+    found: dict[bytes, tuple[Json, Json]] = {}
+    differing: set[bytes] = set()
+    for node in nodes:
+        pairs = _pairs(node)
+        for key, item in pairs.items() if type(pairs) is dict else pairs:
+            same = msgspec.json.encode(key)
+            if found.setdefault(same, (key, item))[1] != item:
+                differing.add(same)
+    merged = [[key, item] for same, (key, item) in found.items() if same not in differing]
+    plain = all(type(key) is str and key != TAG for key, _ in merged)
+    return dict(merged) if plain else {TAG: "dict", "v": merged}
 
 
 def _unite_equal(branches: Branches) -> Branches:

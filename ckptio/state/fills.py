@@ -225,12 +225,14 @@ def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    had = module.state_dict(keep_vars=True)
-    stays = {name for name, own in had.items() if isinstance(own, torch.Tensor) and not own.is_meta}
-    if stays:  # an optimizer may have them
-        module.load_state_dict({n: v for n, v in values.items() if n in stays}, strict=False)
-        values = {name: value for name, value in values.items() if name not in stays}
-    module.load_state_dict(values, strict=not stays, assign=True)
+    stays = {n: held for n, held in _tensors_of(module) if n in values and not held.is_meta}
+    module.load_state_dict(values, assign=True)
+    made = dict(_tensors_of(module))
+    with torch.no_grad():
+        for path, held in stays.items():  # an optimizer may have them
+            parent, _, attribute = path.rpartition(".")
+            held.copy_(made[path])
+            setattr(module.get_submodule(parent), attribute, held)
     for tied in names.values():
         if len(tied) == 1:
             continue
@@ -241,6 +243,12 @@ def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
             setattr(module.get_submodule(parent), own, one)
     tensors = (*module.named_parameters(), *module.named_buffers())
     return [name for name, tensor in tensors if tensor.is_meta]
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give parameters and buffers, those of several names under each."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def check_fillable(fqn: str, target: torch.Tensor) -> None:

@@ -317,8 +317,7 @@ class Matcher:
             values = {key: assemble(rebuilder) for key, assemble in merged}
             for encoded_key, assemble in made:
                 values[rebuilder.rebuild_key(fqn, encoded_key)] = assemble(rebuilder)
-            result = updated(target, values) if closed else kind(values)
-            return versions.put(result, to_take=flat or not closed)
+            return versions.put(updated(target, values) if closed else kind(values))
 
         return update
 

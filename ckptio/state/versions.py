@@ -6,7 +6,8 @@ the versions are stored, and handed over with the values they belong to: with no
 takes every state for one of before there were versions, and changes what is right.
 
 torch.distributed.checkpoint and safetensors keep none. torch.save does; what loads through a
-state dict does as torch does then.
+state dict does as torch does then. Wrappers of modules take their names out of the keys of a
+state, and leave them in the names of modules: here they are no part of either.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import torch
 
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.words import decode_word
+from ckptio.state.tree import keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator
 
     from ckptio.state.fills import Match
 
     Json = Any
+
+_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+_OUTER = "module"  # DistributedDataParallel's, at the root, where it may be a module's own name
 
 
 class Versions:
@@ -46,25 +51,33 @@ class Versions:
 
     def __init__(self, target: dict[Any, Any], node: dict[str, Json], match: Match) -> None:
         own = getattr(target, "_metadata", None) if type(target) is OrderedDict else None
-        self._own: Mapping[Any, Any] = own if isinstance(own, dict) else {}
-        self._stored: Mapping[Any, Any] = {}
-        if self._own and "m" in node:
-            self._stored = ObjectDecoder(decode_word).decode_versions("", node["m"])
-        #: Modules of another version, by the beginning of the names below them.
-        self._others = {
-            f"{name}." if name else "": name
-            for name, version in self._own.items()
-            if type(name) is str and self._stored.get(name, version) != version
-        }
+        self._own: dict[Any, Any] = own if isinstance(own, dict) else {}
+        #: Name and stored version of each module of another version, by its bare name.
+        self._others: dict[str, tuple[str, Any]] = {}
+        self._names = _Names(target)
         self._match = match
         self._num_taken = match.num_taken
-        self._taken: dict[str, bool] = {}
+        #: What is below each module: whether some of it is taken, and some is not.
+        self._taken: dict[str, set[bool]] = {}
+        if self._own and "m" in node:
+            stored = ObjectDecoder(decode_word).decode_versions("", node["m"])
+            if stored != self._own:
+                self._compare(stored, _Names(keys_of(node)))
+
+    def _compare(self, stored: dict[Any, Any], names: _Names) -> None:
+        """Find the modules of another version."""
+        found = names.innermost(stored)
+        for bare, name in self._names.innermost(self._own).items():
+            entry = stored[found[bare]] if bare in found else self._own[name]
+            if entry != self._own[name]:
+                self._others[bare] = name, entry
 
     def note(self, key: object) -> None:
         """Note that a key was matched: whether anything was taken since the one before."""
         if self._others:
             before, self._num_taken = self._num_taken, self._match.num_taken
-            self._taken[str(key)] = self._num_taken > before
+            for bare in _above(self._names.bare(str(key))):
+                self._taken.setdefault(bare, set()).add(self._num_taken > before)
 
     def settle(self, fqn: str) -> None:
         """Decide on versions, once every key was noted.
@@ -72,26 +85,27 @@ class Versions:
         Args:
             fqn: The name of the dict.
         """
-        for prefix, name in list(self._others.items()):
-            taken = {is_taken for key, is_taken in self._taken.items() if key.startswith(prefix)}
+        for bare, (name, entry) in list(self._others.items()):
+            # what has no state of its own goes with what it is in
+            taken = next((self._taken[b] for b in _around(bare) if b in self._taken), set())
             if taken == {True}:
                 continue
-            del self._others[prefix]
-            if True in taken:
-                where = ".".join(filter(None, (fqn, name))) or "the whole state"
+            del self._others[bare]
+            if True in taken and bare in self._taken:
+                where = ".".join(filter(None, (fqn, bare))) or "the whole state"
                 self._match.mismatched.append(
-                    f"{where}: {_show(self._own[name])} in the target, {_show(self._stored[name])}"
-                    " in the checkpoint, and a part of it is loaded"
+                    f"{where}: {_show(self._own[name])} in the target, {_show(entry)} in the"
+                    " checkpoint, and a part of it is loaded"
                 )
 
-    def put(self, state: dict[Any, Any], *, to_take: bool) -> dict[Any, Any]:
-        """Give a state its versions.
+    def put(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """Give a state its versions, and copies of what is of another version.
+
+        Tensors in it are the module's own, as a rule. The module writes to them, in any order,
+        while it makes the new ones of what it is given.
 
         Args:
             state: It.
-            to_take: Whether a stateful object takes it. Tensors in it are the object's own then,
-                and those of another version are copied: the object writes to its own, in any
-                order, while it makes the new ones of them.
 
         Returns:
             The state; an OrderedDict of it if it was stored as a dict, which has no versions.
@@ -99,13 +113,60 @@ class Versions:
         if not self._own or (not self._others and hasattr(state, "_metadata")):
             return state
         state = state if type(state) is OrderedDict else OrderedDict(state)
-        changed = {name: self._stored[name] for name in self._others.values()}
-        state._metadata = OrderedDict({**self._own, **changed})  # type: ignore[attr-defined]  # noqa: SLF001  # as torch does
-        for key in state if to_take and self._others else ():
+        metadata = OrderedDict(self._own)
+        metadata.update(self._others.values())
+        state._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # as torch does
+        for key in state if self._others else ():
             value = state[key]
-            if isinstance(value, torch.Tensor) and str(key).startswith(tuple(self._others)):
+            if isinstance(value, torch.Tensor) and any(
+                bare in self._others for bare in _above(self._names.bare(str(key)))
+            ):
                 state[key] = value.detach().clone()
         return state
+
+
+class _Names:
+    """Names of a state, and of its modules, without those of wrappers.
+
+    Args:
+        keys: Of the state.
+    """
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self._keys = keys
+        self._drops_outer: bool | None = None
+
+    def bare(self, name: str) -> str:
+        """Take the names of wrappers out of a name."""
+        parts = name.split(".")
+        if parts[0] == _OUTER:
+            if self._drops_outer is None:
+                self._drops_outer = not any(str(k).startswith(f"{_OUTER}.") for k in self._keys)
+            parts = parts[self._drops_outer :]
+        return ".".join(part for part in parts if part not in _WRAPPERS)
+
+    def innermost(self, names: Iterable[Any]) -> dict[str, str]:
+        """Give the name of each module itself, not of what wraps it, by its bare name."""
+        found: dict[str, str] = {}
+        for name in names:
+            if type(name) is str:
+                bare = self.bare(name)
+                if len(name) >= len(found.get(bare, "")):
+                    found[bare] = name
+        return found
+
+
+def _around(bare: str) -> Iterator[str]:
+    """Give a module, and those it is in, outwards; the last is the root."""
+    yield bare
+    while bare:
+        bare = bare.rpartition(".")[0]
+        yield bare
+
+
+def _above(key: str) -> Iterator[str]:
+    """Give the modules that a key of a state is in, outwards."""
+    return _around(key.rpartition(".")[0])
 
 
 def _show(version: object) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptio import sync
 from ckptio.errors import FormatError, MismatchError, UnsupportedLeafError
@@ -128,6 +129,64 @@ def test_on_the_meta_device(tmp_path: Path) -> None:
     assert values(net) == MIGRATED
 
 
+def test_partly_on_the_meta_device(tmp_path: Path) -> None:
+    """What is real stays the module's own, and the module sees all of a state at once."""
+    for saved, expected in ((old(7, 0), MIGRATED), (current(), CURRENT)):
+        sync.save({"m": saved}, tmp_path / "c", config=SMALL, overwrite=True)
+        net = New()
+        shift = net.shift
+        net.scale = torch.nn.Parameter(torch.empty(2, device="meta"))
+        sync.load(tmp_path / "c", into={"m": net})
+        assert values(net) == expected
+        assert net.shift is shift
+
+
+@pytest.mark.parametrize("saved", [lambda net: net, checkpoint_wrapper])
+@pytest.mark.parametrize("target", [lambda net: net, checkpoint_wrapper])
+@pytest.mark.parametrize(("make", "expected"), [(current, CURRENT), (lambda: old(7, 0), MIGRATED)])
+def test_wrappers_are_no_modules(
+    tmp_path: Path, saved: Any, target: Any, make: Any, expected: Any
+) -> None:
+    """They hide their names from the keys of a state, and not from versions."""
+    sync.save({"m": torch.nn.Sequential(saved(make()))}, tmp_path / "c", config=SMALL)
+    net = New(9)
+    sync.load(tmp_path / "c", into={"m": torch.nn.Sequential(target(net))})
+    assert values(net) == expected
+
+
+def test_the_name_of_a_data_parallel_module_is_no_part_of_its_keys() -> None:
+    """As `get_model_state_dict` has them. A module's own may be called so as well."""
+    one, two = {"version": 1}, {"version": 2}
+    for names in (("", "module", "module.a"), ("", "a")):
+        saved = with_versions({"a.w": torch.ones(1)}, dict.fromkeys(names, one))
+        for own in ("module.a", "a"):
+            target = with_versions({"a.w": torch.zeros(1)}, {own: two})
+            assert matched(saved, target)[1]._metadata == {own: one}
+    saved = with_versions({"module.w": torch.ones(1)}, {"module": one})
+    target = with_versions({"module.w": torch.zeros(1)}, {"module": two, "": two})
+    assert matched(saved, target)[1]._metadata == {"module": one, "": two}
+
+
+def test_a_module_without_a_state_goes_with_what_it_is_in() -> None:
+    one, two = {"version": 1}, {"version": 2}
+    saved = with_versions({"a.w": torch.ones(1), "b.w": torch.ones(1)}, {"a.act": one, "c": one})
+    target = with_versions({"a.w": torch.zeros(1), "b.w": torch.zeros(1)}, {"a.act": two, "c": two})
+    for select, expected in ((None, (one, one)), ("a", (one, two)), ("b", (two, two))):
+        match, result = matched(saved, target, select)
+        assert match.agrees
+        assert (result._metadata["a.act"], result._metadata["c"]) == expected
+        target = with_versions(dict(result), {"a.act": two, "c": two})
+
+
+def test_odd_versions_in_a_file_of_torch_save_are_left_out(tmp_path: Path) -> None:
+    """Nobody can change that file, and torch makes nothing of them."""
+    state = with_versions({"w": torch.ones(1)}, {"": {"version": torch.ones(1)}})
+    torch.save(state, tmp_path / "a.pt")
+    found = sync.load(tmp_path / "a.pt")
+    assert found == {"w": torch.ones(1)}
+    assert not hasattr(found, "_metadata")
+
+
 def test_a_part_of_an_older_module_is_refused(tmp_path: Path) -> None:
     """Half of one version and half of another: nobody can mend that. A whole one is fine."""
     saved = torch.nn.Sequential(old(7, 0), old(7, 0), torch.nn.Linear(1, 1))
@@ -146,17 +205,17 @@ def test_a_part_of_an_older_module_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dict_of_the_caller_gets_the_versions_of_what_fills_it(tmp_path: Path) -> None:
-    """Its tensors are filled where they are."""
-    sync.save({"m": old(7, 0)}, tmp_path / "c", config=SMALL)
-    net = New(9)
+    """Of another version it has copies: the module makes the new ones of them, in any order."""
+    sync.save({"m": torch.nn.Sequential(old(7, 0), current())}, tmp_path / "c", config=SMALL)
+    net = torch.nn.Sequential(New(9), New(9))
     state: Any = net.state_dict()
     loaded = sync.load(tmp_path / "c", into={"m": state})["m"]
     assert loaded is state
-    assert loaded["scale"].data_ptr() == net.scale.data_ptr()
-    assert loaded._metadata == {"": {"version": 1}}
-    fresh = New(9)
-    fresh.load_state_dict(loaded)
-    assert values(fresh) == MIGRATED
+    assert loaded["1.scale"].data_ptr() == net[1].get_parameter("scale").data_ptr()
+    assert values(net[0]) == {"scale": [7.0, 7.0], "shift": [0.0, 0.0]}
+    assert [loaded._metadata[name] for name in ("0", "1")] == [{"version": 1}, {"version": 2}]
+    net.load_state_dict(loaded)
+    assert (values(net[0]), values(net[1])) == (MIGRATED, CURRENT)
 
 
 def test_a_checkpoint_without_versions_leaves_the_target_its_own(tmp_path: Path) -> None:
