@@ -68,13 +68,21 @@ class _Key:
 
     Attributes:
         waiting: Who waits for the next round.
+        asked: Who waits for this one.
+        task: What answers them.
         busy: Whether there is a round now.
         forgotten: Whether the checkpoint was forgotten since that began.
     """
 
     waiting: deque[tuple[Storage, asyncio.Future[Manifest]]] = field(default_factory=deque)
+    asked: list[tuple[Storage, asyncio.Future[Manifest]]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
     busy: bool = False
     forgotten: bool = False
+
+    def is_unwanted(self) -> bool:
+        """Whether everybody who asked has left."""
+        return all(future.done() for _, future in (*self.asked, *self.waiting))
 
 
 class MetadataCache:
@@ -114,7 +122,11 @@ class MetadataCache:
                     key = self._keys.get(identity)
                     if key is not None and not key.busy and key.waiting:
                         key.busy = True
-                        group.create_task(self._serve(identity, key), name=f"cache {identity}")
+                        serving = self._serve(identity, key)
+                        key.task = group.create_task(serving, name=f"cache {identity}")
+                for key in self._keys.values():
+                    if key.task is not None and key.is_unwanted():
+                        key.task.cancel()  # it may wait for a store that does not answer
         finally:
             self._open = False
             for key in self._keys.values():
@@ -123,7 +135,7 @@ class MetadataCache:
                         future.set_exception(_closed())
 
     def close(self) -> None:
-        """Let `run` end once what is under way is done."""
+        """Let `run` end once what is under way, and somebody waits for, is done."""
         self._inbox.put_nowait(None)
 
     async def get(self, storage: Storage, *, fresh: bool = False) -> Manifest:
@@ -176,7 +188,7 @@ class MetadataCache:
         next round, which is one check if nothing changed.
         """
         while key.waiting:
-            batch = list(key.waiting)
+            batch = key.asked = list(key.waiting)
             key.waiting.clear()
             key.forgotten = False
             try:

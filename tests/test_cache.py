@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -244,6 +244,35 @@ def test_a_reader_that_is_cancelled_leaves_the_others_alone(
             assert storage.counts.num_manifest_reads == 1
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_a_read_that_nobody_waits_for_ends_with_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait for a store that does not answer. One that somebody waits for is finished."""
+
+    async def scenario(*, leaves: bool) -> float:
+        storage = await stored()
+        loop, read = asyncio.get_running_loop(), storage.read_manifest
+
+        async def read_late() -> Any:
+            await asyncio.sleep(100)
+            return await read()
+
+        monkeypatch.setattr(storage, "read_manifest", read_late)
+        async with running_cache() as cache:
+            reader = asyncio.ensure_future(cache.get(storage))
+            await asyncio.sleep(0.01)
+            if leaves:
+                reader.cancel()
+                await asyncio.wait((reader,))
+            before_s = loop.time()
+        took_s = loop.time() - before_s
+        assert leaves or (await reader).save_id == A
+        return took_s
+
+    assert run_virtual(scenario(leaves=True), seed=0) == 0
+    assert run_virtual(scenario(leaves=False), seed=0) > 1
 
 
 def test_entries_are_bounded_by_number() -> None:

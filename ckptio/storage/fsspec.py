@@ -113,9 +113,19 @@ class FsspecBackend:
         try:
             return fsspec.get_filesystem_class(self._protocol)
         except ValueError:
-            raise ConfigError(f"fsspec knows no protocol {self._protocol!r}") from None
+            raise ConfigError(_unknown(self._protocol)) from None
         except ImportError as error:
             raise ConfigError(f"{self._protocol}:// needs a package: {error}") from None
+
+
+def _unknown(protocol: str) -> str:
+    """Say that there is no such protocol, and what may have been meant."""
+    if "::" in protocol:
+        return f"{protocol!r} is a chain of protocols; give the URL of the store alone"
+    if protocol != protocol.lower():
+        return f"fsspec knows no protocol {protocol!r}; write {protocol.lower()}://"
+    hint = "; abfss:// comes with the package adlfs" if protocol == "abfss" else ""
+    return f"fsspec knows no protocol {protocol!r}{hint}"
 
 
 def _with_host(kind: Any, url: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,7 +208,8 @@ class ObjectAttempt:
             if not commit.is_sent:
                 await self._send(commit)
             found = await self._read_back(commit)
-            if self._is_committed(found, commit):
+            if found is not None and self._is_committed(found, commit):
+                await self._require_files(found)
                 self._committed = True
                 await self._clean_up(commit)
                 return
@@ -232,6 +233,27 @@ class ObjectAttempt:
                     await sink.write(start, part)
         await sink.close()
         return encode_pointer(self._save_id, manifest)
+
+    async def _require_files(self, found: Present) -> None:
+        """Make sure that nobody has swept this save before its manifest was there.
+
+        A machine that was suspended for an hour goes on as if nothing had been; its own clock
+        may not say so either. Who sweeps takes the mark with the files.
+
+        Raises:
+            StorageError: Somebody has.
+        """
+        try:
+            await self._requests.run("look at", self._mark, self._look_at_mark)
+        except ObjectMissingError:  # or another process has committed the same copy
+            listed = await self._place.listed()
+            names = [n for n in found.names if not n.startswith(NOTE_PREFIX)]
+            if found.save_id == self._save_id and not all(map(listed.has, names)):
+                problem = "this save was silent for so long that others have removed its files"
+                self._doubt = StorageError(f"{problem}; save again", path=self._url)
+                raise self._doubt from None
+        except (StorageError, StoreError) as error:  # the manifest is there, and tells no more
+            self._place.cannot(self._mark, error)
 
     async def _send(self, commit: Commit) -> None:
         """Send the manifest once, and note what became of it."""
@@ -278,7 +300,8 @@ class ObjectAttempt:
 
         A request that takes effect only where nothing is loses as long as the other's
         manifest stays. Should that be removed, it finds its files: they are left to a later
-        sweep. One that is not held back at all may still win.
+        sweep. One that is not held back at all may still win; and one that was written, where
+        copies of the store do not agree yet.
 
         Raises:
             CommitConflictError: The other save's checkpoint stands.
@@ -290,7 +313,7 @@ class ObjectAttempt:
             if not commit.is_sent and self._overwrite:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
-            self._published = commit.in_doubt_if_absent
+            self._published = commit.in_doubt_if_absent or commit.is_sent
             raise CommitConflictError(self._url)
 
     def _in_doubt(self, problem: Exception | None) -> StorageError:
@@ -335,6 +358,7 @@ class ObjectAttempt:
         await shielded(self._abort())
 
     async def _abort(self) -> None:
+        self._place.hurry()
         await self._discard(self._sinks)
         keys = [sink.key for sink in self._sinks]
         if self._leads:  # files of ranks that died go with it
@@ -371,4 +395,5 @@ class ObjectAttempt:
         """Let go, and remove nothing; see `interface.Attempt`."""
         self._left = True
         sinks, self._sinks = self._sinks, []
+        self._place.hurry()
         await self._discard(sinks)  # of files that were ended nothing is left

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ckptio.storage.requests import Requests
     from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
 
+#: For what is removed behind an abort, all of it: a store that does not answer is not waited for.
+_CLEAN_UP_S = 10.0
 _OURS = re.compile(r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
 
 
@@ -78,6 +80,18 @@ class Listing:
             tuple(info for info in self.objects if owner_of(info.key) in owners),
             tuple(upload for upload in self.uploads if owner_of(upload.key) in owners),
         )
+
+    def also_in(self, other: Listing) -> Listing:
+        """Give what is in another listing, too."""
+        objects = {info.key for info in other.objects}
+        return Listing(
+            tuple(info for info in self.objects if info.key in objects),
+            tuple(upload for upload in self.uploads if upload in other.uploads),
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of a name."""
+        return any(name_of(info.key) == name for info in self.objects)
 
     def time_of(self, save_id: str) -> float:
         """Say when a save marked itself as alive; 0 if it has not, or nobody knows."""
@@ -127,6 +141,10 @@ class ObjectPlace:
     def key(self, name: str) -> str:
         """Give the key of a file."""
         return join_key(self._prefix, name)
+
+    def hurry(self) -> None:
+        """Do the rest within a few seconds: somebody waits who has given up. A sweep goes on."""
+        self.requests = self.requests.brief(_CLEAN_UP_S)
 
     async def present(self) -> Present | None:
         """Look at the manifest that is there, if there is one.
@@ -205,38 +223,51 @@ class ObjectPlace:
     async def sweep(self, save_id: str) -> None:
         """Remove what saves that were killed left: nothing of a living one, or a checkpoint.
 
-        Listed first, so that a save that ends meanwhile has its manifest in place before
-        that is read.
+        It is looked at twice: who goes on with a save marks it first, so what was taken up
+        meanwhile is not dead the second time.
 
         Args:
             save_id: The save that asks, and that has just marked itself as alive.
         """
+        found = await self._left_by_dead(save_id)
+        if found.objects or found.uploads:
+            found = found.also_in(await self._left_by_dead(save_id))
+        if names := await self.remove(found):
+            self._emit(LeftoversRemoved(path=self.url, files=names))
+
+    async def _left_by_dead(self, save_id: str) -> Listing:
+        """List what saves left that are dead; nothing if that cannot be told.
+
+        Listed first, so that a save that ends meanwhile has its manifest in place before
+        that is read.
+        """
         found = await self.listed()
         dead = found.dead_saves(found.time_of(save_id))
         if not dead:
-            return
+            return Listing()
+        key = self.key(MANIFEST_NAME)
         try:
             present = await self.present()
         except StorageError as error:
-            self.cannot(self.key(MANIFEST_NAME), error)
-            return
-        needed: tuple[str, ...] = ()
-        if present is not None:
-            if not present.save_id:
-                return  # whatever a manifest that cannot be read may need stays
-            needed = present.names
-        await self.drop(found.of(dead).uploads)  # of what was committed, too: it was given up
-        keys = [info.key for info in found.objects if owner_of(info.key) in dead]
-        if present is not None:  # what it names stays, and whatever else it may need
-            marks = self.key(ATTEMPT_PREFIX)
-            keys = [
-                key
-                for key in keys
-                if name_of(key) not in needed
-                and (owner_of(key) != present.save_id or key.startswith(marks))
-            ]
-        if names := await self.delete(keys):
-            self._emit(LeftoversRemoved(path=self.url, files=names))
+            self.cannot(key, error)
+            return Listing()
+        left = found.of(dead)
+        if present is None:
+            if found.has(MANIFEST_NAME):  # it was there just now: one wrong answer costs nothing
+                self.cannot(key, RefusedError("it is listed and cannot be found; all stays"))
+                return Listing()
+            return left
+        if not present.save_id:
+            return Listing()  # whatever a manifest that cannot be read may need stays
+        marks = self.key(ATTEMPT_PREFIX)
+        # what it names stays, and whatever else it may need; uploads of it were given up
+        objects = tuple(
+            info
+            for info in left.objects
+            if name_of(info.key) not in present.names
+            and (owner_of(info.key) != present.save_id or info.key.startswith(marks))
+        )
+        return Listing(objects, left.uploads)
 
     async def remove(self, found: Listing) -> tuple[str, ...]:
         """Remove objects and abort uploads; gives the names of the objects that are gone."""

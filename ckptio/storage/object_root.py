@@ -35,7 +35,7 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.interface import Found
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.object_commit import read_commit, read_whole
-from ckptio.storage.object_place import ObjectPlace, name_of, owner_of
+from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError
 
@@ -162,6 +162,8 @@ class _Removal:
             if await self._is_there():  # else its files go with the tomb, now or in a sweep
                 await self._place.delete([tomb])
             raise
+        if not is_mine and (await self._place.list()).has(MANIFEST_NAME):
+            raise CheckpointNotFoundError(self._url)  # a wrong answer, or another save's by now
         await self._bury(tomb, summary, pointed)
         if not is_mine:
             raise CheckpointNotFoundError(self._url)
@@ -221,11 +223,10 @@ class _Removal:
     async def sweep(self, quiet_s: float) -> None:
         """Remove what removals that were cut short left, and then what dead saves did.
 
-        Listed first: a save that ends meanwhile has its manifest in place by the time that
-        is looked for.
+        What dead saves left is looked at twice: who goes on with one marks it first.
         """
-        found = await self._place.list()
-        if not any(owner_of(key) for key, _ in found.signs()) or await self._is_there():
+        found = await self._found()
+        if not any(owner_of(key) for key, _ in found.signs()):
             return
         tombs = [info.key for info in found.objects if TOMB.fullmatch(name_of(info.key))]
         for tomb in tombs:
@@ -233,9 +234,21 @@ class _Removal:
         buried = {owner_of(tomb) for tomb in tombs}
         dead = found.dead_saves(time.time(), quiet_s) - buried
         if dead:
-            dead &= found.dead_saves(await self._store_now_s(), quiet_s)
+            now_s = await self._store_now_s()
+            again = await self._found()
+            dead &= found.dead_saves(now_s, quiet_s) & again.dead_saves(now_s, quiet_s)
+            found = found.also_in(again)
         if names := await self._place.remove(found.of(dead)):
             self._emit(LeftoversRemoved(path=self._url, files=names))
+
+    async def _found(self) -> Listing:
+        """List what is there; nothing where there is a checkpoint.
+
+        Listed first: a save that ends meanwhile has its manifest in place by the time that
+        is looked for. One that is listed is there, whatever else the store says.
+        """
+        found = await self._place.list()
+        return Listing() if found.has(MANIFEST_NAME) or await self._is_there() else found
 
     async def _bury_found(self, tomb: str) -> None:
         """Bury what a removal that was cut short left."""

@@ -134,6 +134,19 @@ class Requests:
         self._emit = emit
         self._rng = rng or random.Random()  # noqa: S311  # nothing secret
         self._first_failure_s: float | None = None
+        self._ends_s: float | None = None
+        self._longest_s = config.request_timeout_s
+
+    def brief(self, within_s: float) -> Requests:
+        """Give requests of the same kind that all end within some seconds from now.
+
+        For what somebody waits for who has given up: clean-up behind an abort. One that gets no
+        answer takes a third of that, and leaves time for others.
+        """
+        requests = Requests(self.path, self._config, self._limit, self._emit, self._rng)
+        requests._ends_s = asyncio.get_running_loop().time() + within_s
+        requests._longest_s = min(self._longest_s, within_s / 3)
+        return requests
 
     async def run(
         self,
@@ -239,7 +252,11 @@ class Requests:
         return result
 
     async def _timed(self, request: Callable[[], Awaitable[T]], *, has_body: bool) -> T:
-        timeout_s = self._config.request_timeout_s
+        timeout_s = self._longest_s
+        if self._ends_s is not None:
+            timeout_s = min(timeout_s, self._ends_s - asyncio.get_running_loop().time())
+            if timeout_s <= 0:
+                raise TransientError("no time is left to ask")
         try:
             async with asyncio.timeout(timeout_s):
                 return await request()
@@ -252,7 +269,8 @@ class Requests:
         now = asyncio.get_running_loop().time()
         if self._first_failure_s is None:
             self._first_failure_s = now
-        return now + wait_s > self._first_failure_s + self._config.retry_timeout_s
+        ends_s = self._first_failure_s + self._config.retry_timeout_s
+        return now + wait_s > (ends_s if self._ends_s is None else min(ends_s, self._ends_s))
 
     def failed(self, what: str, key: str, error: StoreError, tries: int = 1) -> StorageError:
         """Make the error that says so."""

@@ -537,6 +537,20 @@ async def test_a_backend_that_is_none_is_told(protocol: str) -> None:
             await engine.load(f"{protocol}://run/step-1")
 
 
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("S3://bucket/run", "write s3://"), ("simplecache::s3://bucket/run", "chain of protocols"),
+        ("nothing://bucket/run", "no protocol 'nothing'"),
+    ],
+)  # fmt: skip
+async def test_a_protocol_that_nobody_knows_is_told(url: str, hint: str) -> None:
+    """With what may have been meant."""
+    async with Engine() as engine:
+        with pytest.raises(ConfigError, match=hint):
+            await engine.load(url)
+
+
 async def test_a_store_that_refuses_ends_a_save_with_an_error(tmp_path: Path) -> None:
     """A directory that is a file: the error says so, and names the object."""
     (tmp_path / "taken").write_text("a file")

@@ -124,6 +124,25 @@ def test_an_abort_beside_a_store_that_is_away_ends() -> None:
     assert run_virtual(scenario(40), seed=0) < 2 * run_virtual(scenario(1), seed=0)
 
 
+def test_an_abort_does_not_wait_for_a_store_that_is_away() -> None:
+    """Whoever gave up waits for it; a sweep removes the rest, an hour later."""
+
+    async def scenario() -> float:
+        bucket, is_away = MemoryBucket(), False
+        store = MemoryStore(bucket, fault=lambda _: "stalled" if is_away else None)
+        config = config_with(request_timeout_s=60.0, retry_timeout_s=600.0, max_retries=8)
+        attempt = await object_storage(store, config=config).begin(A, overwrite=False)
+        sink = await attempt.create(f"data-{A}-00000-00000.safetensors", 200 * KiB)
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        is_away = True
+        before_s = asyncio.get_running_loop().time()
+        await attempt.abort()
+        return asyncio.get_running_loop().time() - before_s
+
+    assert run_virtual(scenario(), seed=0) < 15
+
+
 @pytest.mark.parametrize("kind", ["after", "stalled_after"])
 def test_an_upload_whose_name_never_came_is_dropped(kind: str) -> None:
     """Another one was begun in its place: both are gone, or one is the object."""
