@@ -228,17 +228,23 @@ class MetadataCache:
                     self._entries.move_to_end(identity)
                 return entry.manifest
             self._drop(identity)
-        self._num_reads += 1
-        version, data = await storage.read_manifest()
-        if not isinstance(data, bytes):  # of a foreign checkpoint, made in memory
-            self._keep(identity, _Entry(version, data, len(data.tree), asked_s))
-            return data
-        try:
-            manifest = await self._decode(data)
-        except FormatError as error:
-            raise type(error)(f"{storage.path!r}: {error}") from None
-        self._keep(identity, _Entry(version, manifest, len(data), asked_s))
+        version, manifest, nbytes = await self._read(storage)
+        self._keep(identity, _Entry(version, manifest, nbytes, asked_s))
         return manifest
+
+    async def _read(self, storage: Storage) -> tuple[Hashable, Manifest, int]:
+        """Read a manifest; once more if it is damaged, which it may have been on its way."""
+        for is_last in (False, True):
+            self._num_reads += 1
+            version, data = await storage.read_manifest()
+            if not isinstance(data, bytes):  # of a foreign checkpoint, made in memory
+                return version, data, len(data.tree)
+            try:
+                return version, await self._decode(data), len(data)
+            except FormatError as error:
+                if is_last:
+                    raise type(error)(f"{storage.path!r}: {error}") from None
+        raise AssertionError  # it was returned, or raised
 
     def _keep(self, identity: str, entry: _Entry) -> None:
         self._drop(identity)

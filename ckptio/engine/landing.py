@@ -128,18 +128,31 @@ async def bring(
     *,
     keep: bool = False,
 ) -> list[CorruptionError]:
-    """Read, verify and land a range; arguments and result are those of `check_and_land`."""
-    if isinstance(source, AwaitedSource):
-        try:
-            with slab.view[: segment.nbytes] as room:
-                await source.read_into(segment.start, room)
-        except CorruptionError as error:
-            return [error]
-        source = None
-    threads = context.copiers if source is None else context.readers
-    return await run_unless_cancelled(
-        threads, check_and_land, segment, slab, source, reading, pending, keep=keep
-    )
+    """Read, verify and land a range; arguments and result are those of `check_and_land`.
+
+    What came over a network, and is not what was written, is asked for once more: it may have
+    changed on its way.
+    """
+    if not isinstance(source, AwaitedSource):
+        return await run_unless_cancelled(
+            context.readers, check_and_land, segment, slab, source, reading, pending, keep=keep
+        )
+    try:
+        with slab.view[: segment.nbytes] as room:
+            await source.read_into(segment.start, room)
+        arguments = (segment, slab, None, reading, pending)
+        damage = await run_unless_cancelled(context.copiers, check_and_land, *arguments, keep=keep)
+        for error in damage:  # nothing was landed of these blocks, and no device reads them
+            start, stop = error.start - segment.start, error.stop - segment.start
+            with slab.view[start:stop] as room:
+                await source.read_into(error.start, room)
+        if damage:
+            again = [(e.start - segment.start) // reading.manifest.block_nbytes for e in damage]
+            work = _Work(segment, reading, pending)
+            damage = await run_unless_cancelled(context.copiers, work.check_some, slab, again)
+    except CorruptionError as error:
+        return [error]
+    return damage
 
 
 def check_and_land(
@@ -208,6 +221,12 @@ class _Work:
             at = index * block if is_spread else 0
             self._do(index, memory, source, at)
             self._num_done += 1
+        return self._damage
+
+    def check_some(self, memory: Memory, indices: Sequence[int]) -> list[CorruptionError]:
+        """Do some blocks, each in a place of its own in memory that holds them."""
+        for index in indices:
+            self._do(index, memory, None, index * self._reading.manifest.block_nbytes)
         return self._damage
 
     def check_lent(self, lent: Lent) -> None:

@@ -210,27 +210,33 @@ def watching(fault: StoreFault, seen: list[Operation]) -> StoreFault:
     return watched
 
 
+@pytest.mark.parametrize("times", [1, 50])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_survives_a_fault_of_any_request(kind: FaultKind) -> None:
-    """It gives what was saved, or a typed error; a changed bit is found."""
+def test_a_load_survives_a_fault_of_any_request(kind: FaultKind, times: int) -> None:
+    """It gives what was saved, or a typed error; a bit that changes on its way is found.
+
+    What is read wrong once is read again, and is no damage.
+    """
 
     async def scenario() -> None:
         bucket = MemoryBucket()
         await save(bucket, NEW)
         for number in range(100):
             seen: list[Operation] = []
-            watched = watching(hit(number, kind), seen)
+            watched = watching(hit(number, kind, times=times), seen)
 
             try:
                 assert_same(await load(bucket, watched, seed=number), NEW)
             except (CorruptionError, FormatError):
                 assert kind == "corrupted"
+                assert times > 1
             except CheckpointError as error:
-                assert kind == "refused", error
-                assert "access denied" in str(error)
+                assert kind == "refused" or times > 1, error
+                assert kind != "refused" or "access denied" in str(error)
             else:
                 is_read = number < len(seen) and seen[number].kind in ("get", "get_into")
-                assert kind not in ("refused", "corrupted") or not is_read
+                assert kind != "refused" or not is_read
+                assert kind != "corrupted" or not is_read or times == 1
             if number >= len(seen):
                 break
         assert number > 5
