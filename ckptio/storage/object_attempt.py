@@ -243,17 +243,11 @@ class ObjectAttempt:
         Raises:
             StorageError: Somebody has.
         """
-        try:
-            await self._requests.run("look at", self._mark, self._look_at_mark)
-        except ObjectMissingError:  # or another process has committed the same copy
-            listed = await self._place.listed()
-            names = [n for n in found.names if not n.startswith(NOTE_PREFIX)]
-            if found.save_id == self._save_id and not all(map(listed.has, names)):
-                problem = "this save was silent for so long that others have removed its files"
-                self._doubt = StorageError(f"{problem}; save again", path=self._url)
-                raise self._doubt from None
-        except (StorageError, StoreError) as error:  # the manifest is there, and tells no more
-            self._place.cannot(self._mark, error)
+        names = [name for name in found.names if not name.startswith(NOTE_PREFIX)]
+        if found.save_id == self._save_id and await self._place.is_swept(self._mark, names):
+            problem = "this save was silent for so long that others have removed its files"
+            self._doubt = StorageError(f"{problem}; save again", path=self._url)
+            raise self._doubt
 
     async def _send(self, commit: Commit) -> None:
         """Send the manifest once, and note what became of it."""

@@ -269,6 +269,24 @@ class ObjectPlace:
         )
         return Listing(objects, left.uploads)
 
+    async def is_swept(self, mark: str, names: Sequence[str]) -> bool:
+        """Whether the mark of a save is gone, and a file of it; an event, and no, if nobody knows.
+
+        The mark alone goes where another process commits the same copy.
+        """
+        try:
+            await self.requests.run("look at", mark, lambda: self.store.head(mark))
+        except ObjectMissingError:
+            try:
+                listed = await self.list()
+            except StorageError as error:
+                self.cannot(mark, error)
+                return False
+            return not all(map(listed.has, names))
+        except (StorageError, StoreError) as error:
+            self.cannot(mark, error)
+        return False
+
     async def remove(self, found: Listing) -> tuple[str, ...]:
         """Remove objects and abort uploads; gives the names of the objects that are gone."""
         await self.drop(found.uploads)
