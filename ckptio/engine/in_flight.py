@@ -59,31 +59,25 @@ class InFlight:
         name: str,
     ) -> None:
         """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted."""
+
+        def spawn() -> None:
+            assert self._group is not None  # noqa: S101  # as below
+            self._group.create_task(self.run(step, context, running), name=name)
+
+        def hand_over() -> None:
+            assert self._loop is not None  # noqa: S101  # `serve` began with the engine
+            self._running.add(running)
+            self._loop.call_soon_threadsafe(spawn)
+
         try:
-            self._hand_over(running, step, context, name)
+            hand_over()
         except BaseException:
             running.abort()
             try:
-                self._hand_over(running, step, context, name)
+                hand_over()
             except RuntimeError:  # the loop has ended, and whatever was on it: nobody is to wait
                 self._running.discard(running)
             raise
-
-    def _hand_over(
-        self,
-        running: Running[T],
-        step: Callable[[EngineContext], Awaitable[T]],
-        context: EngineContext,
-        name: str,
-    ) -> None:
-        assert self._loop is not None  # noqa: S101  # `serve` began with the engine
-        self._running.add(running)
-
-        def spawn() -> None:
-            assert self._group is not None  # noqa: S101  # as above
-            self._group.create_task(self.run(step, context, running), name=name)
-
-        self._loop.call_soon_threadsafe(spawn)
 
     async def run(
         self,

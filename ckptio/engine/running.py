@@ -80,8 +80,7 @@ class Running(Generic[T]):
     def _cancel(self) -> None:
         """Cancel the task, on its loop, unless that was done or it has nothing left to do.
 
-        A task that comes to its end with a cancellation pending counts as cancelled, which
-        would end the task group that it is in, and with that the engine.
+        One that has said how it ended is left alone: it would count as cancelled all the same.
         """
         if self._task is not None and not self._cancelled and not self.end.done():
             self._cancelled = True
