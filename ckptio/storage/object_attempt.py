@@ -294,8 +294,7 @@ class ObjectAttempt:
 
         A request that takes effect only where nothing is loses as long as the other's
         manifest stays. Should that be removed, it finds its files: they are left to a later
-        sweep. One that is not held back at all may still win; and one that was written, where
-        copies of the store do not agree yet.
+        sweep. One that is not held back at all may still win.
 
         Raises:
             CommitConflictError: The other save's checkpoint stands.
@@ -307,7 +306,7 @@ class ObjectAttempt:
             if not commit.is_sent and self._overwrite:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
-            self._published = commit.in_doubt_if_absent or commit.is_sent
+            self._published = commit.in_doubt_if_absent
             raise CommitConflictError(self._url)
 
     def _in_doubt(self, problem: Exception | None) -> StorageError:

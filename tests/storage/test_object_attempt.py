@@ -322,43 +322,6 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         run_virtual(scenario(overwrite=overwrite), seed=0)
 
 
-class Lagging(MemoryStore):
-    """A store without conditions, one copy of which has another manifest than was written."""
-
-    other: tuple[ObjectInfo, bytes]
-    is_written = False
-
-    async def put(
-        self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
-    ) -> str:
-        etag = await super().put(key, data, absent=absent, match=match)
-        self.is_written = self.is_written or key == MANIFEST
-        return etag
-
-    async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
-        found = await super().get(key, limit)
-        return self.other if self.is_written and key == MANIFEST else found
-
-
-def test_a_save_whose_manifest_was_written_leaves_its_files() -> None:
-    """What it reads back says that it has lost, and it may be what everybody gets later."""
-
-    async def scenario() -> None:
-        bucket, elsewhere = MemoryBucket(), MemoryBucket()
-        await save(bucket, A, 10)
-        await save(elsewhere, C, 10)
-        store = Lagging(bucket, traits=StoreTraits(conditional="none"))
-        store.other = await MemoryStore(elsewhere).get(MANIFEST, 1 << 20)
-        attempt = await object_storage(store).begin(B, overwrite=True)
-        await fill_attempt(attempt, contents_of(B, 5000))
-        with pytest.raises(CommitConflictError):
-            await attempt.commit(manifest_of(B, contents_of(B, 5000)))
-        await attempt.abort()
-        assert winner(bucket) == B
-
-    run_virtual(scenario(), seed=0)
-
-
 def test_a_damaged_read_back_settles_nothing() -> None:
     """What is read wrong once is read again before anything is removed."""
 
