@@ -104,7 +104,7 @@ def begin_save(
         storage = core.storage(path)
         target = second_tier(core, storage, then)
         flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
-        streams = caller_streams(flat.sources, core, saving=True)
+        streams = caller_streams(flat.unseen, core, saving=True)
         handle = SaveHandle(
             storage.path,
             save_id_of(ranks.nonce, key),
@@ -126,8 +126,8 @@ def begin_save(
             save_id=handle.save_id,
             key=key,
             storage=storage,
-            flat=dataclasses.replace(flat, sources=()),  # `source` has them until they are copied
-            source=SourceState(flat.sources, streams),
+            flat=flat.without_sources(),  # `source` has them until they are copied
+            source=SourceState(flat.sources, streams, flat.looks),
             overwrite=overwrite,
             handle=handle,
             started_s=started,
@@ -335,7 +335,8 @@ def _prepare(
         reading, restoration, context, whole_files=whole
     )
     destinations = restoration.destinations()
-    streams = caller_streams((d.tensor for d in destinations), core, saving=False)
+    others = [each.tensor for each in destinations if each.address is None]
+    streams = caller_streams(others, core, saving=False)
     reading.target = TargetState(destinations, streams)
     return _Load(restoration, reading, reading.target, wanted, whole)
 

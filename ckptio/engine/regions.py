@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from ckptio.errors import FormatError
 from ckptio.layout import DTYPES, Box, numel, shared_runs
@@ -21,8 +23,8 @@ Place = Callable[["Chunk"], tuple[int, int]]
 _MAX_RANGES = 8_000_000
 
 
-class Need(NamedTuple):
-    """A stored tensor, or a part of it, that a destination takes.
+class Need(msgspec.Struct, frozen=True, gc=False):
+    """A stored tensor, or a part of it, that a destination takes. There are thousands.
 
     Attributes:
         entry: The tensor.
@@ -43,7 +45,7 @@ class Need(NamedTuple):
             wanted: Takes them.
             place: Chooses the place of each chunk; the first one if not given.
         """
-        entry, destination, span, region = self
+        entry, destination, span, region = self.entry, self.destination, self.span, self.region
         chunks = entry.chunks
         if len(chunks) == 1 and region is None:
             chunk = chunks[0]

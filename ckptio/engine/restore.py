@@ -266,12 +266,12 @@ def _fill(
         late: Takes what is copied once everything is there.
         bases: Takes what it is copied from, by index: one of each, however many views there are.
     """
-    index, tensor, node, block, _ = fill
+    index, tensor, node, block, span = fill.stored, fill.tensor, fill.view, fill.block, fill.span
     entry = manifest.tensors[index]
     stored = torch_dtype(entry.dtype)
     destination = len(restoration.makers)
     if node is None and block is None and isinstance(tensor, torch.Tensor):
-        restoration.makers.append(Destination(tensor, stored))
+        restoration.makers.append(Destination(tensor, stored, None if span is None else span[0]))
         restoration.needs.append(Need(entry, destination))
         return
     if node is None:

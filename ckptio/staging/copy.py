@@ -7,8 +7,10 @@ ordered by events behind the caller's stream; nothing here waits for a whole dev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 from ckptio.errors import TargetError
@@ -35,6 +37,25 @@ if TYPE_CHECKING:
 FlatPiece = tuple[int, int, int, int]
 
 
+class Known(Protocol):
+    """What is known of a tensor of the host that one memmove copies."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte of its memory, and the end of it."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """How often it was written to."""
+        ...
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Its memory."""
+        ...
+
+
 class SourceState:
     """The tensors of a state that is being saved. Made on the caller's thread.
 
@@ -42,14 +63,26 @@ class SourceState:
         tensors: The caller's tensors, in the order of the plan. They, and the memory that they
             have now, are referred to until `drop`, so that none is reused under a copy.
         streams: What orders copies behind the caller's work on its devices, if any.
+        known: What is known of each tensor already; of none if empty.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], streams: CallerStreams | None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        streams: CallerStreams | None,
+        known: Sequence[Known | None] = (),
+    ) -> None:
         self._tensors = tensors
-        self._addresses = [address_of(tensor) for tensor in tensors]
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._versions = _versions_of(tensors)
+        #: By number: from where one memmove copies, 0 where none can; and where the tensor is.
+        self._addresses: list[int] = []
+        self._pointers: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._versions: list[int] = []
+        for tensor, one in zip(tensors, known or itertools.repeat(None), strict=bool(known)):
+            self._addresses.append(address_of(tensor) if one is None else one.span[0])
+            self._pointers.append(tensor.data_ptr() if one is None else one.span[0])
+            self._storages.append(tensor.untyped_storage() if one is None else one.storage)
+            self._versions.append(_version_of(tensor) if one is None else one.version)
         self._streams = streams
         self._moved: int | None = None
 
@@ -64,13 +97,13 @@ class SourceState:
         """
         if self._moved is not None:
             return self._moved
-        pointers = [tensor.data_ptr() for tensor in self._tensors]
-        versions = _versions_of(self._tensors)
-        if pointers == self._pointers and versions == self._versions:
-            return None
-        now = zip(pointers, versions, strict=True)
         then = zip(self._pointers, self._versions, strict=True)
-        return next(i for i, (new, old) in enumerate(zip(now, then, strict=True)) if new != old)
+        for number, (tensor, (pointer, version)) in enumerate(
+            zip(self._tensors, then, strict=True)
+        ):
+            if tensor.data_ptr() != pointer or _version_of(tensor) != version:
+                return number
+        return None
 
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
@@ -122,24 +155,26 @@ class SourceState:
             pending.append(self._streams.copy(on_device))
 
 
-def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Count how often each tensor was written to, as far as anybody knows."""
+def _version_of(tensor: torch.Tensor) -> int:
+    """Count how often a tensor was written to, as far as anybody knows."""
     try:
-        return [tensor._version for tensor in tensors]  # noqa: SLF001  # the one way
+        return tensor._version  # noqa: SLF001  # the one way
     except RuntimeError:  # inference tensors have no count
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001
+        return 0
 
 
-class Destination(NamedTuple):
-    """A tensor that takes bytes of a checkpoint. A tuple, as there are thousands.
+class Destination(msgspec.Struct, frozen=True, gc=False):
+    """A tensor that takes bytes of a checkpoint. A struct, as there are thousands.
 
     Attributes:
         tensor: Where they go; of the shape of what is stored.
         dtype: The element type they are stored in; the copy converts if it differs.
+        address: Where its memory was a moment ago, if one memmove can fill it.
     """
 
     tensor: torch.Tensor
     dtype: torch.dtype
+    address: int | None = None
 
 
 class TargetState:
@@ -152,10 +187,17 @@ class TargetState:
 
     def __init__(self, destinations: Sequence[Destination], streams: CallerStreams | None) -> None:
         self._destinations = destinations
-        self._addresses = [
-            address_of(d.tensor) if d.tensor.dtype == d.dtype else 0 for d in destinations
-        ]
-        self._pointers = [d.tensor.data_ptr() for d in destinations]
+        self._tensors = [each.tensor for each in destinations]
+        #: By number: where one memmove goes, 0 where none can; and where the tensor is.
+        self._addresses: list[int] = []
+        self._pointers: list[int] = []
+        for each in destinations:
+            address = pointer = each.address
+            if address is None or pointer is None:
+                address = address_of(each.tensor) if each.tensor.dtype == each.dtype else 0
+                pointer = each.tensor.data_ptr()
+            self._addresses.append(address)
+            self._pointers.append(pointer)
         self._streams = streams
         self._moved: int | None = None
 
@@ -179,11 +221,11 @@ class TargetState:
             pending: Takes what devices still have to read from it.
         """
         base = memory.address + start
-        addresses, pointers, destinations = self._addresses, self._pointers, self._destinations
+        addresses, pointers, tensors = self._addresses, self._pointers, self._tensors
         moves, slow = [], []
         for position, index, offset, nbytes, rows in pieces:
             address = addresses[index]
-            if destinations[index].tensor.data_ptr() != pointers[index]:
+            if tensors[index].data_ptr() != pointers[index]:
                 self._moved = index
             elif not address:
                 slow += _rows(start + position, index, offset, nbytes, rows)
@@ -225,14 +267,12 @@ class TargetState:
             TargetError: One was moved in memory meanwhile, and not filled.
         """
         if self._moved is not None:
-            shape = tuple(self._destinations[self._moved].tensor.shape)
+            shape = tuple(self._tensors[self._moved].shape)
             raise TargetError(
                 f"a target of shape {shape} was moved in memory while targets were filled, and so"
                 " some are and some are not: load again, and share or convert tensors afterwards"
             )
-        for destination in self._destinations:
-            if not destination.tensor.is_inference():
-                torch.autograd.graph.increment_version(destination.tensor)
+        torch.autograd.graph.increment_version(self._tensors)
 
 
 def _rows(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,12 +105,15 @@ def _move_together(moves: Sequence[Move]) -> bool:
     """Copy in one system call; false if that did not do all of it."""
     if _process_vm_readv is None:
         return False
-    table = np.array(moves, dtype=np.uint64)
+    into, of, sizes = zip(*moves, strict=True)
     # two arrays of struct iovec: address, bytes
-    targets, sources = (np.ascontiguousarray(table[:, columns]) for columns in ((0, 2), (1, 2)))
-    count = len(moves)
-    done = _process_vm_readv(os.getpid(), targets.ctypes.data, count, sources.ctypes.data, count, 0)
-    return bool(done == int(table[:, 2].sum()))
+    targets = array("Q", sizes * 2)
+    targets[1::2] = array("Q", sizes)
+    sources = targets[:]
+    targets[::2], sources[::2] = array("Q", into), array("Q", of)
+    (target, _), (source, _) = targets.buffer_info(), sources.buffer_info()
+    done = _process_vm_readv(os.getpid(), target, len(moves), source, len(moves), 0)
+    return bool(done == sum(sizes))
 
 
 def move_rows(target: int, source: int, nbytes: int, rows: Rows) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from ckptio.errors import TargetError
@@ -86,8 +87,8 @@ class Blank:
         return made.requires_grad_(template.requires_grad)
 
 
-class Fill(NamedTuple):
-    """A piece of memory of the target and what goes into it. A tuple, as there are thousands.
+class Fill(msgspec.Struct, frozen=True, gc=False):
+    """A piece of memory of the target and what goes into it. A struct, as there are thousands.
 
     Attributes:
         stored: Index of the stored tensor.
@@ -96,6 +97,8 @@ class Fill(NamedTuple):
         block: The part of the memory that is filled, and the block of the tensor that it
             takes; all and all if not given.
         name: What the target calls it.
+        span: First byte and end of the memory of one that takes what is stored as it is, by
+            one memmove; not known of any other.
     """
 
     stored: int
@@ -103,6 +106,7 @@ class Fill(NamedTuple):
     view: Json | None = None
     block: Block | None = None
     name: str = ""
+    span: tuple[int, int] | None = None
 
     def memory(self) -> torch.Tensor:
         """Give what is filled, of the shape of what it takes. Makes what is blank.
@@ -180,9 +184,7 @@ class Match:
 
     def mark_written(self) -> None:
         """Tell autograd that wrapped tensors changed, as any in-place operation does."""
-        for tensor in self.wrapped:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version(self.wrapped)
 
 
 def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:

@@ -8,7 +8,9 @@ from torch.nn.parameter import is_lazy
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
-from ckptio.state.leaves import is_convertible
+from ckptio.state.fills import Fill
+from ckptio.state.leaves import TORCH_DTYPES, is_convertible
+from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.rebuild import check_view, torch_dtype
 from ckptio.state.tree import tensor_index
 
@@ -21,6 +23,40 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import TensorEntry
 
     Json = Any
+
+
+def find_plain(
+    entries: Sequence[TensorEntry], fqn: str, node: Json, target: torch.Tensor
+) -> Fill | None:
+    """Give what fills a target as it is, by one memmove; `None` if that is not so plain.
+
+    Nearly all tensors of most targets are so, and there are thousands: as in `looks`, each is
+    asked for everything at once.
+
+    Args:
+        entries: Tensors of the manifest.
+        fqn: The name of the target.
+        node: The node.
+        target: A tensor of the target.
+    """
+    index = node.get(TAG) if type(node) is dict else None
+    if type(index) is not int or type(target) not in PLAIN_TENSORS:
+        return None
+    entry = entries[index]
+    if target.shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
+        return None
+    if not target.is_cpu or not target.is_contiguous():
+        return None
+    if target.is_inference() or target.is_conj() or target.is_neg():
+        return None
+    try:
+        start = target.data_ptr()
+    except RuntimeError:  # torch.func wraps tensors while a transform runs
+        return None
+    nbytes = target.nbytes
+    if nbytes and not start:  # what is to be made functional has no memory
+        return None
+    return Fill(index, target, None, None, fqn, (start, start + nbytes))
 
 
 def find_tensor(
@@ -54,6 +90,11 @@ def find_tensor(
     if dtype != stored and not (converted == dtype and is_convertible(stored)):
         return f"{dtype} in the target, {stored} in the checkpoint"
     return index
+
+
+def is_like(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the shape and the element type of a stored one."""
+    return entry.shape == tensor.shape and torch_dtype(entry.dtype) == tensor.dtype
 
 
 def array_differs(target: np.ndarray[Any, Any], node: Json) -> str:

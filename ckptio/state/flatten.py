@@ -10,6 +10,7 @@ also one that holds none of it, so that the trees of all ranks have the same ref
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -35,12 +36,14 @@ from ckptio.state.leaves import (
     plain_dtype,
     way_out_of,
 )
+from ckptio.state.looks import Occurrence, look_at
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
 from ckptio.state.ties import resolve_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    from ckptio.state.looks import Look
     from ckptio.state.sharded import Sharded
 
     Json = Any
@@ -87,6 +90,7 @@ class FlatState:
             them. Specs are in the same order: without sharded tensors, one for each.
         tree: Everything else, JSON-ready, with tensors by index into `names`.
         untied: Names of tensors that may share memory but are saved apart.
+        looks: What is known already of each of `sources`; empty for nothing of any.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -94,11 +98,22 @@ class FlatState:
     names: tuple[str, ...]
     tree: Json
     untied: tuple[str, ...]
+    looks: tuple[Look | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def unseen(self) -> list[torch.Tensor]:
+        """Those of `sources` that nothing is known of: those of devices are among them."""
+        pairs = zip(self.sources, self.looks, strict=True)
+        return [tensor for tensor, look in pairs if look is None]
+
+    def without_sources(self) -> FlatState:
+        """Give the same without what refers to the caller's memory."""
+        return dataclasses.replace(self, sources=(), looks=())
 
 
 def flatten(
@@ -128,23 +143,6 @@ def flatten(
     """
     with collection_paused():
         return _Flattener(rank, instead).flatten(state)
-
-
-@dataclass(slots=True)
-class Occurrence:
-    """A tensor at a place in the state.
-
-    Attributes:
-        name: Its name; distinct among occurrences.
-        tensor: The tensor.
-        dtype: Its element type as the manifest names it, if not torch's own.
-        node: Its node in the tree; the index is filled in once ties are known.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    dtype: str
-    node: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -215,8 +213,12 @@ class _Flattener:
         stored, untied = resolve_ties(self._shared, self._distinct)
         more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
         stored += more
-        specs = [LeafSpec(o.name, o.dtype, tuple(o.tensor.shape)) for o in stored]
+        specs = [
+            LeafSpec(o.name, o.dtype, tuple(o.tensor.shape) if o.look is None else o.look.shape)
+            for o in stored
+        ]
         sources = [o.tensor for o in stored]
+        looks = [o.look for o in stored]
         names = [o.name for o in stored]
         for held in self._held.values():
             for node in held.nodes:
@@ -225,7 +227,10 @@ class _Flattener:
             for spec, source in _blocks_of(held):
                 specs.append(spec)
                 sources.append(source)
-        return FlatState(tuple(specs), tuple(sources), tuple(names), tree, untied + more_untied)
+                looks.append(None)
+        return FlatState(
+            tuple(specs), tuple(sources), tuple(names), tree, untied + more_untied, tuple(looks)
+        )
 
     def _distinct(self, fqn: str) -> str:
         """Give a name no other tensor has; the first comer has the plain one."""
@@ -264,6 +269,9 @@ class _Flattener:
         return self._store(fqn, self._instead(fqn, value), "uint8", {TAG: None})
 
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
+        look = look_at(tensor)
+        if look is not None:  # by far the most
+            return self._store(fqn, tensor, look.dtype, {TAG: None}, look)
         try:
             dtype = plain_dtype(fqn, tensor)
         except UnsupportedLeafError:
@@ -328,9 +336,16 @@ class _Flattener:
         raw = as_bytes(np.frombuffer(value, dtype=np.uint8))
         return self._store(fqn, raw, "uint8", {TAG: type(value).__name__, "t": None})
 
-    def _store(self, fqn: str, tensor: torch.Tensor, dtype: str, node: dict[str, Any]) -> Json:
+    def _store(
+        self,
+        fqn: str,
+        tensor: torch.Tensor,
+        dtype: str,
+        node: dict[str, Any],
+        look: Look | None = None,
+    ) -> Json:
         occurrences = self._per_rank if self._in_ranks else self._shared
-        occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node))
+        occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node, look))
         return node
 
 

@@ -39,11 +39,10 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     Raises:
         TargetError: Tensors overlap in part, and were not saved so; or one has no memory.
     """
-    there = [(n, f.tensor) for n, f in enumerate(fills) if isinstance(f.tensor, torch.Tensor)]
-    found = spans_of([tensor for _, tensor in there], [tensor.nbytes for _, tensor in there])
-    if isinstance(found, int):
-        raise TargetError(f"cannot fill {fills[there[found][0]].name!r}: {WITHOUT_MEMORY}")
-    spans = sorted((*span, number) for span, (number, _) in zip(found, there, strict=True))
+    spans = [(*fill.span, number) for number, fill in enumerate(fills) if fill.span is not None]
+    if len(spans) < len(fills):
+        spans += _spans_of_others(fills)
+    spans.sort()
     # what is on the meta device has no memory yet: names that share some have one blank
     num_blanks = len(fills) - len(spans)
     blanks = {id(fill.tensor) for fill in fills if not isinstance(fill.tensor, torch.Tensor)}
@@ -52,6 +51,23 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     left_out = _doubles(fills, notes)
     _require_apart((span, fills[span[2]]) for span in spans if span[2] not in left_out)
     return [fill for number, fill in enumerate(fills) if number not in left_out]
+
+
+def _spans_of_others(fills: Sequence[Fill]) -> list[tuple[int, int, int]]:
+    """Give first byte, end and number of what matching did not give the span of; sorted by number.
+
+    Raises:
+        TargetError: One has no memory.
+    """
+    numbers, tensors = [], []
+    for number, fill in enumerate(fills):
+        if fill.span is None and isinstance(fill.tensor, torch.Tensor):
+            numbers.append(number)
+            tensors.append(fill.tensor)
+    found = spans_of(tensors, [tensor.nbytes for tensor in tensors])
+    if isinstance(found, int):
+        raise TargetError(f"cannot fill {fills[numbers[found]].name!r}: {WITHOUT_MEMORY}")
+    return [(*span, number) for span, number in zip(found, numbers, strict=True)]
 
 
 def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:

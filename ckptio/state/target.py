@@ -39,13 +39,13 @@ from ckptio.state.fills import (
     names_of,
     take_state,
 )
-from ckptio.state.fits import array_differs, find_tensor, other, shape_of
+from ckptio.state.fits import array_differs, find_plain, find_tensor, is_like, other, shape_of
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
+from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, members_of, take_member, updated
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters
-from ckptio.state.rebuild import Rebuilder, torch_dtype
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
 from ckptio.state.tree import indices_in, is_absent, is_ranks, names_kept, prune_at, sequence_in
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from ckptio.format.manifest import TensorEntry
+    from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
 
     Json = Any
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
 _DICTS = (dict, OrderedDict, Counter)
 _DICT_TAGS = (None, "dict", "odict", "counter")
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Matcher:
@@ -181,6 +181,10 @@ class Matcher:
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
+        if (fill := find_plain(self._tensors, fqn, node, target)) is not None:
+            self.match.num_filled += 1
+            self.match.fills.append(fill)
+            return lambda _: target
         found = self._find(node, shape_of(fqn, target), target.dtype)
         if isinstance(found, str):
             return self._mismatch(fqn, target, found)
@@ -234,15 +238,10 @@ class Matcher:
         if found := array_differs(target, node):
             return self._mismatch(fqn, target, found)
         check_array(fqn, target)
-        tensor, index = as_tensor(target), node["t"]
-        entry = self._tensors[index]
-        if (
-            tensor is not None
-            and entry.shape == target.shape
-            and torch_dtype(entry.dtype) == tensor.dtype
-        ):
+        tensor = as_tensor(target)
+        if tensor is not None and is_like(self._tensors[node["t"]], tensor):
             self.match.num_filled += 1
-            self.match.fills.append(Fill(index, tensor, name=fqn))
+            self.match.fills.append(Fill(node["t"], tensor, name=fqn))
             return lambda _: target
         assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
 
@@ -323,7 +322,7 @@ class Matcher:
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
-        if type(value) in _PLAIN_TENSORS and not is_ranks(node):
+        if type(value) in PLAIN_TENSORS and not is_ranks(node):
             return self._tensor(fqn, value, node)  # by far the most, and there are thousands
         if isinstance(value, (PerRank, Shard)):
             return self.merge(fqn, value, node)

@@ -24,7 +24,7 @@ from ckptio.format.encode import TAG
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ckptio.state.flatten import Occurrence
+    from ckptio.state.looks import Occurrence
 
 #: What is wrong with such a tensor.
 WITHOUT_MEMORY = "a tensor inside a transform of torch.func has no memory of its own"
@@ -47,13 +47,10 @@ def resolve_ties(
     Raises:
         UnsupportedLeafError: A tensor has no memory of its own.
     """
-    sizes = [o.tensor.nbytes for o in occurrences]
-    spans = spans_of([o.tensor for o in occurrences], sizes)
-    if isinstance(spans, int):
-        raise UnsupportedLeafError(
-            occurrences[spans].name, WITHOUT_MEMORY, "save it outside of the transform"
-        )
-    if not _any_shared(spans, sizes):
+    spans = [(0, 0) if o.look is None else o.look.span for o in occurrences]
+    others = [number for number, o in enumerate(occurrences) if o.look is None]
+    has_expanded = bool(others) and _measure(occurrences, others, spans)
+    if not has_expanded and not _any_shared(spans):
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
         return list(occurrences), ()
@@ -76,6 +73,33 @@ def resolve_ties(
     return stored, tuple(untied)
 
 
+def _measure(
+    occurrences: Sequence[Occurrence], others: Sequence[int], spans: list[tuple[int, int]]
+) -> bool:
+    """Find the spans of tensors that were not looked at yet.
+
+    Args:
+        occurrences: All tensors.
+        others: Numbers of those to measure.
+        spans: Takes what is found, at its number.
+
+    Returns:
+        Whether a tensor has less memory than bytes.
+
+    Raises:
+        UnsupportedLeafError: One has no memory of its own.
+    """
+    tensors = [occurrences[number].tensor for number in others]
+    sizes = [tensor.nbytes for tensor in tensors]
+    found = spans_of(tensors, sizes)
+    if isinstance(found, int):
+        name = occurrences[others[found]].name
+        raise UnsupportedLeafError(name, WITHOUT_MEMORY, "save it outside of the transform")
+    for number, span in zip(others, found, strict=True):
+        spans[number] = span
+    return any(stop - start < size for (start, stop), size in zip(found, sizes, strict=True))
+
+
 def _in_order(
     occurrences: Sequence[Occurrence], bases: Mapping[int, Occurrence]
 ) -> Iterator[Occurrence]:
@@ -84,12 +108,9 @@ def _in_order(
         yield bases.get(i, occurrence)
 
 
-def _any_shared(spans: Sequence[tuple[int, int]], sizes: Sequence[int]) -> bool:
-    """Whether any memory overlaps, or a tensor has less memory than bytes: mostly not."""
-    ordered = sorted(spans)
-    if any(a[1] > b[0] for a, b in itertools.pairwise(ordered)):
-        return True
-    return any(stop - start < size for (start, stop), size in zip(spans, sizes, strict=True))
+def _any_shared(spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether any memory overlaps: mostly not."""
+    return any(a[1] > b[0] for a, b in itertools.pairwise(sorted(spans)))
 
 
 def spans_of(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, int]] | int:

@@ -1,0 +1,114 @@
+"""Tests for the one look at plain tensors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ckptio.format.encode import TAG
+from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.state.fits import find_plain
+from ckptio.state.leaves import DTYPE_NAMES
+from ckptio.state.looks import look_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Tagged(torch.Tensor):
+    """A class of its own."""
+
+
+def _inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.ones(3, 2).t(),
+    "expanded": lambda: torch.ones(1).expand(4),
+    "conjugate of one element": lambda: torch.ones(1, dtype=torch.complex64).conj(),
+    "negative of one element": lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
+    "made in inference mode": _inferred,
+    "on the meta device": functools.partial(torch.empty, 3, device="meta"),
+    "of a class of its own": lambda: torch.ones(3).as_subclass(Tagged),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "of another library's layout": lambda: torch.ones(3, 3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:torch.quantize"
+)
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_is_not_plain_is_left_to_a_closer_look(make: Callable[[], torch.Tensor]) -> None:
+    assert look_at(make()) is None
+
+
+@pytest.mark.parametrize("make", [ODD[name] for name in list(ODD)[:7]], ids=list(ODD)[:7])
+def test_targets_that_are_not_plain_are_left_to_a_closer_look(
+    make: Callable[[], torch.Tensor],
+) -> None:
+    target = make()
+    assert find_plain(_entries(target), "x", {TAG: 0}, target) is None
+
+
+def test_a_tensor_without_memory_is_left_to_a_closer_look() -> None:
+    found = []
+
+    def looked(tensor: torch.Tensor) -> torch.Tensor:
+        found.append((look_at(tensor), find_plain(_entries(tensor), "x", {TAG: 0}, tensor)))
+        return tensor.sum()
+
+    torch.func.grad(looked)(torch.ones(3))
+    torch.func.functionalize(looked)(torch.ones(3))
+    assert found == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_a_look_tells_what_the_tensor_says(shape: tuple[int, ...]) -> None:
+    tensor = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    with torch.no_grad():
+        tensor.add_(1)
+    look = look_at(tensor)
+    assert look is not None
+    assert (look.dtype, look.shape, look.version) == ("bfloat16", shape, tensor._version)
+    assert look.span == (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def test_a_look_keeps_the_memory_of_a_tensor_that_moves() -> None:
+    tensor = torch.ones(1000)
+    look, before = look_at(tensor), weakref.ref(tensor.untyped_storage())
+    tensor.data = torch.zeros(1000)
+    assert look is not None
+    assert before() is look.storage
+
+
+@pytest.mark.parametrize(
+    "node",
+    [None, [0], {TAG: "np", "t": 0}, {TAG: "view", "t": 0}],
+    ids=["none", "list", "np", "view"],
+)
+def test_only_references_to_whole_tensors_are_plain(node: object) -> None:
+    target = torch.ones(3)
+    assert find_plain(_entries(target), "x", node, target) is None
+    assert find_plain(_entries(target), "x", {TAG: 0}, target) is not None
+
+
+def test_another_shape_or_element_type_is_not_plain() -> None:
+    target = torch.ones(3)
+    for other in (torch.ones(3, 1), torch.ones(4), torch.ones(3, dtype=torch.float64)):
+        assert find_plain(_entries(other), "x", {TAG: 0}, target) is None
+
+
+def _entries(tensor: torch.Tensor) -> tuple[TensorEntry, ...]:
+    """Give what a manifest has of a tensor."""
+    shape = tuple(tensor.shape)
+    return (TensorEntry("x", DTYPE_NAMES[tensor.dtype], shape, (Chunk(0, 0),)),)
