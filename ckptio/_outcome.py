@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -106,7 +105,12 @@ class Outcome(Generic[T]):
         """Give a future of the running loop that ends likewise. Cancelling it changes nothing."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        hand_over = functools.partial(_hand_over, self, future)
+
+        # not a partial: what is not in a deque is named, in an error that nobody sees, by its
+        # repr, and that of a partial has the result's (0.1 s for a manifest)
+        def hand_over() -> None:
+            _hand_over(self, future)
+
         future.add_done_callback(lambda _: self._drop(hand_over))
         self._calls.append(hand_over)
         if self._end is not None:

@@ -151,3 +151,26 @@ def test_a_handler_may_wait_for_whoever_tells() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+async def test_nobody_writes_a_result_out() -> None:
+    written: list[str] = []
+
+    class Large:
+        """What would take long to write out."""
+
+        def __repr__(self) -> str:
+            written.append("all of it")
+            return ""
+
+    result = Large()
+    outcome = Outcome[Large]()
+    early = outcome.wrapped()
+    cancelled = outcome.wrapped()
+    cancelled.cancel()
+    threading.Timer(0.01, outcome.set_result, [result]).start()
+    assert await early is result
+    assert await outcome.wrapped() is result
+    assert await asyncio.to_thread(outcome.result) is result
+    await asyncio.sleep(0)
+    assert not written
