@@ -25,6 +25,8 @@ _LOCAL = ("file", "local")
 _ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
 #: What `pathlib.Path` makes of a URL. It would be a directory called `s3:`, here.
 _SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
+#: Protocols of which nobody calls a directory. With others, `data//step-1` is a path.
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 def resolve_storage(
@@ -81,6 +83,11 @@ def local_path(path: PathLike) -> str:
         raise ConfigError(f"{path!r} was a URL: a path object drops one of its slashes; pass a str")
     if _SHORTENED.match(text) and _is_protocol(text.partition(":")[0]):
         raise ConfigError(f"{path!r} has one slash where a URL has two")
+    protocol, slashes, rest = text.partition("//")
+    if slashes and protocol in _BUCKETS:
+        raise ConfigError(
+            f"{path!r} has no colon: write {protocol}://{rest}, or for a directory ./{text}"
+        )
     if "://" not in text:
         return _rooted(os.path.expanduser(text))
     from fsspec.core import split_protocol  # noqa: PLC0415  # 50 ms that plain paths do not need

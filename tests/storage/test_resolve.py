@@ -52,6 +52,18 @@ def test_what_is_no_local_path_is_refused(path: Any) -> None:
         local_path(path)
 
 
+@pytest.mark.parametrize("path", ["s3//bucket/step-1", "gs//bucket", "s3:/bucket/step-1"])
+def test_a_url_with_something_missing_is_refused(path: str) -> None:
+    """It would be a directory here, and the run's only checkpoints on a disk that goes with it."""
+    with pytest.raises(ConfigError, match=r"colon: write|one slash"):
+        local_path(path)
+
+
+@pytest.mark.parametrize("path", ["data//step-1", "./s3//step-1", "s3/step-1", "//net/s3//step"])
+def test_a_doubled_slash_is_no_url(path: str) -> None:
+    assert local_path(path) == path
+
+
 def test_a_url_that_nobody_knows_is_refused(executor: Executor) -> None:
     """Its protocol is named; nothing is opened."""
     with pytest.raises(ConfigError, match="'nonesuch'"):
