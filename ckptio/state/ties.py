@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from ckptio.state.looks import Occurrence
 
 #: What is wrong with such a tensor.
-WITHOUT_MEMORY = "a tensor inside a transform of torch.func has no memory of its own"
+WITHOUT_MEMORY = (
+    "it has no memory: a transform of torch.func is under way, or its storage was freed, as FSDP"
+    " frees that of parameters between steps"
+)
 
 
 def resolve_ties(
@@ -94,7 +97,9 @@ def _measure(
     found = spans_of(tensors, sizes)
     if isinstance(found, int):
         name = occurrences[others[found]].name
-        raise UnsupportedLeafError(name, WITHOUT_MEMORY, "save it outside of the transform")
+        raise UnsupportedLeafError(
+            name, WITHOUT_MEMORY, "save it outside of that, or get_state_dict() of the module"
+        )
     for number, span in zip(others, found, strict=True):
         spans[number] = span
     return any(stop - start < size for (start, stop), size in zip(found, sizes, strict=True))

@@ -221,8 +221,16 @@ def test_a_tensor_inside_a_transform_is_refused(transform: Any) -> None:
     plain = torch.ones(2)
 
     def save(wrapped: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(UnsupportedLeafError, match="'b': a tensor inside a transform"):
+        with pytest.raises(UnsupportedLeafError, match="'b': it has no memory: a transform"):
             flatten({"a": plain, "b": wrapped})
         return wrapped.sum()
 
     transform(save)(torch.ones(3))
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    """As FSDP does with parameters between steps: they have a shape, and nothing else."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedLeafError, match=r"'b': it has no memory: .* freed, as FSDP"):
+        flatten({"a": torch.ones(2), "b": parameter})
