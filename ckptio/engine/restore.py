@@ -176,6 +176,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match
+    match.look_again()
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     if request.strict == "raise" and not match.agrees:
         hint = hint_for(match, _names_in(request.into))

@@ -61,7 +61,8 @@ class SourceState:
 
     Args:
         tensors: The caller's tensors, in the order of the plan. They, and the memory that they
-            have now, are referred to until `drop`, so that none is reused under a copy.
+            have now or had when they were looked at, are referred to until `drop`, so that none
+            is reused under a copy.
         streams: What orders copies behind the caller's work on its devices, if any.
         known: What is known of each tensor already; of none if empty.
     """
@@ -87,7 +88,7 @@ class SourceState:
         self._moved: int | None = None
 
     def changed(self) -> int | None:
-        """Say which tensor was written to, or moved, since this was made, the first of them.
+        """Say which tensor was written to, or moved, since it was looked at, the first of them.
 
         By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
         or a kernel of one's own, what inference mode makes, and the parameters of a fused

@@ -117,6 +117,16 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         tensor = self.tensor.local() if isinstance(self.tensor, Blank) else self.tensor
         return tensor if self.block is None else self.block.view(tensor)
 
+    def checked(self) -> Fill:
+        """Give the same, without the span if that is not where the tensor's memory is any more."""
+        if self.span is None or not isinstance(self.tensor, torch.Tensor):
+            return self
+        start, stop = self.span
+        is_there = self.tensor.data_ptr() == start and self.tensor.nbytes == stop - start
+        if is_there and self.tensor.is_contiguous():
+            return self
+        return msgspec.structs.replace(self, span=None)
+
     @torch.no_grad()
     def copy_from(self, base: torch.Tensor) -> None:
         """Fill it from the whole stored tensor that its view is a part of."""
@@ -141,6 +151,8 @@ class Match:
         num_filled: Tensors of the target that are filled, or take nothing since this rank
             holds no element of them.
         num_values: Values taken from the checkpoint that are not filled in place.
+        num_before: How many `fills` there were when a program's `state_dict()` ran last, which
+            may have moved tensors of them.
     """
 
     fills: list[Fill] = field(default_factory=list)
@@ -152,6 +164,7 @@ class Match:
     mismatched: list[str] = field(default_factory=list)
     num_filled: int = 0
     num_values: int = 0
+    num_before: int = 0
 
     @property
     def num_taken(self) -> int:
@@ -162,6 +175,11 @@ class Match:
     def agrees(self) -> bool:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
+
+    def look_again(self) -> None:
+        """Forget the spans of what was moved meanwhile, once all is matched."""
+        before = self.fills[: self.num_before]
+        self.fills[: self.num_before] = [fill.checked() for fill in before]
 
     def forgive_tied(self, template: Mapping[str, Any]) -> None:
         """Strike what is missing but is the same memory as what is filled.

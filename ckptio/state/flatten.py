@@ -178,6 +178,8 @@ class _Flattener:
         self._held: dict[Hashable, _Held] = {}
         self._describer = Describer()
         self._names: set[str] = {_RESERVED_NAME}
+        #: How many of `_shared` and `_per_rank` there were when a program's code last ran.
+        self._num_before = 0, 0
 
     def flatten(self, state: Any) -> FlatState:
         """Walk over the state. Once."""
@@ -210,6 +212,10 @@ class _Flattener:
         What is kept for each rank is tied with its like alone: the name that a tensor is
         stored under has to be the same on all ranks.
         """
+        # a `state_dict()` may have written to, or moved, what was looked at before
+        shared, per_rank = self._num_before
+        for occurrence in (*self._shared[:shared], *self._per_rank[:per_rank]):
+            occurrence.look_again()
         stored, untied = resolve_ties(self._shared, self._distinct)
         more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
         stored += more
@@ -256,7 +262,9 @@ class _Flattener:
         if isinstance(value, np.generic):
             return encode_scalar(fqn, value)
         if is_stateful(value):
-            return self._encoder.encode(fqn, value.state_dict())
+            state = value.state_dict()
+            self._num_before = len(self._shared), len(self._per_rank)
+            return self._encoder.encode(fqn, state)
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         return self._refuse(
             fqn, value, f"a value of type {name} has no portable form", way_out_of(value)

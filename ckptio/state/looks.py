@@ -52,6 +52,12 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
     node: dict[str, Any]
     look: Look | None = None
 
+    def look_again(self) -> None:
+        """Forget what was seen before, if anything was."""
+        if self.look is not None:
+            look = look_at(self.tensor)
+            self.look = look if look is not None and look.dtype == self.dtype else None
+
 
 def look_at(tensor: torch.Tensor) -> Look | None:
     """Look at a tensor; `None` for one that is to be looked at closely.

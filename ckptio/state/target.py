@@ -262,6 +262,7 @@ class Matcher:
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
         template = target.state_dict()
+        self.match.num_before = len(self.match.fills)
         assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
         if is_module:
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})

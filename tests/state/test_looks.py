@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from ckptio import PerRank, sync
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.state.fits import find_plain
@@ -17,6 +18,7 @@ from ckptio.state.looks import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 class Tagged(torch.Tensor):
@@ -106,6 +108,51 @@ def test_another_shape_or_element_type_is_not_plain() -> None:
     target = torch.ones(3)
     for other in (torch.ones(3, 1), torch.ones(4), torch.ones(3, dtype=torch.float64)):
         assert find_plain(_entries(other), "x", {TAG: 0}, target) is None
+
+
+class Restless:
+    """Does something to a tensor whenever it is asked for its state."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do = do
+
+    def state_dict(self) -> dict[str, Any]:
+        self._do()
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it."""
+
+
+def _write(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def _move(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.clone()
+
+
+def _turn(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+def _share(tensor: torch.Tensor) -> None:
+    tensor.share_memory_()
+
+
+@pytest.mark.parametrize("do", [_write, _move, _turn, _share])
+@pytest.mark.parametrize("wrap", [lambda value: value, PerRank], ids=["shared", "per rank"])
+def test_a_state_dict_may_change_what_was_looked_at(
+    do: Callable[[torch.Tensor], None], wrap: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """It runs while the state is taken apart, so what it leaves is the state."""
+    tensor = torch.arange(4.0).view(2, 2)
+    sync.save({"a": wrap(tensor), "b": Restless(lambda: do(tensor))}, tmp_path / "c")
+    assert torch.equal(sync.load(tmp_path / "c")["a"], tensor)
+
+    target = torch.zeros(2, 2)
+    sync.load(tmp_path / "c", into={"a": wrap(target), "b": Restless(lambda: do(target))})
+    assert torch.equal(target, tensor)
 
 
 def _entries(tensor: torch.Tensor) -> tuple[TensorEntry, ...]:
