@@ -27,6 +27,7 @@ from ckptio.events import ReadProgressed
 from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -783,6 +784,25 @@ def test_a_load_is_refused_where_torch_makes_no_memory(engine: sync.Engine, tmp_
         with pytest.raises(TargetError, match="'FakeTensor' may hold its data elsewhere"):
             engine.load(tmp_path / "c", into={"w": torch.zeros(3)}, select="w")
     assert_same(engine.load(tmp_path / "c", select="w"), {"w": torch.ones(3)})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "not dense memory"),
+        (lambda: torch.eye(3).to_sparse_csr(), "not dense memory"),
+        (lambda: torch.eye(3).to_mkldnn(), "not dense memory"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3)] * 3), "nested tensor has no one shape"),
+    ],
+    ids=["sparse", "sparse rows", "another library's", "nested"],
+)
+def test_a_target_that_is_not_dense_is_refused(
+    engine: sync.Engine, tmp_path: Path, make: Callable[[], torch.Tensor], problem: str
+) -> None:
+    engine.save({"a": torch.ones(3, 3)}, tmp_path / "c")
+    with pytest.raises(TargetError, match=f"'a': .*{problem}"):
+        engine.load(tmp_path / "c", into={"a": make()})
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])

@@ -18,6 +18,7 @@ from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES, as_integers
+from ckptio.state.looks import plain_span
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 
@@ -277,9 +278,8 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     Raises:
         TargetError: With the reason.
     """
-    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.dtype in DTYPE_NAMES
-    if plain and target.is_cpu and target.is_contiguous() and not target.is_inference():
-        return  # by far the most, and there are thousands
+    if plain_span(target) is not None and target.dtype in DTYPE_NAMES:
+        return  # most blocks of tensors that are held in parts, and there are thousands
     if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
         raise TargetError(
             f"cannot fill {fqn!r}: {target.layout} {target.dtype} is not dense memory"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.state.fills import Fill
 from ckptio.state.leaves import TORCH_DTYPES, is_convertible
-from ckptio.state.looks import PLAIN_TENSORS
+from ckptio.state.looks import plain_span
 from ckptio.state.rebuild import check_view, torch_dtype
 from ckptio.state.tree import tensor_index
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-    import torch
 
     from ckptio.format.manifest import TensorEntry
 
@@ -40,23 +40,12 @@ def find_plain(
         target: A tensor of the target.
     """
     index = node.get(TAG) if type(node) is dict else None
-    if type(index) is not int or type(target) not in PLAIN_TENSORS:
+    if type(index) is not int or (span := plain_span(target)) is None:
         return None
     entry = entries[index]
     if target.shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
-    if not target.is_cpu or not target.is_contiguous():
-        return None
-    if target.is_inference() or target.is_conj() or target.is_neg():
-        return None
-    try:
-        start = target.data_ptr()
-    except RuntimeError:  # torch.func wraps tensors while a transform runs
-        return None
-    nbytes = target.nbytes
-    if nbytes and not start:  # what is to be made functional has no memory
-        return None
-    return Fill(index, target, None, None, fqn, (start, start + nbytes))
+    return Fill(index, target, None, None, fqn, span)
 
 
 def find_tensor(
@@ -121,4 +110,6 @@ def shape_of(fqn: str, target: torch.Tensor) -> tuple[int, ...]:
             f"cannot fill {fqn!r}: a lazy module's parameter has no shape yet; run the module once"
             " first, or give what load() returns to its load_state_dict()"
         )
+    if target.is_nested and target.layout is torch.strided:
+        raise TargetError(f"cannot fill {fqn!r}: a nested tensor has no one shape; pass its parts")
     return target.shape

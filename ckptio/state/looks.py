@@ -59,24 +59,30 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
             self.look = look if look is not None and look.dtype == self.dtype else None
 
 
-def look_at(tensor: torch.Tensor) -> Look | None:
-    """Look at a tensor; `None` for one that is to be looked at closely.
+def plain_span(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Give first byte and end of what one memmove copies; `None` for one to look at closely.
 
-    That is one on a device, with strides, of a class of its own, made in inference mode, or
-    whose memory does not hold the values themselves.
+    That is one on a device, with gaps or another order, of a class of its own, made in inference
+    mode, or whose memory does not hold the values themselves.
     """
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
         return None
-    dtype = DTYPE_NAMES.get(tensor.dtype)
-    if dtype is None or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_nested:
         return None
     try:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        start, nbytes, shape = tensor.data_ptr(), tensor.nbytes, tuple(tensor.shape)
-        version = tensor._version  # noqa: SLF001  # the one way
-    except RuntimeError:
-        return None  # nested, made in inference mode, or wrapped by a transform of torch.func
-    if nbytes and not start:  # what is to be made functional has no memory
+        start, nbytes = tensor.data_ptr(), tensor.nbytes
+    except RuntimeError:  # wrapped by a transform of torch.func
         return None
-    return Look(dtype, shape, (start, start + nbytes), version, tensor.untyped_storage())
+    # what is to be made functional has no memory
+    return (start, start + nbytes) if start or not nbytes else None
+
+
+def look_at(tensor: torch.Tensor) -> Look | None:
+    """Look at a tensor; `None` for one without `plain_span`, or of elements that are not stored."""
+    span, dtype = plain_span(tensor), DTYPE_NAMES.get(tensor.dtype)
+    if span is None or dtype is None:
+        return None
+    version = tensor._version  # noqa: SLF001  # the one way
+    return Look(dtype, tuple(tensor.shape), span, version, tensor.untyped_storage())

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: What is wrong with such a tensor.
 WITHOUT_MEMORY = (
-    "it has no memory: a transform of torch.func is under way, or its storage was freed, as FSDP"
-    " frees that of parameters between steps"
+    "it has no memory: a transform of torch.func is under way, or its storage was resized to"
+    " nothing"
 )
 
 
@@ -97,9 +97,7 @@ def _measure(
     found = spans_of(tensors, sizes)
     if isinstance(found, int):
         name = occurrences[others[found]].name
-        raise UnsupportedLeafError(
-            name, WITHOUT_MEMORY, "save it outside of that, or get_state_dict() of the module"
-        )
+        raise UnsupportedLeafError(name, WITHOUT_MEMORY, "save it where it has")
     for number, span in zip(others, found, strict=True):
         spans[number] = span
     return any(stop - start < size for (start, stop), size in zip(found, sizes, strict=True))
