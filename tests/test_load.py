@@ -27,8 +27,7 @@ from ckptio.events import ReadProgressed
 from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptio.events import Event
