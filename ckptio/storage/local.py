@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
+#: What files of torch.save are usually called.
+_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 #: Entries of a directory that are looked at for what is below it.
 _MAX_LOOKED_AT = 1000
 
@@ -290,8 +292,14 @@ def _hint(path: str) -> str:
     """Say what is at a path that has no manifest."""
     if not os.path.lexists(path):
         return "there is nothing here"
+    hint = "there is no committed checkpoint here"
+    files: list[str] = []
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         for entry in itertools.islice(entries, _MAX_LOOKED_AT):
             if entry.is_dir() and os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
-                return f"there is no committed checkpoint here, but below, as {entry.name!r}"
-    return "there is no committed checkpoint here"
+                return f"{hint}, but below, as {entry.name!r}"
+            if entry.name.endswith(_TORCH_SUFFIXES):
+                files.append(entry.name)
+    if files:
+        return f"{hint}; what torch.save wrote is loaded file by file, as {min(files)!r}"
+    return hint

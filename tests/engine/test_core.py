@@ -485,10 +485,19 @@ def test_devices_are_waited_for_though_one_has_failed() -> None:
 
 
 async def test_an_error_says_what_is_at_a_path_without_a_checkpoint(tmp_path: Path) -> None:
-    """Nothing, something else, or a run with checkpoints below."""
-    (tmp_path / "else").mkdir()
+    """Nothing, something else, files of torch.save, or a run with checkpoints below."""
+    said = {
+        "none": "there is nothing here",
+        "else": r"there is no committed checkpoint here: ",
+        "files": "loaded file by file, as 'model_0.pt'",
+        "run": "but below, as 'step-1'",
+    }
+    for name in ("else", "files"):
+        (tmp_path / name).mkdir()
+    for name in ("step_0.pt", "model_0.pt", "notes.txt"):
+        torch.save({}, tmp_path / "files" / name)
     async with ckptio.Engine(SMALL) as engine:
         await engine.save({"t": torch.ones(3)}, tmp_path / "run" / "step-1")
-        for name, text in (("none", "nothing here"), ("else", "here"), ("run", "as 'step-1'")):
+        for name, text in said.items():
             with pytest.raises(CheckpointNotFoundError, match=text):
                 await engine.load(tmp_path / name)
