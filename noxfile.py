@@ -108,5 +108,5 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure against the peers; arguments name cases. Writes bench/results."""
-    install(session, "bench")
+    install(session, "bench", "peers")
     session.run("python", "-m", "bench", *session.posargs)

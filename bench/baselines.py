@@ -35,7 +35,8 @@ class Peer(Protocol):
     """Another way to save and load.
 
     Attributes:
-        name: As the tables have it.
+        name: As the tables have it, for a save.
+        load_name: The same for a load.
         missing: Why it cannot be used here; empty if it can.
         is_slow: Measured in fewer rounds.
         is_best: Its settings are its best, or as good as any.
@@ -43,6 +44,9 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str: ...  # noqa: D102  # documented by the class
+
+    @property
+    def load_name(self) -> str: ...  # noqa: D102  # as above
 
     @property
     def missing(self) -> str: ...  # noqa: D102  # as above
@@ -319,10 +323,7 @@ def savers(*, is_durable: bool) -> list[Peer]:
     ]
 
 
-Loader = SafetensorsPeer | TorchPeer | DcpPeer
-
-
-def loaders() -> list[Loader]:
+def loaders() -> list[Peer]:
     """Give the peers that a load into given tensors is compared with."""
     return [
         SafetensorsPeer(),

@@ -24,14 +24,14 @@ from ckptio import CheckpointConfig, Engine
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from bench.baselines import Loader
+    from bench.baselines import Peer
     from bench.states import State
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _CKPTIO = "ckptio"
-_PEERS: Mapping[str, Loader] = {
+_PEERS: Mapping[str, Peer] = {
     "safetensors save_file; safe_open": SafetensorsPeer(),
     "torch.save; torch.load(mmap=True)": TorchPeer(),
     "torch.save; torch.load()": TorchPeer(has_mmap=False),
@@ -168,7 +168,7 @@ async def _measure_ckptio(order: Order, state: State, path: str) -> dict[str, fl
     return figures
 
 
-async def _measure_peer(peer: Loader, state: State, path: str) -> dict[str, float]:
+async def _measure_peer(peer: Peer, state: State, path: str) -> dict[str, float]:
     proof = Proof.of(state)
 
     async def save() -> None:

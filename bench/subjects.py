@@ -16,7 +16,7 @@ from ckptio import CheckpointConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.baselines import Loader, Peer
+    from bench.baselines import Peer
     from bench.harness import Bench, Figures, Kind, Step
     from bench.states import State
     from ckptio import Engine
@@ -144,7 +144,7 @@ class Loads:
         peers: What to compare with.
     """
 
-    def __init__(self, bench: Bench, target: State, peers: Sequence[Loader]) -> None:
+    def __init__(self, bench: Bench, target: State, peers: Sequence[Peer]) -> None:
         self.target = target
         self.nbytes = state_nbytes(target)
         self._bench = bench
@@ -168,7 +168,7 @@ class Loads:
         with open(self._raw_file, "wb") as file:
             file.writelines(as_bytes(tensor).numpy().data for tensor in self.target.values())
 
-    def _path(self, peer: Loader) -> str:
+    def _path(self, peer: Peer) -> str:
         return os.path.join(self._bench.directory, f"load-{type(peer).__name__}")
 
     def subjects(self, engine: Engine, *, is_cold: bool) -> list[Subject]:
@@ -201,7 +201,7 @@ class Loads:
         name = "ckptio, the file of safetensors"
         return [self._load(name, path, load, is_cold=is_cold, kind="ckptio")] if path else []
 
-    def _peer(self, peer: Loader, *, is_cold: bool) -> Subject:
+    def _peer(self, peer: Peer, *, is_cold: bool) -> Subject:
         path = self._path(peer)
 
         async def load() -> None:

@@ -31,6 +31,10 @@ _TIMEOUT_S = 600
 #: Why a subject may have no figures here.
 _EXCUSES = (
     "safetensors is not installed",
+    "orbax-checkpoint is not installed",
+    "runai-model-streamer is not installed",
+    "torch_checkpointing is not installed",
+    "torchsnapshot is not installed",
     "s3torchconnector",
     "multi-storage-client is not installed",
     "failed: RuntimeError: S3Exception: Client error",  # s3torchconnector's, with Ceph 16

@@ -7,6 +7,7 @@ from bench.cases.local import save_local
 from bench.cases.loop import loop_lag
 from bench.cases.manifest import manifest_open
 from bench.cases.memory import memory
+from bench.cases.others import other_peers
 from bench.cases.ranks import load_ranks, save_ranks
 from bench.cases.reshard import replicated_load, reshard
 from bench.cases.s3 import load_s3, partial_s3, save_s3
@@ -27,6 +28,7 @@ CASES = (
     loop_lag,
     train_slowdown,
     memory,
+    other_peers,
     save_ranks,
     load_ranks,
     reshard,

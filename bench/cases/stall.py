@@ -45,7 +45,7 @@ async def stall(bench: Bench) -> None:
     async with Engine(config) as engine:
         await engine.prewarm()
         subjects = [
-            _ckptio(saves, engine),
+            ckptio_async(saves, engine),
             *(_dcp(saves, way) for way in asyncs),
             *(_copy(saves, num_threads) for num_threads in (1, 2)),
             _clone(saves),
@@ -62,7 +62,7 @@ async def stall(bench: Bench) -> None:
             stager.close()
 
 
-def _changed(saves: Saves) -> Callable[[], None]:
+def changed(saves: Saves) -> Callable[[], None]:
     """Change a tensor that the check looks at; gives what undoes it."""
     name = saves.names[0]
     tensor = saves.state[name]
@@ -75,14 +75,16 @@ def _changed(saves: Saves) -> Callable[[], None]:
     return undo
 
 
-def _ckptio(saves: Saves, engine: Engine) -> Subject:
+def ckptio_async(saves: Saves, engine: Engine) -> Subject:
+    """Save with an engine; its stall ends when the state may change."""
+
     async def run() -> Figures:
         figures: dict[str, float] = {}
         clock = Clock()
         handle = engine.save(saves.state, saves.path)
         await handle.staged
         figures[STALL.key] = clock.elapsed_s()
-        undo = _changed(saves)
+        undo = changed(saves)
         await handle
         figures[COMMIT.key] = clock.elapsed_s()
         undo()
@@ -101,7 +103,7 @@ def _dcp(saves: Saves, way: DcpAsync) -> Subject:
             clock = Clock()
             future = way.start(saves.state, saves.path)
             figures[STALL.key] = clock.elapsed_s()
-            undo = _changed(saves)
+            undo = changed(saves)
             await asyncio.wrap_future(future)
             figures[COMMIT.key] = clock.elapsed_s()
         undo()
