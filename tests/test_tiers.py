@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from ckptio.testing.faults import Operation
 
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -305,6 +308,57 @@ def test_between_directories_a_crash_anywhere_is_made_up_for(
         if not died:
             break
     assert seen == {(False, False), (True, False), (True, True)}
+
+
+class FailsToSync(RecordingFiles):
+    """A disk that says of one data file, `number` in the order of syncs, that it is not written.
+
+    It says so once, and takes its pages for clean from then on; they read back well.
+    """
+
+    def __init__(self, far: Path, number: int) -> None:
+        super().__init__(self._look)
+        self.lost = ""
+        self._far = str(far)
+        self._num_left = number
+
+    def _look(self, operation: Operation) -> None:
+        path = operation.path
+        if (operation.kind, os.path.splitext(path)[1]) != ("fsync", ".safetensors"):
+            return
+        if os.path.dirname(path) == self._far:
+            self._num_left -= 1
+            if self._num_left == -1:
+                self.lost = path
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_file_that_was_not_synced_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """Neither one that was just written nor one that an earlier copy had brought."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+
+    async def scenario(files: RecordingFiles) -> None:
+        async with engine_on(FilesCore(COARSE, None, files)) as engine:
+            if near.exists():
+                await engine.finish_copies(near)
+            else:
+                await engine.save(NEW, near, then=far).durable
+
+    for number, kind in ((1, "create"), (0, "open")):
+        files = FailsToSync(far, number)
+        with pytest.raises(StorageError, match="Input/output"):
+            asyncio.run(scenario(files))
+        assert files.lost not in ("", *map(str, far.iterdir()))
+        last = [
+            op.kind
+            for op in files.operations
+            if op.path == files.lost and op.kind in ("create", "open")
+        ]
+        assert last[-1] == kind
+    again = RecordingFiles()
+    asyncio.run(scenario(again))
+    assert ("create", os.path.basename(files.lost)) in again.kinds("create")
+    assert_same(sync.load(far, config=COARSE), NEW)
 
 
 def is_committed(directory: Path, state: dict[str, torch.Tensor]) -> bool:

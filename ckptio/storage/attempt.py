@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
 
-_NOT_TO_BE_SYNCED = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
-)
+_NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_TO_BE_SYNCED = (*_NO_RIGHT, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 NEW_MANIFEST_PREFIX = ".manifest-"
 
 
@@ -222,19 +220,26 @@ class LocalAttempt:
         replaced = self._give_name(new, target)
         try:
             self._sync_dir(self._directory)
-        except OSError:
+        except OSError as error:
             self._published = True  # until it is undone: its data files must stay
-            if os.stat(target, follow_symlinks=False).st_ino != self._manifest_inode:
-                raise  # another save has replaced it since, by exchange; theirs stands
-            if not replaced:
-                self._files.unlink(target)
-            elif replaced == new:
-                self._files.exchange(new, target)
-            else:
-                self._files.replace(replaced, target)
-            self._published = False
+            try:
+                self._take_back(new, target, replaced)
+            except OSError:
+                raise OSError(error.errno, f"{error.strerror}; but it may stand") from error
             raise
         return replaced
+
+    def _take_back(self, new: str, target: str, replaced: str) -> None:
+        """Take a manifest's name away again; see `_publish`."""
+        if os.stat(target, follow_symlinks=False).st_ino != self._manifest_inode:
+            return  # another save has replaced it since, by exchange; theirs stands
+        if not replaced:
+            self._files.unlink(target)
+        elif replaced == new:
+            self._files.exchange(new, target)
+        else:
+            self._files.replace(replaced, target)
+        self._published = False
 
     def _give_name(self, new: str, target: str) -> str:
         """Make the manifest visible; see `_publish`."""
@@ -287,9 +292,8 @@ class LocalAttempt:
         """
         parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
         above = [os.path.dirname(self._directory), *parents]
-        above += young_parents(above[-1])
         ours = {self._directory, *parents}
-        for directory in dict.fromkeys((self._directory, *above)):
+        for directory in dict.fromkeys((self._directory, *above, *young_parents(above[-1]))):
             try:
                 self._sync_dir(directory)
             except OSError as error:

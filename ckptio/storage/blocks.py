@@ -59,11 +59,21 @@ def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfi
             if os.fstat(fd).st_size != nbytes:
                 raise OSError(errno.ESTALE, f"it does not have {nbytes} bytes any more")
             if config.durability != "none":
-                files.fsync(fd)
+                _sync_or_remove(files, fd, path)
         finally:
             files.close(fd)
     except OSError as error:
         raise storage_error(error, path, "cannot take a data file over") from error
+
+
+def _sync_or_remove(files: PosixFiles, fd: int, path: str) -> None:
+    """Sync a file; remove it if that fails, as the next sync would say nothing of it."""
+    try:
+        files.fsync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error counts
+            files.unlink(path)
+        raise
 
 
 def write_file(files: PosixFiles, path: str, data: bytes, config: CheckpointConfig) -> None:
@@ -119,6 +129,7 @@ class BlockWriter:
         self._direct = config.direct_io == "auto"
         self._window: deque[tuple[int, int]] = deque()
         self._window_nbytes = 0
+        self._is_spoiled = False
 
     def pwrite(self, offset: int, data: memoryview) -> None:
         """Write `data` at `offset`; see `streams.Sink`."""
@@ -130,6 +141,7 @@ class BlockWriter:
             if self._config.durability != "none":
                 self._push_out(offset, len(data))
         except OSError as error:
+            self._is_spoiled = self._fd >= 0  # or else its name was another's
             raise storage_error(error, self._path, f"cannot write at byte {offset}") from error
 
     def close(self) -> None:
@@ -146,6 +158,7 @@ class BlockWriter:
             finally:
                 self._files.close(fd)
         except OSError as error:
+            self._is_spoiled = True
             raise storage_error(error, self._path, "cannot finish the file") from error
 
     def _cut_off(self, fd: int) -> None:
@@ -153,11 +166,19 @@ class BlockWriter:
         self._files.truncate(fd, self._nbytes)
 
     def discard(self) -> None:
-        """Close without finishing: the file is about to be removed."""
+        """Close without finishing; remove a file that the system failed to write or sync.
+
+        It says so once, and takes the pages for clean from then on: whoever found the file later
+        would read them, sync it with success, and lose them to a power cut.
+        """
         with self._lock:
             fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._files.close(fd)
+        try:
+            if fd >= 0:
+                self._files.close(fd)
+        finally:
+            if self._is_spoiled:
+                self._files.unlink(self._path)
 
     def _open(self) -> None:
         """Make the file, at the first write of any thread."""

@@ -262,7 +262,12 @@ def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
         nbytes = os.fstat(fd).st_size
         if nbytes > limit_nbytes:
             raise OSError(errno.EFBIG, f"{nbytes} bytes and at most {limit_nbytes} taken", path)
-        return os.pread(fd, nbytes, 0)
+        parts: list[bytes] = []
+        while (done := sum(map(len, parts))) < nbytes:
+            parts.append(os.pread(fd, nbytes - done, done))
+            if not parts[-1]:
+                break  # it was cut off meanwhile: whoever decodes it says so
+        return b"".join(parts)
     finally:
         files.close(fd)
 

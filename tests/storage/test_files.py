@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio.storage.files import MAX_TRIES, PosixFiles, make_dirs
+from ckptio.storage.files import MAX_TRIES, PosixFiles, make_dirs, read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,3 +42,15 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         make_dirs(PosixFiles(), f"{tmp_path}/file", 0o700, [])
     with pytest.raises(NotADirectoryError):
         make_dirs(PosixFiles(), f"{tmp_path}/file/c", 0o700, [])
+
+
+def test_a_file_that_comes_in_pieces_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some mounts give less than was asked for; a file that was cut off ends where it does."""
+    (tmp_path / "f").write_bytes(bytes(range(100)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 7), at))
+    assert read_regular(PosixFiles(), str(tmp_path / "f"), 100) == bytes(range(100))
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: pread(fd, min(nbytes, 50 - at), at))
+    assert read_regular(PosixFiles(), str(tmp_path / "f"), 100) == bytes(range(50))

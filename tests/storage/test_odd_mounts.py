@@ -155,3 +155,39 @@ def test_a_working_directory_that_is_gone_is_named(
     with pytest.raises(ConfigError, match="working directory, which is gone"):
         ckptio.sync.save(STATE, "c", config=SMALL)
     ckptio.sync.save(STATE, tmp_path / "c", config=SMALL)
+
+
+class BrokenDisk(RecordingFiles):
+    """Takes the name of a manifest, and nothing afterwards."""
+
+    def fsync_dir(self, path: str) -> None:
+        if self.kinds("exchange", "publish"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync_dir(path)
+
+    def exchange(self, path: str, other: str) -> bool:
+        self._break()
+        return super().exchange(path, other)
+
+    def unlink(self, path: str) -> None:
+        self._break()
+        super().unlink(path)
+
+    def _break(self) -> None:
+        if self.kinds("exchange", "publish"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_cannot_be_undone_says_that_it_may_stand(
+    tmp_path: Path, *, overwrite: bool
+) -> None:
+    """With the error that came first; what is there loads, whichever it is."""
+    if overwrite:
+        ckptio.sync.save(filled_state([5000], 4), tmp_path / "c", config=SMALL)
+    with (
+        engine_with(BrokenDisk()) as engine,
+        pytest.raises(StorageError, match=r"Input/output error; but it may stand"),
+    ):
+        engine.save(STATE, tmp_path / "c", overwrite=overwrite)
+    assert_same(ckptio.sync.load(tmp_path / "c"), STATE)
