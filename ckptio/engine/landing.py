@@ -137,6 +137,7 @@ async def bring(
         return await run_unless_cancelled(
             context.readers, check_and_land, segment, slab, source, reading, pending, keep=keep
         )
+    damage: list[CorruptionError] = []
     try:
         with slab.view[: segment.nbytes] as room:
             await source.read_into(segment.start, room)
@@ -151,7 +152,7 @@ async def bring(
             work = _Work(segment, reading, pending)
             damage = await run_unless_cancelled(context.copiers, work.check_some, slab, again)
     except CorruptionError as error:
-        return [error]
+        return damage or [error]
     return damage
 
 
