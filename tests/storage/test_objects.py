@@ -244,6 +244,31 @@ def test_a_load_survives_a_fault_of_any_request(kind: FaultKind, times: int) -> 
     run_virtual(scenario(), seed=0)
 
 
+def test_damage_is_told_though_it_cannot_be_read_again() -> None:
+    """The first read found which blocks are damaged; that the rest is gone since says less."""
+    seen: set[str] = set()
+
+    def corrupt_then_cut(request: Operation) -> FaultKind | None:
+        if request.kind != "get_into":
+            return None
+        if request.path in seen:
+            bucket.put(request.path, bytes(100))
+        seen.add(request.path)
+        return "corrupted"
+
+    async def scenario() -> None:
+        await save(bucket, OLD)  # one block
+        store = MemoryStore(bucket, fault=corrupt_then_cut)
+        async with inline_engine({"c": object_storage(store, config=CONFIG)}, CONFIG) as engine:
+            report = await engine.verify("c")
+        assert seen
+        (damage,) = report.damage
+        assert damage.problem.startswith("checksum ")
+
+    bucket = MemoryBucket()
+    run_virtual(scenario(), seed=0)
+
+
 @TRAITS
 @FRESH
 @SEED
