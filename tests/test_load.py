@@ -22,6 +22,7 @@ from ckptio.errors import (
     CorruptionError,
     MismatchError,
     TargetError,
+    UnsupportedLeafError,
 )
 from ckptio.events import ReadProgressed
 from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
@@ -770,6 +771,17 @@ def test_numbers_of_numpy_are_indices(
     assert_same(found, state["float32"][3, 1:3])
 
 
+def test_ties_are_refused_where_torch_makes_no_memory(engine: sync.Engine, tmp_path: Path) -> None:
+    """Their common memory would be a tensor of that mode; what is apart is saved."""
+    base = torch.arange(10.0)
+    tied, apart = {"a": base[:6], "b": base[4:]}, {"a": base[:4], "b": base[4:]}
+    with FakeTensorMode():
+        with pytest.raises(UnsupportedLeafError, match=r"'a': .* a FakeTensor .* save outside"):
+            engine.save(tied, tmp_path / "c")
+        engine.save(apart, tmp_path / "c")
+    assert_same(engine.load(tmp_path / "c"), apart)
+
+
 def test_a_load_is_refused_where_torch_makes_no_memory(engine: sync.Engine, tmp_path: Path) -> None:
     """Under a FakeTensorMode: with an error of ours, before anything is read."""
     engine.save({"w": torch.ones(3), "n": np.ones(2), "b": bytes(2000)}, tmp_path / "c")
@@ -804,6 +816,18 @@ def test_a_target_that_is_not_dense_is_refused(
         engine.load(tmp_path / "c", into={"a": make()})
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_target_with_less_memory_than_elements_is_refused(
+    engine: sync.Engine, tmp_path: Path, *, is_strided: bool
+) -> None:
+    """What lies behind it is somebody else's."""
+    engine.save({"a": torch.ones(300, 300)}, tmp_path / "c")
+    target = torch.zeros(300, 300).t() if is_strided else torch.zeros(300, 300)
+    target.untyped_storage().resize_(4096)
+    with pytest.raises(TargetError, match=r"'a': it has no memory of that size: .* resized"):
+        engine.load(tmp_path / "c", into={"a": target})
+
+
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
 def test_a_target_inside_a_transform_is_refused(
     engine: sync.Engine, tmp_path: Path, transform: Any
@@ -813,7 +837,7 @@ def test_a_target_inside_a_transform_is_refused(
     plain = torch.zeros(3)
 
     def load(wrapped: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(TargetError, match="'b': it has no memory: a transform"):
+        with pytest.raises(TargetError, match="'b': it has no memory of that size: a tr"):
             engine.load(tmp_path / "c", into={"a": plain, "b": wrapped})
         return wrapped.sum()
 

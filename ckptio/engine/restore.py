@@ -176,7 +176,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match
-    match.look_again()
+    match.look_again(manifest.tensors)
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     if request.strict == "raise" and not match.agrees:
         hint = hint_for(match, _names_in(request.into))
@@ -267,12 +267,13 @@ def _fill(
         late: Takes what is copied once everything is there.
         bases: Takes what it is copied from, by index: one of each, however many views there are.
     """
-    index, tensor, node, block, span = fill.stored, fill.tensor, fill.view, fill.block, fill.span
+    index, tensor, node, block = fill.stored, fill.tensor, fill.view, fill.block
     entry = manifest.tensors[index]
     stored = torch_dtype(entry.dtype)
     destination = len(restoration.makers)
     if node is None and block is None and isinstance(tensor, torch.Tensor):
-        restoration.makers.append(Destination(tensor, stored, None if span is None else span[0]))
+        address = None if fill.span is None else fill.span[0]
+        restoration.makers.append(Destination(tensor, stored, address))
         restoration.needs.append(Need(entry, destination))
         return
     if node is None:

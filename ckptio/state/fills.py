@@ -17,16 +17,17 @@ import torch
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.leaves import DTYPE_NAMES, as_integers
-from ckptio.state.looks import plain_span
+from ckptio.state.leaves import DTYPE_NAMES, TORCH_DTYPES, as_integers
+from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
 
+    from ckptio.format.manifest import TensorEntry
     from ckptio.state.sharded import Block
 
     Json = Any
@@ -118,15 +119,28 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         tensor = self.tensor.local() if isinstance(self.tensor, Blank) else self.tensor
         return tensor if self.block is None else self.block.view(tensor)
 
-    def checked(self) -> Fill:
-        """Give the same, without the span if that is not where the tensor's memory is any more."""
-        if self.span is None or not isinstance(self.tensor, torch.Tensor):
+    def checked(self, entry: TensorEntry) -> Fill:
+        """Look again at one that was matched before a program's `state_dict()` ran.
+
+        Args:
+            entry: What it takes.
+
+        Raises:
+            TargetError: It is not what takes that any more.
+        """
+        tensor = self.tensor
+        if self.view is not None or self.block is not None or not isinstance(tensor, torch.Tensor):
             return self
-        start, stop = self.span
-        is_there = self.tensor.data_ptr() == start and self.tensor.nbytes == stop - start
-        if is_there and self.tensor.is_contiguous():
+        is_other = self.span is not None and tensor.dtype is not TORCH_DTYPES.get(entry.dtype)
+        if is_other or tensor.shape != entry.shape:
+            raise TargetError(
+                f"{self.name!r} was changed to {tuple(tensor.shape)} of {tensor.dtype} while the"
+                " target was looked at: a state_dict() in the same target did that"
+            )
+        if self.span is None:
             return self
-        return msgspec.structs.replace(self, span=None)
+        memory = plain_memory(tensor)
+        return msgspec.structs.replace(self, span=None if memory is None else memory[:2])
 
     @torch.no_grad()
     def copy_from(self, base: torch.Tensor) -> None:
@@ -177,10 +191,17 @@ class Match:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
-    def look_again(self) -> None:
-        """Forget the spans of what was moved meanwhile, once all is matched."""
+    def look_again(self, entries: Sequence[TensorEntry]) -> None:
+        """Find what was moved meanwhile, once all is matched.
+
+        Args:
+            entries: Tensors of the manifest.
+
+        Raises:
+            TargetError: One is not what was matched any more.
+        """
         before = self.fills[: self.num_before]
-        self.fills[: self.num_before] = [fill.checked() for fill in before]
+        self.fills[: self.num_before] = [fill.checked(entries[fill.stored]) for fill in before]
 
     def forgive_tied(self, template: Mapping[str, Any]) -> None:
         """Strike what is missing but is the same memory as what is filled.
@@ -278,7 +299,7 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     Raises:
         TargetError: With the reason.
     """
-    if plain_span(target) is not None and target.dtype in DTYPE_NAMES:
+    if plain_memory(target) is not None and target.dtype in DTYPE_NAMES:
         return  # most blocks of tensors that are held in parts, and there are thousands
     if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
         raise TargetError(

@@ -11,7 +11,7 @@ from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.state.fills import Fill
 from ckptio.state.leaves import TORCH_DTYPES, is_convertible
-from ckptio.state.looks import plain_span
+from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import check_view, torch_dtype
 from ckptio.state.tree import tensor_index
 
@@ -40,12 +40,12 @@ def find_plain(
         target: A tensor of the target.
     """
     index = node.get(TAG) if type(node) is dict else None
-    if type(index) is not int or (span := plain_span(target)) is None:
+    if type(index) is not int or (memory := plain_memory(target)) is None:
         return None
     entry = entries[index]
     if target.shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
-    return Fill(index, target, None, None, fqn, span)
+    return Fill(index, target, None, None, fqn, memory[:2])
 
 
 def find_tensor(

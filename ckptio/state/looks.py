@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ckptio.errors import StateError
 from ckptio.state.leaves import DTYPE_NAMES
 
 #: Exact types of tensors that are their memory and nothing else.
@@ -25,7 +26,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         shape: Its shape.
         span: First byte of its memory, and the end of it.
         version: How often it was written to, as far as autograd knows.
-        storage: Keeps the memory, wherever the tensor is moved.
+        storage: Keeps the memory, wherever the tensor is moved, unless it is resized itself.
     """
 
     dtype: str
@@ -33,6 +34,10 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     span: tuple[int, int]
     version: int
     storage: torch.UntypedStorage
+
+    def __repr__(self) -> str:
+        """Say what it is of; the storage's own has every byte of it."""
+        return f"<Look {self.dtype} {self.shape}>"
 
 
 class Occurrence(msgspec.Struct, eq=False, gc=False):
@@ -53,17 +58,25 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
     look: Look | None = None
 
     def look_again(self) -> None:
-        """Forget what was seen before, if anything was."""
+        """Forget what was seen before, if anything was.
+
+        Raises:
+            StateError: It has another type than it had.
+        """
         if self.look is not None:
-            look = look_at(self.tensor)
-            self.look = look if look is not None and look.dtype == self.dtype else None
+            if DTYPE_NAMES.get(self.tensor.dtype) != self.dtype:
+                raise StateError(
+                    f"{self.name!r} was {self.dtype} and is {self.tensor.dtype} now: a"
+                    " state_dict() of the same state changed it"
+                )
+            self.look = look_at(self.tensor)
 
 
-def plain_span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Give first byte and end of what one memmove copies; `None` for one to look at closely.
+def plain_memory(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] | None:
+    """Give first byte, end and storage of what one memmove copies; `None` for others.
 
-    That is one on a device, with gaps or another order, of a class of its own, made in inference
-    mode, or whose memory does not hold the values themselves.
+    Others are looked at more closely: on a device, with gaps or in another order, of a class of
+    their own, made in inference mode, or whose memory does not hold the values themselves.
     """
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
         return None
@@ -73,16 +86,19 @@ def plain_span(tensor: torch.Tensor) -> tuple[int, int] | None:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         start, nbytes = tensor.data_ptr(), tensor.nbytes
+        storage = tensor.untyped_storage()
+        is_all_there = start + nbytes <= storage.data_ptr() + storage.nbytes()  # it may be resized
     except RuntimeError:  # wrapped by a transform of torch.func
         return None
     # what is to be made functional has no memory
-    return (start, start + nbytes) if start or not nbytes else None
+    return (start, start + nbytes, storage) if is_all_there and (start or not nbytes) else None
 
 
 def look_at(tensor: torch.Tensor) -> Look | None:
-    """Look at a tensor; `None` for one without `plain_span`, or of elements that are not stored."""
-    span, dtype = plain_span(tensor), DTYPE_NAMES.get(tensor.dtype)
-    if span is None or dtype is None:
+    """Look at a tensor; `None` if it is not plain, or of elements that are not stored."""
+    memory, dtype = plain_memory(tensor), DTYPE_NAMES.get(tensor.dtype)
+    if memory is None or dtype is None:
         return None
+    start, stop, storage = memory
     version = tensor._version  # noqa: SLF001  # the one way
-    return Look(dtype, tuple(tensor.shape), span, version, tensor.untyped_storage())
+    return Look(dtype, tuple(tensor.shape), (start, stop), version, storage)

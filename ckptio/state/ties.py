@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: What is wrong with such a tensor.
 WITHOUT_MEMORY = (
-    "it has no memory: a transform of torch.func is under way, or its storage was resized to"
-    " nothing"
+    "it has no memory of that size: a transform of torch.func is under way, or its storage was"
+    " resized"
 )
 
 
@@ -117,26 +117,23 @@ def _any_shared(spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def spans_of(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, int]] | int:
-    """Give the span of each tensor, by its size in bytes; the number of one that has none."""
-    try:
-        spans = [span_of(tensor, nbytes) for tensor, nbytes in zip(tensors, sizes, strict=True)]
-    except RuntimeError:  # torch.func wraps tensors while a transform runs
-        return next(number for number, tensor in enumerate(tensors) if not _has_memory(tensor))
-    if any(not start and stop for start, stop in spans):  # and those to be made functional
-        return next(number for number, (start, stop) in enumerate(spans) if stop and not start)
+    """Give the span of each tensor, by its size in bytes; the number of one without its memory."""
+    spans = []
+    for number, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
+        try:
+            start, stop = span_of(tensor, nbytes)
+            storage = tensor.untyped_storage()
+            is_there = bool(start) and stop <= storage.data_ptr() + storage.nbytes()
+        except RuntimeError:  # torch.func wraps tensors while a transform runs
+            return number
+        if nbytes and not is_there:  # that of one to be made functional is at 0
+            return number
+        spans.append((start, stop))
     return spans
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return False
-    return True
-
-
 def span_of(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
-    """First and last byte (exclusive) of a tensor's elements; equal for none."""
+    """Give first byte and end of a tensor's elements; equal for none."""
     start = tensor.data_ptr()
     if nbytes and not tensor.is_contiguous():
         nbytes = tensor.itemsize * (
@@ -195,6 +192,12 @@ def _base_of(
             return None
         dtype = first.tensor.dtype if lone else torch.uint8
         flat = torch.empty(0, dtype=dtype, device=first.tensor.device)
+        if type(flat) is not torch.Tensor:
+            raise UnsupportedLeafError(
+                first.name,
+                f"it shares memory, and torch makes a {type(flat).__name__} of that here",
+                "save outside of that mode",
+            )
         begin = start - storage.data_ptr()
         length = (stop - start) // dtype.itemsize
         flat.set_(storage, begin // dtype.itemsize, (length,), (1,))

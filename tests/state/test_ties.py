@@ -221,16 +221,27 @@ def test_a_tensor_inside_a_transform_is_refused(transform: Any) -> None:
     plain = torch.ones(2)
 
     def save(wrapped: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(UnsupportedLeafError, match="'b': it has no memory: a transform"):
+        with pytest.raises(UnsupportedLeafError, match="'b': it has no memory of that size: a tr"):
             flatten({"a": plain, "b": wrapped})
         return wrapped.sum()
 
     transform(save)(torch.ones(3))
 
 
-def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
-    """It has a shape, and nothing else."""
-    parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedLeafError, match=r"'b': it has no memory: .* resized"):
-        flatten({"a": torch.ones(2), "b": parameter})
+@pytest.mark.parametrize("nbytes", [0, 8, 35])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_tensor_whose_memory_was_freed_is_refused(nbytes: int, *, is_strided: bool) -> None:
+    """It has a shape, and nothing or not all of the rest; what is behind is not its own."""
+    parameter = torch.nn.Parameter(torch.ones(3, 3))
+    held = parameter.t() if is_strided else parameter
+    parameter.untyped_storage().resize_(nbytes)
+    with pytest.raises(UnsupportedLeafError, match=r"'b': it has no memory of that size.*resized"):
+        flatten({"a": torch.ones(2), "b": held})
+
+
+def test_a_view_of_what_is_left_of_a_storage_is_saved() -> None:
+    """Only what a tensor has of its own has to be there."""
+    whole = torch.arange(9.0)
+    first = whole[:3]
+    whole.untyped_storage().resize_(12)
+    assert_same(rebuilt(flatten({"t": first})), {"t": torch.arange(3.0)})
