@@ -53,11 +53,13 @@ class Milestone(Generic[T]):
 
     Attributes:
         is_awaited: Whether anybody has begun to wait for it.
+        on_seen: Called, on the thread of whoever learns that the moment has come.
     """
 
     def __init__(self) -> None:
         self._outcome: Outcome[T] = Outcome()
         self.is_awaited = False
+        self.on_seen: Callable[[], object] = _nothing
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait on the running loop, without stopping it."""
@@ -67,6 +69,7 @@ class Milestone(Generic[T]):
         future = self.wrapped()
         future.add_done_callback(_look_at)
         await asyncio.wait((future,))
+        self.on_seen()
         return future.result()
 
     def wrapped(self) -> asyncio.Future[T]:
@@ -88,7 +91,9 @@ class Milestone(Generic[T]):
             TimeoutError: It has not come within `timeout_s` seconds.
         """
         self.is_awaited = True
-        return self._outcome.result(timeout_s)
+        result = self._outcome.result(timeout_s)
+        self.on_seen()
+        return result
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come. Raises nothing."""
@@ -100,7 +105,10 @@ class Milestone(Generic[T]):
 
     def done(self) -> bool:
         """Whether the moment has come, or the save failed before it."""
-        return self._outcome.done()
+        is_done = self._outcome.done()
+        if is_done:
+            self.on_seen()
+        return is_done
 
     def reach(self, value: T) -> None:
         """The moment has come. Called by the engine, once."""
@@ -270,6 +278,10 @@ class SaveHandle:
         """
         self.submitted.wait()
         self._fence()
+
+
+def _nothing() -> None:
+    """Nobody has to know who learns of a moment."""
 
 
 def _look_at(future: asyncio.Future[T]) -> None:

@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
@@ -25,13 +23,13 @@ from ckptio.engine.places import find_wanted
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.streams import caller_streams
 from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
     EngineClosedError,
     SaveAbortedError,
-    StateError,
     TargetError,
 )
 from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
@@ -42,7 +40,7 @@ from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from ckptio.engine.restore import Restoration
     from ckptio.format.manifest import Manifest, Metadata
     from ckptio.plan.load import Wanted
-    from ckptio.staging.cuda import CallerStreams
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
@@ -316,9 +313,14 @@ class _Load:
 
     async def read(self, context: EngineContext, course: Course) -> int:
         """Read, alone or with the other ranks; gives the bytes that came."""
-        if context.ranks.world_size > 1:
-            return await read_together(self.reading, self.wanted, context, course)
-        return await plan_and_read(self.reading, self.wanted, context, whole_files=self.whole_files)
+        reading, wanted = self.reading, self.wanted
+        try:
+            if context.ranks.world_size > 1:
+                return await read_together(reading, wanted, context, course)
+            return await plan_and_read(reading, wanted, context, whole_files=self.whole_files)
+        except BaseException:
+            self.target.count_write()  # some of it is
+            raise
 
 
 def _prepare(
@@ -369,31 +371,3 @@ def _require_selected(
             f"nothing that the target asks for is in checkpoint {path!r}, neither {first!r} nor"
             " another; load_with_report(...) says what is"
         )
-
-
-def caller_streams(
-    tensors: Iterable[torch.Tensor], core: EngineCore, *, saving: bool
-) -> CallerStreams | None:
-    """Record on the caller's current streams what copies have to come after.
-
-    Args:
-        tensors: What is copied from or to.
-        core: The engine; its pool is pinned from the first CUDA tensor on.
-        saving: The direction; each has side streams of its own.
-
-    Raises:
-        StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
-            Or a device has failed.
-    """
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    if not devices:
-        return None
-    from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
-
-    side = core.side_streams(min(devices, key=str), saving=saving)
-    try:
-        if not torch.cuda.is_current_stream_capturing():
-            return CallerStreams(devices, side)
-    except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
-        raise StateError(f"a device has failed before: {error}") from error
-    raise StateError("a CUDA graph is being captured; save and load before or after that")

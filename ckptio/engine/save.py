@@ -31,9 +31,10 @@ from ckptio._gc import collection_paused
 from ckptio._version import __version__
 from ckptio.engine.context import settle
 from ckptio.engine.endings import end_attempt
+from ckptio.engine.progress import SaveProgress
 from ckptio.engine.turns import place_for, turn
-from ckptio.errors import SaveAbortedError, StateError
-from ckptio.events import SaveProgressed, SaveStaged, SaveStarted, TieDropped
+from ckptio.errors import SaveAbortedError
+from ckptio.events import SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
@@ -91,6 +92,10 @@ class SaveJob:
     note: bytes = b""
     staged_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Whoever learns that the state may change has it looked at once more before."""
+        self.handle.submitted.on_seen = self.handle.staged.on_seen = self.source.settled
+
     def elapsed_s(self) -> float:
         """Seconds since the save was asked for."""
         return time.perf_counter() - self.started_s
@@ -111,59 +116,6 @@ class SaveReceipt:
     num_files: int
     num_tensors: int
     plan_reused: bool
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Counts what is left. `leases`: that the segment before, in the plan, has its slab."""
-
-    job: SaveJob
-    context: EngineContext
-    nbytes: int
-    to_submit: int
-    to_stage: int
-    leases: list[asyncio.Event]
-    written_nbytes: int = 0
-    writes_go: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def submitted(self) -> None:
-        self.to_submit -= 1
-        if self.to_submit == 0:
-            self._require_unchanged()
-            self.job.handle.submitted.reach(None)
-
-    def _require_unchanged(self) -> None:
-        """Refuse a state of which a part was copied before a change, and a part behind it."""
-        index = self.job.source.changed()
-        if index is not None:
-            name = self.job.flat.specs[index].name
-            raise StateError(
-                f"{name!r} was changed, or moved in memory, before it was copied, and so nothing"
-                " is committed: wait for handle.staged before that"
-            )
-
-    def staged(self) -> None:
-        self.to_stage -= 1
-        if self.to_stage == 0:
-            self.writes_go.set()
-            job = self.job
-            job.source.drop()
-            job.staged_s = job.elapsed_s()
-            job.handle.staged.reach(None)
-            self.context.emit(
-                SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
-            )
-
-    def written(self, nbytes: int) -> None:
-        self.written_nbytes += nbytes
-        self.context.emit(
-            SaveProgressed(
-                path=self.job.storage.path,
-                save_id=self.job.save_id,
-                written_nbytes=self.written_nbytes,
-                nbytes=self.nbytes,
-            )
-        )
 
 
 @dataclass(slots=True)
@@ -275,7 +227,7 @@ async def write_buckets(
     num_segments = sum(len(bucket.segments) for bucket in plan.buckets)
     leases = [asyncio.Event() for _ in range(num_segments + 1)]
     leases[0].set()
-    progress = _Progress(job, context, plan.nbytes, num_segments, num_segments, leases)
+    progress = SaveProgress(job, context, plan.nbytes, num_segments, num_segments, leases)
     if num_segments == 0:
         progress.to_submit = progress.to_stage = 1
         progress.submitted()
@@ -295,11 +247,12 @@ async def write_buckets(
     except BaseExceptionGroup as errors:
         failure = first_failure(errors)
         raise failure from failure.__cause__
+    progress.require_settled()
     return [file.receipt() for file in files]
 
 
 async def _carry(
-    file: _File, job: SaveJob, context: EngineContext, attempt: Attempt, progress: _Progress
+    file: _File, job: SaveJob, context: EngineContext, attempt: Attempt, progress: SaveProgress
 ) -> None:
     """Copy and write one bucket."""
     sink = await attempt.create(file.name, file.bucket.nbytes)
@@ -322,7 +275,7 @@ async def _carry_segment(
     sink: Sink | AwaitedSink,
     job: SaveJob,
     context: EngineContext,
-    progress: _Progress,
+    progress: SaveProgress,
 ) -> None:
     """Copy, sum and write one segment."""
     await progress.leases[number].wait()
@@ -340,7 +293,7 @@ async def _carry_segment(
         progress.written(segment.nbytes)
 
 
-async def _copies_first(job: SaveJob, context: EngineContext, progress: _Progress) -> None:
+async def _copies_first(job: SaveJob, context: EngineContext, progress: SaveProgress) -> None:
     """Let copies that somebody waits for have the machine, unless they wait for a slab.
 
     A slab that is held here is given back as soon as anybody needs one, so nobody waits

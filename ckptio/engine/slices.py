@@ -6,10 +6,10 @@ import numbers
 import operator
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from ckptio.engine.flow import caller_streams
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import want_region
+from ckptio.engine.streams import caller_streams
 from ckptio.errors import ConfigError, TargetError
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load

@@ -60,9 +60,10 @@ class SourceState:
     """The tensors of a state that is being saved. Made on the caller's thread.
 
     Args:
-        tensors: The caller's tensors, in the order of the plan. They, and the memory that they
-            have now or had when they were looked at, are referred to until `drop`, so that none
-            is reused under a copy.
+        tensors: The caller's tensors, in the order of the plan. They, and the storages that they
+            have now or had when they were looked at, are referred to until they are copied, so
+            that no memory is reused under a copy. (A storage that is resized in place, as FSDP
+            does with gathered parameters, frees its memory all the same.)
         streams: What orders copies behind the caller's work on its devices, if any.
         known: What is known of each tensor already; of none if empty.
     """
@@ -79,22 +80,29 @@ class SourceState:
         self._pointers: list[int] = []
         self._storages: list[torch.UntypedStorage] = []
         self._versions: list[int] = []
+        #: Shape and strides of each that one memmove cannot copy.
+        self._layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for tensor, one in zip(tensors, known or itertools.repeat(None), strict=bool(known)):
-            self._addresses.append(address_of(tensor) if one is None else one.span[0])
+            address = address_of(tensor) if one is None else one.span[0]
+            if not address:
+                self._layouts[len(self._addresses)] = tuple(tensor.shape), tensor.stride()
+            self._addresses.append(address)
             self._pointers.append(tensor.data_ptr() if one is None else one.span[0])
             self._storages.append(tensor.untyped_storage() if one is None else one.storage)
             self._versions.append(_version_of(tensor) if one is None else one.version)
         self._streams = streams
         self._moved: int | None = None
+        self._verdict: dict[str, int | None] = {}  # one entry; `setdefault` takes the first
+        self._is_copied = False
 
     def changed(self) -> int | None:
         """Say which tensor was written to, or moved, since it was looked at, the first of them.
 
-        By the counts that autograd keeps. Nobody counts what is written through `.data`, numpy
-        or a kernel of one's own, what inference mode makes, and the parameters of a fused
-        optimizer; its steps are counted. Views of one buffer have one count. A tensor is moved
-        by `parameter.data = ...`, of which `module.half()` is made, and by sharing it with
-        another process.
+        By the counts that autograd keeps, of operations that have ended. Nobody counts what is
+        written through `.data`, numpy or a kernel of one's own, what inference mode makes, and
+        the parameters of a fused optimizer; its steps are counted. Views of one buffer have one
+        count. A tensor is moved by `parameter.data = ...`, of which `module.half()` is made, and
+        by sharing it with another process; in place, it may get another shape.
         """
         if self._moved is not None:
             return self._moved
@@ -106,15 +114,46 @@ class SourceState:
                 return number
         return None
 
+    def settled(self) -> int | None:
+        """Say which tensor was written to before anybody could know that it may be.
+
+        Whoever learns first that all is submitted, or copied, asks this: it looks a last time,
+        and so finds operations that were under way when the copies ended. From then on the
+        tensors may change. Thread-safe; looks once.
+        """
+        if not self._verdict:
+            self._verdict.setdefault("", self._written())
+            if self._is_copied:
+                self.drop()
+        return self._verdict[""]
+
+    def copied(self, *, is_known: bool) -> None:
+        """All is copied; `is_known` if somebody learns of it just now, and so has not before."""
+        self._is_copied = True
+        if is_known:
+            self._verdict.setdefault("", None)
+        if self._verdict:
+            self.drop()
+
+    def _written(self) -> int | None:
+        """Say which tensor was written to since it was looked at, the first of them."""
+        versions, tensors = self._versions, self._tensors  # in this order: see `drop`
+        for number, (tensor, version) in enumerate(zip(tensors, versions, strict=bool(tensors))):
+            if _version_of(tensor) != version:
+                return number
+        return None
+
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
         self._tensors = ()
-        self._storages.clear()
+        for held in (self._storages, self._addresses, self._pointers):
+            held.clear()
+        self._versions = []
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab. Blocks; thread-safe for different slabs.
 
-        What was moved is left out: its old memory may be gone. `changed` tells of it.
+        What was moved, or has another shape, is left out. `changed` tells of it.
 
         Args:
             segment: What to copy.
@@ -145,6 +184,9 @@ class SourceState:
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, leaf, offset, nbytes in pieces:
             tensor = bits_of(self._tensors[leaf])
+            if (tuple(tensor.shape), tensor.stride()) != self._layouts[leaf]:
+                self._moved = leaf
+                continue
             flat = window(slab, position, nbytes, tensor.dtype)
             for source, target in boxes(tensor, flat, offset // tensor.itemsize):
                 if tensor.is_cuda:
@@ -182,7 +224,8 @@ class TargetState:
     """The tensors that are being filled.
 
     Args:
-        destinations: In the order in which the plan numbers them.
+        destinations: In the order in which the plan numbers them. They, and the storages that
+            they have now, are referred to, so that no memory that is filled is another's.
         streams: What orders copies behind the caller's work on its devices, if any.
     """
 
@@ -192,6 +235,7 @@ class TargetState:
         #: By number: where one memmove goes, 0 where none can; and where the tensor is.
         self._addresses: list[int] = []
         self._pointers: list[int] = []
+        self._storages = [each.tensor.untyped_storage() for each in destinations]
         for each in destinations:
             address = pointer = each.address
             if address is None or pointer is None:
@@ -201,6 +245,7 @@ class TargetState:
             self._pointers.append(pointer)
         self._streams = streams
         self._moved: int | None = None
+        self.count_write()
 
     @property
     def is_async(self) -> bool:
@@ -261,8 +306,16 @@ class TargetState:
             assert self._streams is not None  # noqa: S101  # made for just these devices
             pending.append(self._streams.copy(on_device))
 
+    def count_write(self) -> None:
+        """Tell autograd that the tensors change, before the first byte, and after the last.
+
+        What autograd has kept of them is refused then, and a save under way is, also where the
+        load that fills them fails. (An operation of torch is counted when it has ended.)
+        """
+        torch.autograd.graph.increment_version(self._tensors)
+
     def mark_written(self) -> None:
-        """Tell autograd that the tensors changed, as any in-place operation does.
+        """All is written.
 
         Raises:
             TargetError: One was moved in memory meanwhile, and not filled.
@@ -273,7 +326,7 @@ class TargetState:
                 f"a target of shape {shape} was moved in memory while targets were filled, and so"
                 " some are and some are not: load again, and share or convert tensors afterwards"
             )
-        torch.autograd.graph.increment_version(self._tensors)
+        self.count_write()
 
 
 def _rows(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from ckptio import PerRank
-from ckptio.errors import StateError, TargetError
+from ckptio.errors import StateError, StorageError, TargetError
+from ckptio.events import SaveStaged
 from ckptio.testing import MemoryStorage, run_virtual
 from tests.job_rig import job
 from tests.rig import SMALL, assert_same, inline_engine, random_state
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio import Engine
+    from ckptio.events import Event
+    from ckptio.handle import SaveHandle
     from ckptio.testing import Operation
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -70,6 +73,165 @@ def test_a_state_that_changes_while_it_waits_for_slabs_is_not_committed() -> Non
             state["w"] += 1
             with pytest.raises(StateError, match=r"wait for handle\.staged"):
                 await handle
+
+    run_virtual(scenario(), seed=0)
+
+
+class Learns(NamedTuple):
+    """Who learns that a state is copied, when a change ends that began before."""
+
+    before: Callable[[SaveHandle], object] = bool
+    after: Callable[[SaveHandle], object] = bool
+
+
+@pytest.mark.parametrize(
+    "learns",
+    [
+        pytest.param(Learns(), id="nobody"),
+        pytest.param(Learns(after=lambda handle: handle.staged.done()), id="later"),
+        pytest.param(Learns(after=lambda handle: handle.fence()), id="later by a fence"),
+    ],
+)
+def test_an_operation_that_ends_behind_the_copies_is_seen(learns: Learns) -> None:
+    """Torch counts it when it ends; nobody who waits for `staged` has one under way."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = random_state([70])
+            handle = engine.save(state, "memory")
+
+            def end(operation: Operation) -> None:
+                if operation.kind == "pwrite":
+                    state["tensor0"].add_(1)
+                    learns.after(handle)
+
+            storage.fault = end
+            with pytest.raises(StateError, match="'tensor0' was changed, or moved"):
+                await handle
+            assert storage.leftovers() == []
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize(
+    "learns",
+    [
+        pytest.param(Learns(before=lambda handle: handle.staged.done()), id="by a look"),
+        pytest.param(Learns(before=lambda handle: handle.staged.wait()), id="by a wait"),
+        pytest.param(Learns(before=lambda handle: handle.fence()), id="by a fence"),
+    ],
+)
+def test_who_learns_that_a_state_is_copied_may_change_it(learns: Learns) -> None:
+    """However that is, and while files are being written."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = random_state([70])
+            expected = {key: value.clone() for key, value in state.items()}
+            handle = engine.save(state, "memory")
+
+            def change(operation: Operation) -> None:
+                if operation.kind == "pwrite":
+                    learns.before(handle)
+                    state["tensor0"].add_(1)
+
+            storage.fault = change
+            await handle
+            assert_same(await engine.load("memory"), expected)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_hears_of_it_by_an_event_may_change_a_state() -> None:
+    """An observer is told, as one who waits is."""
+
+    async def scenario() -> None:
+        state = random_state([70])
+        expected = {key: value.clone() for key, value in state.items()}
+
+        def hear(event: Event) -> None:
+            if isinstance(event, SaveStaged):
+                state["tensor0"].add_(1)
+
+        async with inline_engine({"memory": MemoryStorage()}, observer=hear) as engine:
+            await engine.save(state, "memory")
+            assert_same(await engine.load("memory"), expected)
+
+    run_virtual(scenario(), seed=0)
+
+
+class Changes:
+    """An object of which `state_dict()` changes a tensor beside it."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self._change = change
+
+    def state_dict(self) -> dict[str, Any]:
+        self._change()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is in it."""
+
+
+def test_a_tensor_of_another_type_since_it_was_looked_at_is_refused() -> None:
+    """The manifest would speak of twice the bytes that there are."""
+
+    async def scenario() -> None:
+        parameter = torch.nn.Parameter(torch.ones(5))
+        changes = Changes(lambda: setattr(parameter, "data", parameter.data.half()))
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            with pytest.raises(StateError, match=r"'w' was float32 and is torch\.float16 now"):
+                engine.save({"w": parameter, "z": changes}, "memory")
+            await engine.save({"z": changes, "w": parameter}, "memory")
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_target_of_another_shape_since_it_was_matched_is_refused(*, is_strided: bool) -> None:
+    """Its memory has room for less, or takes other elements."""
+
+    async def scenario() -> None:
+        values = torch.ones(4, 6)
+        parameter = torch.nn.Parameter(torch.zeros(6, 4).t() if is_strided else torch.zeros(4, 6))
+        changes = Changes(lambda: setattr(parameter, "data", torch.zeros(2, 2)))
+        async with inline_engine({"memory": MemoryStorage()}) as engine:
+            await engine.save({"w": values, "z": Changes(bool)}, "memory")
+            with pytest.raises(TargetError, match=r"'w' was changed to \(2, 2\) of torch.float32"):
+                await engine.load("memory", into={"w": parameter, "z": changes})
+            assert not parameter.any()
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("ends", [StorageError, asyncio.CancelledError])
+def test_a_load_that_fails_has_counted_what_it_wrote(ends: type[BaseException]) -> None:
+    """Some of it is there: autograd's copies, and saves under way, must not go by the old."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save({"w": torch.ones(20 * SMALL.pool_nbytes // 4)}, "memory")
+            target = torch.zeros(20 * SMALL.pool_nbytes // 4)
+            versions: list[int] = []
+            load = asyncio.ensure_future(engine.load("memory", into={"w": target}))
+
+            def fail(operation: Operation) -> None:
+                if operation.kind == "pread_into":
+                    versions.append(target._version)
+                    if len(versions) == 25 and ends is asyncio.CancelledError:
+                        load.cancel()
+                    elif len(versions) == 25:
+                        raise StorageError("a test", path="memory")
+
+            storage.fault = fail
+            with pytest.raises(ends):
+                await load
+            assert 0 < target.count_nonzero() < target.numel()
+            assert 0 < versions[0] <= versions[-1] < target._version
 
     run_virtual(scenario(), seed=0)
 

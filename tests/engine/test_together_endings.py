@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptio._aio import shielded
-from ckptio.engine import flow
+from ckptio.engine import flow, streams
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -494,18 +494,18 @@ def test_a_device_that_fails_at_the_call_fails_the_save_on_all(
     async def scenario() -> None:
         async with job(2) as ranks:
             broken = core_of(ranks.engines[failing])
-            caller_streams = flow.caller_streams
+            real = streams.caller_streams
 
-            def streams(tensors: Any, core: Any, *, saving: bool) -> Any:
+            def failing_streams(tensors: Any, core: Any, *, saving: bool) -> Any:
                 if core is broken and saving:
                     raise RuntimeError("no memory left to pin")
-                return caller_streams(tensors, core, saving=saving)
+                return real(tensors, core, saving=saving)
 
             async def save(rank: int, engine: Engine) -> None:
                 await engine.save(own_state(rank), "memory")
 
             with monkeypatch.context() as patch:
-                patch.setattr(flow, "caller_streams", streams)
+                patch.setattr(flow, "caller_streams", failing_streams)
                 results = await ranks.each(save)
             assert isinstance(results[failing], RuntimeError)
             error = results[1 - failing]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptio.config import KiB
 from ckptio.plan.save import plan_save
@@ -198,3 +199,51 @@ def test_parameters_are_filled_in_place() -> None:
     land(bits(torch.ones(4, 3)), parameter.t(), torch.float32, [20])
     assert parameter.is_leaf
     assert torch.equal(parameter, torch.ones(3, 4))
+
+
+def test_the_memory_of_a_target_stays_while_it_is_filled() -> None:
+    """Another thread may give the tensor other memory between a look at it and the copy."""
+    target = torch.zeros(4)
+    held = StorageWeakRef(target.untyped_storage())
+    state = TargetState([Destination(target, torch.float32)], None)
+    target.data = torch.zeros(2)
+    assert not held.expired()
+    del state
+    assert held.expired()
+
+
+@pytest.mark.parametrize("change", [lambda t: t.t(), lambda t: t[:8, :8]])
+def test_a_strided_source_of_another_shape_is_not_copied(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """It has its memory and its count of writes still; it is another tensor all the same."""
+    tensor = torch.rand(10, 10).t()
+    plan = plan_save([LeafSpec("t", "float32", (10, 10))], SMALL)
+    source = SourceState([tensor], None)
+    tensor.data = change(tensor.data)
+    (segment,) = plan.buckets[0].segments
+    source.gather(segment, Slab(SMALL.slab_nbytes), [])
+    assert source.changed() == 0
+
+
+def test_a_state_is_settled_once() -> None:
+    """By the first who asks; what is written afterwards is nobody's business."""
+    tensor = torch.zeros(4)
+    held = StorageWeakRef(tensor.untyped_storage())
+    for is_early in (False, True):
+        source = SourceState([tensor], None)
+        if is_early:
+            assert source.settled() is None
+            tensor.add_(1)
+            source.copied(is_known=False)
+        else:
+            source.copied(is_known=False)
+            tensor.add_(1)
+        assert source.settled() == (None if is_early else 0)
+        assert source.settled() == (None if is_early else 0)
+    known = SourceState([tensor], None)
+    known.copied(is_known=True)
+    tensor.add_(1)
+    assert known.settled() is None
+    del tensor
+    assert held.expired()

@@ -28,10 +28,10 @@ from ckptio.adapters.dcp.regions import (
     region_of,
     tree_of,
 )
-from ckptio.engine.flow import caller_streams
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
+from ckptio.engine.streams import caller_streams
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import Box
@@ -170,10 +170,14 @@ class RankLoad:
         reading = Reading(
             self._storage, self._opened.manifest, target=target, num_tensors=len(destinations)
         )
-        self._core.call_blocking(
-            lambda context: plan_and_read(reading, wanted, context, whole_files=False),
-            f"read {self._storage.path}",
-        )
+        try:
+            self._core.call_blocking(
+                lambda context: plan_and_read(reading, wanted, context, whole_files=False),
+                f"read {self._storage.path}",
+            )
+        except BaseException:
+            target.count_write()  # some of it is
+            raise
         target.mark_written()
 
     def _read_values(self, items: Sequence[ReadItem]) -> list[io.BytesIO]:

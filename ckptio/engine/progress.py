@@ -1,0 +1,92 @@
+"""How far a save is, and whether what it copied was one state."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptio.errors import StateError
+from ckptio.events import SaveProgressed, SaveStaged
+
+if TYPE_CHECKING:
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.save import SaveJob
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """Counts what is left of a save, and says so.
+
+    Attributes:
+        job: The save.
+        context: The engine.
+        nbytes: Bytes of all segments.
+        to_submit: Segments whose copies have not been made, or queued on a device.
+        to_stage: Segments that are not copied.
+        leases: That the segment before, in the plan, has its slab.
+        written_nbytes: Bytes of segments that are written.
+        writes_go: That nobody waits for copies any more, or that they need slabs.
+    """
+
+    job: SaveJob
+    context: EngineContext
+    nbytes: int
+    to_submit: int
+    to_stage: int
+    leases: list[asyncio.Event]
+    written_nbytes: int = 0
+    writes_go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submitted(self) -> None:
+        """The copies of a segment are made, or queued on a device.
+
+        Raises:
+            StateError: Of a part that was copied before a change, and one behind it.
+        """
+        self.to_submit -= 1
+        if self.to_submit == 0:
+            self._refuse(self.job.source.changed())
+            self.job.handle.submitted.reach(None)
+
+    def require_settled(self) -> None:
+        """Look at the state once more, unless somebody has learned that it may change.
+
+        Raises:
+            StateError: It was being changed when the copies ended.
+        """
+        self._refuse(self.job.source.settled())
+
+    def _refuse(self, index: int | None) -> None:
+        if index is not None:
+            name = self.job.flat.specs[index].name
+            raise StateError(
+                f"{name!r} was changed, or moved in memory, before it was copied, and so nothing"
+                " is committed: wait for handle.staged before that"
+            )
+
+    def staged(self) -> None:
+        """A segment is copied."""
+        self.to_stage -= 1
+        if self.to_stage == 0:
+            self.writes_go.set()
+            job = self.job
+            is_known = job.handle.staged.is_awaited or self.context.observer is not None
+            job.source.copied(is_known=is_known)
+            job.staged_s = job.elapsed_s()
+            job.handle.staged.reach(None)
+            self.context.emit(
+                SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
+            )
+
+    def written(self, nbytes: int) -> None:
+        """A segment of so many bytes is written."""
+        self.written_nbytes += nbytes
+        self.context.emit(
+            SaveProgressed(
+                path=self.job.storage.path,
+                save_id=self.job.save_id,
+                written_nbytes=self.written_nbytes,
+                nbytes=self.nbytes,
+            )
+        )

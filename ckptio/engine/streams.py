@@ -1,0 +1,43 @@
+"""What orders copies behind, and before, the work of the caller's devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckptio.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptio.engine.core import EngineCore
+    from ckptio.staging.cuda import CallerStreams
+
+
+def caller_streams(
+    tensors: Iterable[torch.Tensor], core: EngineCore, *, saving: bool
+) -> CallerStreams | None:
+    """Record on the caller's current streams what copies have to come after.
+
+    Args:
+        tensors: What is copied from or to.
+        core: The engine; its pool is pinned from the first CUDA tensor on.
+        saving: The direction; each has side streams of its own.
+
+    Raises:
+        StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
+            Or a device has failed.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if not devices:
+        return None
+    from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA
+
+    side = core.side_streams(min(devices, key=str), saving=saving)
+    try:
+        if not torch.cuda.is_current_stream_capturing():
+            return CallerStreams(devices, side)
+    except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
+        raise StateError(f"a device has failed before: {error}") from error
+    raise StateError("a CUDA graph is being captured; save and load before or after that")
