@@ -218,11 +218,8 @@ def _check_head(manifest: Manifest) -> None:
     check_hosts(manifest.hosts)
     if manifest.ckptio == 1 and _has_ranks(manifest):
         raise FormatError("the manifest has format 1 and what format 2 brought")
-    names: set[str] = set()
+    check_names(manifest.files)
     for file in manifest.files:
-        if not _FILE_NAME.match(file.name) or file.name == MANIFEST_NAME or file.name in names:
-            raise FormatError(f"bad or repeated file name {file.name!r} in the manifest")
-        names.add(file.name)
         num_blocks = -(-file.nbytes // manifest.block_nbytes)
         if not 0 <= file.nbytes < MAX_EXTENT or len(file.packed_checksums) != 4 * num_blocks:
             raise FormatError(
@@ -234,6 +231,15 @@ def _check_head(manifest: Manifest) -> None:
                 f"file {file.name!r} is of rank {file.rank} in a manifest of"
                 f" {manifest.num_ranks} ranks"
             )
+
+
+def check_names(files: Sequence[FileEntry]) -> None:
+    """Check that names of files are different, and of files in the checkpoint's directory."""
+    names: set[str] = set()
+    for file in files:
+        if not _FILE_NAME.match(file.name) or file.name == MANIFEST_NAME or file.name in names:
+            raise FormatError(f"bad or repeated file name {file.name!r} in the manifest")
+        names.add(file.name)
 
 
 def check_hosts(hosts: Sequence[str]) -> None:

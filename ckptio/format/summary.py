@@ -1,7 +1,8 @@
 """A manifest's head: what there is to say of a checkpoint without its tensors.
 
-A run keeps many checkpoints, and who decides which of them go reads every manifest. The
-checksum covers the whole document all the same; what is skipped is only not taken apart.
+A run keeps many checkpoints, and who decides which of them go reads every manifest; and a save
+reads that of the checkpoint it replaces, to know what goes and what stays. The checksum covers the
+whole document all the same; what is skipped is only not taken apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import re
 import msgspec
 
 from ckptio.errors import FormatError, FormatVersionError
-from ckptio.format.manifest import FORMAT_VERSION, FileEntry, Metadata, checked_document
+from ckptio.format.manifest import (
+    FORMAT_VERSION,
+    FileEntry,
+    Metadata,
+    check_names,
+    checked_document,
+)
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -53,6 +60,7 @@ def decode_summary(data: bytes) -> Summary:
         )
     if not _SAVE_ID.match(summary.save_id):
         raise FormatError(f"bad save id {summary.save_id!r} in the manifest")
+    check_names(summary.files)
     return summary
 
 

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.files import (
     MAX_TRIES,
@@ -38,7 +39,7 @@ from ckptio.storage.files import (
     young_parents,
 )
 from ckptio.storage.leftovers import boot_id, files_of, find_leftovers, notes_of
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX
+from ckptio.storage.names import ATTEMPT_PREFIX, NEW_MANIFEST_PREFIX, NOTE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 _NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NOT_TO_BE_SYNCED = (*_NO_RIGHT, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-NEW_MANIFEST_PREFIX = ".manifest-"
 
 
 class LocalAttempt:
@@ -322,7 +322,7 @@ class LocalAttempt:
         try:
             commit = read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
             data, pointed = follow_pointer(self._files, self._directory, commit)
-            old = decode_manifest(data)
+            old = decode_summary(data)
             if old.save_id != self._save_id:
                 names = [*(entry.name for entry in old.files), *pointed]
                 doomed = [name for name in names if self._save_id not in name]

@@ -22,7 +22,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptio.errors import FormatError
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, decode_manifest
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
 from ckptio.storage.files import follow_pointer, read_regular
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 
@@ -91,9 +92,9 @@ def _needed(files: PosixFiles, directory: str) -> set[str]:
     except FileNotFoundError:
         return set()
     data, pointed = follow_pointer(files, directory, commit)
-    manifest = decode_manifest(data)
-    names = (entry.name for entry in manifest.files)
-    return {*pointed, *names, NOTE_PREFIX + manifest.save_id}
+    summary = decode_summary(data)
+    names = (entry.name for entry in summary.files)
+    return {*pointed, *names, NOTE_PREFIX + summary.save_id}
 
 
 def boot_id() -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 ATTEMPT_PREFIX = ".attempt-"
+NEW_MANIFEST_PREFIX = ".manifest-"
 #: Of the note that a checkpoint is still to be copied; see `storage.notes`.
 NOTE_PREFIX = ".copy-"
 #: The manifest of a checkpoint that is being removed.

@@ -26,9 +26,10 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import CommitConflictError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
-from ckptio.storage.attempt import NEW_MANIFEST_PREFIX, LocalAttempt
+from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.files import follow_pointer, read_regular
+from ckptio.storage.names import NEW_MANIFEST_PREFIX
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
