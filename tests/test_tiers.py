@@ -26,7 +26,7 @@ from ckptio.errors import (
     SaveAbortedError,
     StorageError,
 )
-from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.events import CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
     SMALL,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptio.events import Event
     from ckptio.testing.faults import Operation
 
 
@@ -359,6 +360,54 @@ def test_a_file_that_was_not_synced_is_not_taken_for_whole(tmp_path: Path) -> No
     asyncio.run(scenario(again))
     assert ("create", os.path.basename(files.lost)) in again.kinds("create")
     assert_same(sync.load(far, config=COARSE), NEW)
+
+
+def test_a_committed_copy_keeps_a_file_that_cannot_be_synced_again(tmp_path: Path) -> None:
+    """Its run died before the note was removed; the file may be on the disk as it is."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+    notes: dict[Path, bytes] = {}
+
+    def take_note(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            notes.update({path: path.read_bytes() for path in near.glob(".copy-*")})
+
+    sync.save(NEW, near, then=far, config=COARSE, observer=take_note)
+    for path, data in notes.items():
+        path.write_bytes(data)
+    files = FailsToSync(far, 0)
+
+    async def scenario() -> None:
+        async with engine_on(FilesCore(COARSE, None, files)) as engine:
+            await engine.finish_copies(near)
+
+    with pytest.raises(StorageError, match="Input/output"):
+        asyncio.run(scenario())
+    assert files.lost
+    assert_same(sync.load(far, config=COARSE), NEW)
+
+
+def test_a_copy_that_finds_no_room_keeps_what_it_has_written(tmp_path: Path) -> None:
+    """What is there is good, and the next run goes on with it."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+    state = random_state([4 * 64 * KiB])
+
+    def fill_up(operation: Operation) -> None:
+        if operation.kind == "pwrite" and operation.path.startswith(f"{far}/data-"):
+            seen.append(operation)
+            if len(seen) > 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def scenario() -> None:
+        files = RecordingFiles(fill_up)
+        async with engine_on(FilesCore(SMALL, None, files)) as engine:
+            await engine.save(state, near, then=far).durable
+
+    seen: list[Operation] = []
+    with pytest.raises(StorageError, match="No space"):
+        asyncio.run(scenario())
+    assert any(far.glob("data-*"))
+    sync.finish_copies(near, config=SMALL)
+    assert_same(sync.load(far, config=SMALL), state)
 
 
 def is_committed(directory: Path, state: dict[str, torch.Tensor]) -> bool:

@@ -39,6 +39,7 @@ _WINDOW_NBYTES = 64 * MiB
 #: A file of which less is in the page cache is read as from a disk, many ranges at a time.
 _CACHED_SHARE = 0.95
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def storage_error(error: OSError, path: str, doing: str) -> StorageError:
@@ -59,21 +60,11 @@ def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfi
             if os.fstat(fd).st_size != nbytes:
                 raise OSError(errno.ESTALE, f"it does not have {nbytes} bytes any more")
             if config.durability != "none":
-                _sync_or_remove(files, fd, path)
+                files.fsync(fd)
         finally:
             files.close(fd)
     except OSError as error:
         raise storage_error(error, path, "cannot take a data file over") from error
-
-
-def _sync_or_remove(files: PosixFiles, fd: int, path: str) -> None:
-    """Sync a file; remove it if that fails, as the next sync would say nothing of it."""
-    try:
-        files.fsync(fd)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first error counts
-            files.unlink(path)
-        raise
 
 
 def write_file(files: PosixFiles, path: str, data: bytes, config: CheckpointConfig) -> None:
@@ -141,7 +132,8 @@ class BlockWriter:
             if self._config.durability != "none":
                 self._push_out(offset, len(data))
         except OSError as error:
-            self._is_spoiled = self._fd >= 0  # or else its name was another's
+            # without a file its name was another's, and on a full disk what is written is good
+            self._is_spoiled |= self._fd >= 0 and error.errno not in _FULL
             raise storage_error(error, self._path, f"cannot write at byte {offset}") from error
 
     def close(self) -> None:
@@ -177,8 +169,12 @@ class BlockWriter:
             if fd >= 0:
                 self._files.close(fd)
         finally:
-            if self._is_spoiled:
+            if self._is_spoiled and self._may_remove():
                 self._files.unlink(self._path)
+
+    def _may_remove(self) -> bool:
+        """Whether the file is nobody else's: it was made here, under a name made for it."""
+        return True
 
     def _open(self) -> None:
         """Make the file, at the first write of any thread."""

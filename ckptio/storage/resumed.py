@@ -22,8 +22,9 @@ import errno
 import mmap
 import os
 
+from ckptio._aio import run_blocking
 from ckptio.config import PAGE_NBYTES
-from ckptio.errors import CommitConflictError, FormatError
+from ckptio.errors import CommitConflictError, FormatError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
@@ -71,11 +72,25 @@ class ResumedAttempt(LocalAttempt):
         writer = ResumedWriter(
             self._files, path, nbytes, self._config, self._direct_refused, self._make_own_dir
         )
+        writer.owner = self
         self._writers.append(writer)
         return writer
 
+    async def keep(self, name: str, nbytes: int) -> None:
+        """Take over a data file; one that cannot be synced goes, as `BlockWriter.discard` says."""
+        try:
+            await super().keep(name, nbytes)
+        except StorageError as error:
+            if error.errno == errno.EIO and await run_blocking(self._executor, self.may_remove):
+                self._try_remove(self._path(name))
+            raise
+
+    def may_remove(self) -> bool:
+        """Whether no checkpoint has the files, and no other attempt does. Blocks."""
+        return self._is_alone and not self._is_committed()
+
     def _abort(self) -> None:
-        if not self._leads or (self._is_alone and not self._is_committed()):
+        if not self._leads or self.may_remove():
             super()._abort()
         else:
             self._leave()
@@ -96,6 +111,10 @@ class ResumedWriter(BlockWriter):
     """A file that an earlier attempt may have begun; see `BlockWriter`."""
 
     _is_new = True
+    owner: ResumedAttempt
+
+    def _may_remove(self) -> bool:
+        return self.owner.may_remove()
 
     def pwrite(self, offset: int, data: memoryview) -> None:
         """Write `data` at `offset`, unless it is there; see `streams.Sink`."""
