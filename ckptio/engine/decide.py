@@ -20,13 +20,13 @@ import msgspec
 from ckptio._aio import run_blocking
 from ckptio._gc import collection_paused
 from ckptio._version import __version__
-from ckptio.errors import ConfigError, PlanError, StorageError
+from ckptio.errors import PlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.job import merge_tables, plan_job
 from ckptio.plan.replan import replan_job
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import OutOfStepError, Same
 from ckptio.shards import LeafSpec
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Decider:
         """Answer a round.
 
         Raises:
-            ConfigError: Ranks save to different paths, or with different options.
+            OutOfStepError: Ranks save to different paths, or with different options.
             PlanError: What the ranks hold is no whole state, or values differ.
             CheckpointError: It could not be committed.
         """
@@ -310,13 +310,13 @@ def _check_common(messages: Sequence[Message]) -> None:
     """Check that all ranks save to one path with the same options.
 
     Raises:
-        ConfigError: They do not.
+        OutOfStepError: They do not.
     """
     first = messages[0]
     for rank, message in enumerate(messages):
         for name in _COMMON:
             if message[name] != first[name]:
-                raise ConfigError(
+                raise OutOfStepError(
                     f"rank {rank} saves with {name} {message[name]!r} and rank 0 with"
                     f" {first[name]!r}; call save on all ranks alike and in one order"
                 )

@@ -32,7 +32,7 @@ from ckptio.plan.exchange import (
     plan_exchange,
 )
 from ckptio.plan.explain import explain, explain_text
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import OutOfStepError, Same
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -125,11 +125,11 @@ def _check_paths(messages: Sequence[Json]) -> None:
     """Check that all ranks load one checkpoint.
 
     Raises:
-        ConfigError: They do not.
+        OutOfStepError: They do not.
     """
     for rank, message in enumerate(messages):
         if message["path"] != messages[0]["path"]:
-            raise ConfigError(
+            raise OutOfStepError(
                 f"rank {rank} loads {message['path']!r} and rank 0 {messages[0]['path']!r}; call"
                 " load on all ranks alike and in one order"
             )

@@ -19,7 +19,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import TierPassedOver
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import OutOfStepError, Same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ async def agree_on_tier(
     async def decide(messages: Sequence[Any]) -> Same:
         for rank, message in enumerate(messages):
             if message != messages[0]:
-                raise ConfigError(
+                raise OutOfStepError(
                     f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
                     " alike and in one order"
                 )

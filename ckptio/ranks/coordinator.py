@@ -266,6 +266,10 @@ class Coordinator:
         """Say whether a decision may have been made."""
         self._table.decisive(key, is_on=is_on)
 
+    def part(self, why: str) -> None:
+        """Say that ranks were in different calls."""
+        self._table.part(why)
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
         self._table.left(0, key)

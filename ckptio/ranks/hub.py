@@ -133,6 +133,7 @@ class Hub:
         self._ready = ready
         self._meetings: dict[str, _Meeting] = {}
         self._lost: dict[int, str] = {}
+        self._apart = ""
         self.num_messages = 0
 
     @property
@@ -203,6 +204,18 @@ class Hub:
         if meeting.failing_since_s is not None:
             meeting.in_doubt = is_on
 
+    def part(self, why: str) -> None:
+        """Let no session begin any more: who says that the next calls belong together?
+
+        Sessions are told by how many calls a rank has made. If one has made a call that another
+        has not, each meets the other's next one from then on, and they may agree in all but
+        what they hold: a checkpoint of two steps.
+        """
+        self._apart = self._apart or (
+            f"{why}, so the calls of the ranks may not belong together any more; close the engine"
+            " on all ranks, and open another"
+        )
+
     def left(self, rank: int, key: str) -> None:
         """Take note that a rank is through with a session."""
         meeting = self._meeting(key)
@@ -259,6 +272,7 @@ class Hub:
                     " longer with meet_timeout_s"
                 )
                 self._fail(meeting, problem, dict.fromkeys(absent, "did not come"))
+                self.part(f"{name_ranks(absent)} did not come to an earlier call")
 
     def _meeting(self, key: str) -> _Meeting:
         """Find a session, or begin it; one that begins in a broken group has failed."""
@@ -268,6 +282,8 @@ class Hub:
             if self._lost:
                 self._miss(meeting, list(self._lost))
                 meeting.ended.update(self._lost)
+            elif self._apart:
+                self._fail(meeting, self._apart, {})
             elif len(self._meetings) > _MAX_MEETINGS:
                 self._fail(meeting, f"more than {_MAX_MEETINGS} sessions at a time", {})
         return meeting

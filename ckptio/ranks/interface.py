@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from ckptio.errors import ConfigError
+
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
@@ -32,6 +34,10 @@ class Same:
     """One answer for every rank; it is encoded once."""
 
     answer: Json
+
+
+class OutOfStepError(ConfigError):
+    """Ranks met in different calls. Raised by a `Decide`; the group begins no session after it."""
 
 
 #: Makes one answer for each rank of the messages by rank. Runs on the coordinator alone.

@@ -197,6 +197,10 @@ class Member:
         """Rank 0 alone decides."""
         raise AssertionError(f"rank {self.rank} decides in {key!r}: {is_on}")
 
+    def part(self, why: str) -> None:
+        """Rank 0 alone compares calls."""
+        raise AssertionError(f"rank {self.rank} compared calls: {why}")
+
     def left(self, key: str) -> None:
         """Say that a session went well."""
         self._send(frames.Left(key))

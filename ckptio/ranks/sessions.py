@@ -16,7 +16,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from ckptio.ranks.frames import Answer, Broken, End, Stop, describe, failure, loss
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import OutOfStepError, Same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,9 @@ class Voice(Protocol):
 
     def absent(self, key: str) -> Sequence[int]:
         """Name the ranks that have not come to a round, where that is known."""
+
+    def part(self, why: str) -> None:
+        """Say that ranks were in different calls; the coordinator alone."""
 
     def left(self, key: str) -> None:
         """Say that a session went well."""
@@ -330,6 +333,8 @@ class RankSession:
             causes = {} if own is None else {sessions.rank: describe(own)}
             self._verdict.set_result(failure(f"session {self.key!r}", causes))
         elif own is not None:
+            if isinstance(own, OutOfStepError):
+                sessions.voice.part("ranks made different calls earlier")
             sessions.voice.failed(self.key, describe(own))
         elif self.has_spoken:
             sessions.voice.stopped(self.key)

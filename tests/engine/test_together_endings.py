@@ -35,7 +35,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Awaitable, Coroutine, Sequence
 
     from ckptio import Engine
     from ckptio.handle import CheckpointInfo, SaveHandle
@@ -701,3 +701,34 @@ def test_of_two_jobs_that_race_one_commits(seed: int) -> None:
             assert (await one.engines[0].verify("memory")).is_whole
 
     run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("way", ["one save more", "another path", "a load"])
+def test_after_different_calls_no_rank_meets_the_next_one_of_another(way: str) -> None:
+    """Each save would meet the other rank's next one, and what they wrote would be of two steps."""
+
+    async def scenario() -> None:
+        async with job(2, MemoryStorage("memory")) as ranks:
+            for handle in begin_saves(ranks):
+                await handle
+            before = ranks.place.manifest
+            zero, one = ranks.engines
+            more: list[Awaitable[object]] = []
+            if way == "one save more":
+                more.append(zero.save(own_state(0, 2.0), "memory", overwrite=True))
+            elif way == "another path":
+                core_of(zero)._storages["other"] = MemoryStorage("other")
+                more.append(zero.save(own_state(0, 2.0), "other"))
+                more.append(one.save(own_state(1, 2.0), "memory", overwrite=True))
+            else:
+                more.append(zero.save(own_state(0, 2.0), "memory", overwrite=True))
+                more.append(one.load("memory"))
+            for error in await asyncio.gather(*more, return_exceptions=True):
+                assert isinstance(error, RankError)
+            for value in (3.0, 4.0):
+                for error in await outcomes_of(begin_saves(ranks, value)):
+                    assert isinstance(error, RankError)
+            assert "close the engine on all ranks, and open another" in str(error)
+            assert ranks.place.manifest == before
+
+    run(scenario(), seed=0)
