@@ -67,20 +67,28 @@ class Milestone(Generic[T]):
 
     async def _waited(self) -> T:
         future = self.wrapped()
-        future.add_done_callback(_look_at)
         await asyncio.wait((future,))
-        self.on_seen()
         return future.result()
 
     def wrapped(self) -> asyncio.Future[T]:
         """Give a future of the running loop that is done when the moment has come."""
         self.is_awaited = True
-        return self._outcome.wrapped()
+        return self._wrapped()
+
+    def _wrapped(self) -> asyncio.Future[T]:
+        future = self._outcome.wrapped()
+        future.add_done_callback(self._look)  # before those of whoever waits
+        return future
+
+    def _look(self, future: asyncio.Future[T]) -> None:
+        """Somebody learns of it now; an error that a cancelled waiter does not collect is seen."""
+        if not future.cancelled():
+            future.exception()
+            self.on_seen()
 
     async def ended(self) -> bool:
         """Wait until the moment has come (true) or will not (false); counts as no wait."""
-        future = self._outcome.wrapped()
-        future.add_done_callback(_look_at)
+        future = self._wrapped()
         await asyncio.wait((future,))
         return future.exception() is None
 
@@ -98,6 +106,7 @@ class Milestone(Generic[T]):
     def wait_done(self) -> None:
         """Block until the moment has come or will not come. Raises nothing."""
         self._outcome.wait()
+        self.on_seen()
 
     def error(self) -> BaseException | None:
         """Give why the moment did not come, once it is `done`; `None` if it did."""
@@ -282,9 +291,3 @@ class SaveHandle:
 
 def _nothing() -> None:
     """Nobody has to know who learns of a moment."""
-
-
-def _look_at(future: asyncio.Future[T]) -> None:
-    """Keep asyncio from reporting an error that a cancelled waiter did not collect."""
-    if not future.cancelled():
-        future.exception()

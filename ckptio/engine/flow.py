@@ -152,6 +152,7 @@ def begin_save(
         core.submit(save_and_say, f"save {storage.path}", running)
     except BaseException:  # an interrupt: the caller has it, and no handle
         handle.seen()
+        job.source.drop()  # the handle, which is kept, refers to it
         raise
     if copy is not None:
         begin_copy(core, copy, handle, copying, says_itself=True)

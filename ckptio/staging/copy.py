@@ -7,6 +7,7 @@ ordered by events behind the caller's stream; nothing here waits for a whole dev
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 #: Offset in the slab, tensor, offset in its row-major bytes, bytes.
 FlatPiece = tuple[int, int, int, int]
+_SAMPLE_NBYTES = 64
 
 
 class Known(Protocol):
@@ -92,17 +94,21 @@ class SourceState:
             self._versions.append(_version_of(tensor) if one is None else one.version)
         self._streams = streams
         self._moved: int | None = None
+        #: Tensor, address and bytes of some of what was copied.
+        self._samples: list[tuple[int, int, bytes]] = []
         self._verdict: dict[str, int | None] = {}  # one entry; `setdefault` takes the first
         self._is_copied = False
 
     def changed(self) -> int | None:
-        """Say which tensor was written to, or moved, since it was looked at, the first of them.
+        """Say which tensor was written to, or moved, since it was looked at or copied.
 
-        By the counts that autograd keeps, of operations that have ended. Nobody counts what is
-        written through `.data`, numpy or a kernel of one's own, what inference mode makes, and
-        the parameters of a fused optimizer; its steps are counted. Views of one buffer have one
-        count. A tensor is moved by `parameter.data = ...`, of which `module.half()` is made, and
-        by sharing it with another process; in place, it may get another shape.
+        By the counts that autograd keeps, of operations that have ended. Views of one buffer
+        have one count. Nobody counts what is written through `.data`, numpy or a kernel of
+        one's own, what inference mode makes, the parameters of a fused optimizer, statistics
+        of batch norm, collectives, and blocks of DTensors: so some bytes of each slab that was
+        copied are compared with what is there now. (A step writes to all of them.) A tensor is
+        moved by `parameter.data = ...`, of which `module.half()` is made, and by sharing it
+        with another process; in place, it may get another shape.
         """
         if self._moved is not None:
             return self._moved
@@ -112,7 +118,14 @@ class SourceState:
         ):
             if tensor.data_ptr() != pointer or _version_of(tensor) != version:
                 return number
-        return None
+        return next((sample[0] for sample in self._samples if self._differs(*sample)), None)
+
+    def _differs(self, leaf: int, address: int, copied: bytes) -> bool:
+        """Whether memory of a tensor, which is held, is not what was copied any more."""
+        storage = self._storages[leaf]
+        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        is_there = start <= address and address + len(copied) <= stop  # it may be resized
+        return not is_there or ctypes.string_at(address, len(copied)) != copied
 
     def settled(self) -> int | None:
         """Say which tensor was written to before anybody could know that it may be.
@@ -146,7 +159,7 @@ class SourceState:
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
         self._tensors = ()
-        for held in (self._storages, self._addresses, self._pointers):
+        for held in (self._storages, self._addresses, self._pointers, self._samples):
             held.clear()
         self._versions = []
 
@@ -174,8 +187,20 @@ class SourceState:
             else:
                 slow.append(piece)
         move_all(moves)
+        self._sample(segment.pieces, base)
         if slow:
             self._gather_slow(slow, slab, pending)
+
+    def _sample(self, pieces: Sequence[FlatPiece], base: int) -> None:
+        """Keep some of what was copied to a slab: of its first, its middle and its last piece."""
+        for number in {0, len(pieces) // 2, len(pieces) - 1} if pieces else ():
+            position, leaf, offset, nbytes = pieces[number]
+            address = self._addresses[leaf]
+            if address and self._moved is None:
+                count = min(nbytes, _SAMPLE_NBYTES)
+                middle = (nbytes - count) // 2
+                copied = ctypes.string_at(base + position + middle, count)
+                self._samples.append((leaf, address + offset + middle, copied))
 
     def _gather_slow(
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]

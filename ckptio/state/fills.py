@@ -101,6 +101,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         name: What the target calls it.
         span: First byte and end of the memory of one that takes what is stored as it is, by
             one memmove; not known of any other.
+        dtype: Its element type, where that may be another than the stored one.
     """
 
     stored: int
@@ -109,6 +110,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
     block: Block | None = None
     name: str = ""
     span: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
 
     def memory(self) -> torch.Tensor:
         """Give what is filled, of the shape of what it takes. Makes what is blank.
@@ -131,8 +133,8 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         tensor = self.tensor
         if self.view is not None or self.block is not None or not isinstance(tensor, torch.Tensor):
             return self
-        is_other = self.span is not None and tensor.dtype is not TORCH_DTYPES.get(entry.dtype)
-        if is_other or tensor.shape != entry.shape:
+        dtype = self.dtype or TORCH_DTYPES.get(entry.dtype)
+        if tensor.dtype is not dtype or tensor.shape != entry.shape:
             raise TargetError(
                 f"{self.name!r} was changed to {tuple(tensor.shape)} of {tensor.dtype} while the"
                 " target was looked at: a state_dict() in the same target did that"

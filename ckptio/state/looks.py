@@ -63,12 +63,12 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
         Raises:
             StateError: It has another type than it had.
         """
+        if DTYPE_NAMES.get(self.tensor.dtype) != self.dtype:
+            raise StateError(
+                f"{self.name!r} was {self.dtype} and is {self.tensor.dtype} now: a state_dict()"
+                " of the same state changed it"
+            )
         if self.look is not None:
-            if DTYPE_NAMES.get(self.tensor.dtype) != self.dtype:
-                raise StateError(
-                    f"{self.name!r} was {self.dtype} and is {self.tensor.dtype} now: a"
-                    " state_dict() of the same state changed it"
-                )
             self.look = look_at(self.tensor)
 
 

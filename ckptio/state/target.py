@@ -195,7 +195,7 @@ class Matcher:
             self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
         check_fillable(fqn, target)
-        self.match.fills.append(Fill(found, target, view, None, fqn))
+        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
         return lambda _: target
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:

@@ -298,7 +298,7 @@ def _hint(path: str) -> str:
         for entry in itertools.islice(entries, _MAX_LOOKED_AT):
             if entry.is_dir() and os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
                 return f"{hint}, but below, as {entry.name!r}"
-            if entry.name.endswith(_TORCH_SUFFIXES):
+            if entry.name.endswith(_TORCH_SUFFIXES) and entry.is_file():
                 files.append(entry.name)
     if files:
         return f"{hint}; what torch.save wrote is loaded file by file, as {min(files)!r}"

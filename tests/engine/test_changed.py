@@ -60,6 +60,44 @@ def test_a_state_that_changes_before_it_is_copied_is_not_committed() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def _write_to_data(tensor: torch.Tensor) -> None:
+    tensor.data.view(-1).add_(1)
+
+
+def _write_by_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[...] = 5
+
+
+def _step_fused(tensor: torch.Tensor) -> None:
+    tensor.grad = torch.ones_like(tensor)
+    torch.optim.SGD([tensor], lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [_write_to_data, _write_by_numpy, _step_fused])
+def test_what_nobody_counts_is_seen_in_a_sample(change: Callable[[torch.Tensor], None]) -> None:
+    """Some of what was copied is looked at again when all is."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            tensor = torch.zeros(20 * SMALL.pool_nbytes // 4)
+            version = tensor._version
+            handle = engine.save({"w": tensor}, "memory")
+
+            def begin(operation: Operation) -> None:
+                if operation.kind == "pwrite":
+                    storage.fault = None
+                    change(tensor)
+
+            storage.fault = begin
+            with pytest.raises(StateError, match="'w' was changed, or moved"):
+                await handle
+            assert tensor._version == version
+            await engine.save({"w": tensor}, "memory")
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_state_that_changes_while_it_waits_for_slabs_is_not_committed() -> None:
     """Parts of it were copied by then: that is where a mixture comes from."""
 
@@ -120,6 +158,7 @@ def test_an_operation_that_ends_behind_the_copies_is_seen(learns: Learns) -> Non
         pytest.param(Learns(before=lambda handle: handle.staged.done()), id="by a look"),
         pytest.param(Learns(before=lambda handle: handle.staged.wait()), id="by a wait"),
         pytest.param(Learns(before=lambda handle: handle.fence()), id="by a fence"),
+        pytest.param(Learns(before=lambda handle: handle.staged.wait_done()), id="by its end"),
     ],
 )
 def test_who_learns_that_a_state_is_copied_may_change_it(learns: Learns) -> None:
@@ -176,11 +215,12 @@ class Changes:
         """Nothing is in it."""
 
 
-def test_a_tensor_of_another_type_since_it_was_looked_at_is_refused() -> None:
-    """The manifest would speak of twice the bytes that there are."""
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_tensor_of_another_type_since_it_was_looked_at_is_refused(*, is_strided: bool) -> None:
+    """The manifest would speak of twice the bytes that there are, or of others."""
 
     async def scenario() -> None:
-        parameter = torch.nn.Parameter(torch.ones(5))
+        parameter = torch.nn.Parameter(torch.ones(5, 3).t() if is_strided else torch.ones(5))
         changes = Changes(lambda: setattr(parameter, "data", parameter.data.half()))
         async with inline_engine({"memory": MemoryStorage()}) as engine:
             with pytest.raises(StateError, match=r"'w' was float32 and is torch\.float16 now"):
@@ -190,17 +230,20 @@ def test_a_tensor_of_another_type_since_it_was_looked_at_is_refused() -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(4, 6, dtype=torch.float64)])
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_a_target_of_another_shape_since_it_was_matched_is_refused(*, is_strided: bool) -> None:
+def test_a_target_of_another_kind_since_it_was_matched_is_refused(
+    other: torch.Tensor, *, is_strided: bool
+) -> None:
     """Its memory has room for less, or takes other elements."""
 
     async def scenario() -> None:
         values = torch.ones(4, 6)
         parameter = torch.nn.Parameter(torch.zeros(6, 4).t() if is_strided else torch.zeros(4, 6))
-        changes = Changes(lambda: setattr(parameter, "data", torch.zeros(2, 2)))
+        changes = Changes(lambda: setattr(parameter, "data", other.clone()))
         async with inline_engine({"memory": MemoryStorage()}) as engine:
             await engine.save({"w": values, "z": Changes(bool)}, "memory")
-            with pytest.raises(TargetError, match=r"'w' was changed to \(2, 2\) of torch.float32"):
+            with pytest.raises(TargetError, match=r"'w' was changed to \([24], [26]\) of torch"):
                 await engine.load("memory", into={"w": parameter, "z": changes})
             assert not parameter.any()
 

@@ -488,11 +488,11 @@ async def test_an_error_says_what_is_at_a_path_without_a_checkpoint(tmp_path: Pa
     """Nothing, something else, files of torch.save, or a run with checkpoints below."""
     said = {
         "none": "there is nothing here",
-        "else": r"there is no committed checkpoint here: ",
+        "else": "there is no committed checkpoint here: ",
         "files": "loaded file by file, as 'model_0.pt'",
         "run": "but below, as 'step-1'",
     }
-    for name in ("else", "files"):
+    for name in ("else", "files", "else/epoch=1.ckpt"):
         (tmp_path / name).mkdir()
     for name in ("step_0.pt", "model_0.pt", "notes.txt"):
         torch.save({}, tmp_path / "files" / name)

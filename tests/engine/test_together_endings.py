@@ -717,7 +717,7 @@ def test_after_different_calls_no_rank_meets_the_next_one_of_another(way: str) -
             if way == "one save more":
                 more.append(zero.save(own_state(0, 2.0), "memory", overwrite=True))
             elif way == "another path":
-                core_of(zero)._storages["other"] = MemoryStorage("other")
+                core_of(zero)._storages = {"memory": ranks.place, "other": MemoryStorage("other")}
                 more.append(zero.save(own_state(0, 2.0), "other"))
                 more.append(one.save(own_state(1, 2.0), "memory", overwrite=True))
             else:
