@@ -90,7 +90,60 @@ def test_strided_sources_are_exact(engine: sync.Engine, place: str, name: str) -
         engine.save([view], place, overwrite=True)
         found = engine.load(place)
         assert_same(found, [view])
-        assert found[0].is_contiguous()
+        is_dense = view.numel() * view.element_size() == view.untyped_storage().nbytes()
+        assert found[0].stride() == view.stride() if is_dense else found[0].is_contiguous()
+
+
+@pytest.mark.parametrize("writes", ["ckptio", "torch"])
+def test_dimensions_lie_in_memory_as_they_did(
+    engine: sync.Engine, tmp_path: Path, writes: str
+) -> None:
+    """`channels_last` and any other order; where types are converted, too; ties are ties."""
+    image = torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)
+    turned = torch.randn(5, 7).t()
+    state = {"image": image, "turned": turned, "same": turned, "flat": torch.randn(3, 4)}
+    path = tmp_path / "c"
+    if writes == "torch":
+        torch.save(state, path)
+    else:
+        engine.save(state, path)
+    found = engine.load(path)
+    assert_same(found, state)
+    assert {k: t.stride() for k, t in found.items()} == {k: t.stride() for k, t in state.items()}
+    assert found["same"].data_ptr() == found["turned"].data_ptr()
+    half = engine.load(path, select="image", dtype=torch.bfloat16)["image"]
+    assert torch.equal(half, image.bfloat16())
+    assert half.stride() == image.stride()
+
+
+@pytest.mark.parametrize("is_into", [True, False])
+def test_a_fused_optimizer_goes_on_where_it_was(
+    engine: sync.Engine, tmp_path: Path, *, is_into: bool
+) -> None:
+    """It walks memory, not elements: moments have to lie as their parameter does."""
+
+    def begin() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(3 * 36.0).view(1, 3, 6, 6)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = begin()
+    step(model, optimizer)
+    engine.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    resumed, moved = begin()
+    if is_into:
+        engine.load(tmp_path / "c", into={"model": resumed, "optimizer": moved})
+    else:
+        found = engine.load(tmp_path / "c")
+        resumed.load_state_dict(found["model"])
+        moved.load_state_dict(found["optimizer"])
+    step(model, optimizer)
+    step(resumed, moved)
+    assert_same(resumed.state_dict(), model.state_dict())
 
 
 def test_a_state_of_many_waves_comes_back(engine: sync.Engine, place: str) -> None:

@@ -241,7 +241,7 @@ def _renumbered(node: Json, numbers: dict[int, int]) -> Json:
     if type(node) is not dict:
         return node
     if type(node.get(TAG)) is int:
-        return {TAG: numbers[node[TAG]]}
+        return {**node, TAG: numbers[node[TAG]]}
     if TAG in node and "t" in node:
         return {**node, "t": numbers[node["t"]]}
     return {key: _renumbered(item, numbers) for key, item in node.items()}

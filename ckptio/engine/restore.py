@@ -124,6 +124,7 @@ class _Kind(NamedTuple):
 
     device: torch.device | None
     dtype: torch.dtype | None
+    order: tuple[int, ...] = ()
 
 
 def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
@@ -157,7 +158,10 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
         index = tensor_index(node)
         if index is None:
             continue
-        kind = kinds.get(index, _Kind(request.device, request.dtype))
+        order = tuple(node["p"]) if "p" in node else ()
+        kind = kinds.get(index, _Kind(request.device, request.dtype, order))
+        if kind.order != order:  # what views refer to is row-major
+            kind = kind._replace(order=())
         if node[TAG] in ("np", "bytes", "bytearray"):
             kind = _Kind(None, None)  # host memory of its own type
         elif node[TAG] == "view":
@@ -198,7 +202,8 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     for fill in fills:
         _fill(manifest, fill, restoration, late, bases)
     tensors: dict[int, torch.Tensor] = {}
-    _make(manifest, dict.fromkeys(sorted(match.fresh), _Kind(None, None)), tensors, restoration)
+    kinds = {index: _Kind(None, None, order) for index, order in sorted(match.fresh.items())}
+    _make(manifest, kinds, tensors, restoration)
     rebuilder = Rebuilder(tensors, request.types, restoration.notes)
 
     def finish() -> Any:
@@ -244,7 +249,7 @@ def _make(
             stored: torch.dtype = stored,
             kind: _Kind = kind,
         ) -> Destination:
-            tensors[index] = allocate(entry, device=kind.device, dtype=kind.dtype)
+            tensors[index] = allocate(entry, device=kind.device, dtype=kind.dtype, order=kind.order)
             return Destination(tensors[index], stored)
 
         restoration.makers.append(make)

@@ -175,7 +175,7 @@ def _shifted(node: Json, base: int) -> Json:
     if type(node) is not dict:
         return node
     if type(node.get(TAG)) is int:
-        return {TAG: node[TAG] + base}
+        return {**node, TAG: node[TAG] + base}
     if TAG in node and "t" in node:
         return {**node, "t": node["t"] + base}
     return {key: _shifted(item, base) for key, item in node.items()}

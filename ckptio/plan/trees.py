@@ -79,7 +79,7 @@ def take_tree(tree: Json, names: Sequence[str]) -> RankTree:
             return _with_children(node, visit)
         tag = node[TAG]
         if type(tag) is int:
-            return {TAG: [names[tag]]}
+            return {**node, TAG: [names[tag]]}
         if "t" in node:
             return {**node, "t": names[node["t"]]}
         if tag == RANKS_TAG:
@@ -260,7 +260,7 @@ class _Merger:
                 return _with_children(node, visit)
             tag = node[TAG]
             if type(tag) is list:
-                return {TAG: number(tag[0])}
+                return {**node, TAG: number(tag[0])}
             if "t" in node:
                 return {**node, "t": number(node["t"])}
             if tag == RANKS_TAG:

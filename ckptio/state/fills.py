@@ -158,7 +158,7 @@ class Match:
 
     Attributes:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
-        fresh: Stored tensors that have to be made, by index.
+        fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
         wrapped: Tensors of the target whose memory is filled behind their back.
         kept: Values kept for each rank that the checkpoint has for other ranks only; they
             stay as they are.
@@ -173,7 +173,7 @@ class Match:
     """
 
     fills: list[Fill] = field(default_factory=list)
-    fresh: set[int] = field(default_factory=set)
+    fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wrapped: list[torch.Tensor] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)

@@ -36,7 +36,7 @@ from ckptio.state.leaves import (
     plain_dtype,
     way_out_of,
 )
-from ckptio.state.looks import Occurrence, look_at
+from ckptio.state.looks import Occurrence, look_at, order_of
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
 from ckptio.state.ties import resolve_ties
 
@@ -286,7 +286,8 @@ class _Flattener:
             if self._instead is None:
                 raise
             return self._store(fqn, self._instead(fqn, tensor), "uint8", {TAG: None})
-        return self._store(fqn, tensor, dtype, {TAG: None})
+        order = order_of(tensor)
+        return self._store(fqn, tensor, dtype, {TAG: None, "p": order} if order else {TAG: None})
 
     def _sharded(self, fqn: str, value: Any) -> Json:
         """Take the blocks of a tensor that is held in parts."""

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ckptio.errors import StateError
+from ckptio.layout import row_major_strides
 from ckptio.state.leaves import DTYPE_NAMES
 
 #: Exact types of tensors that are their memory and nothing else.
@@ -102,3 +103,20 @@ def look_at(tensor: torch.Tensor) -> Look | None:
     start, stop, storage = memory
     version = tensor._version  # noqa: SLF001  # the one way
     return Look(dtype, tuple(tensor.shape), (start, stop), version, storage)
+
+
+def order_of(tensor: torch.Tensor) -> list[int]:
+    """Give the dimensions of a tensor as they lie in memory, outermost first.
+
+    Empty for a row-major one, and for one with gaps, which comes back without them.
+    """
+    try:
+        shape, strides = tensor.shape, tensor.stride()
+        if tensor.is_contiguous():
+            return []
+    except RuntimeError:  # wrapped by a transform of torch.func: refused later, by its memory
+        return []
+    order = sorted(range(len(shape)), key=lambda dimension: -strides[dimension])
+    expected = row_major_strides(tuple(shape[dimension] for dimension in order))
+    pairs = zip(order, expected, strict=True)
+    return order if all(strides[d] == n for d, n in pairs if shape[d] > 1) else []

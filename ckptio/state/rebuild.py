@@ -42,7 +42,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def allocate(
-    entry: TensorEntry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    entry: TensorEntry,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    order: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Make an uninitialised tensor for a stored one. Sizes of files were checked before.
 
@@ -50,20 +54,27 @@ def allocate(
         entry: The stored tensor.
         device: Where; the CPU if not given.
         dtype: Element type for floating-point tensors; their own if not given.
+        order: Its dimensions as they lie in memory, outermost first; row-major if empty.
 
     Raises:
         FormatError: torch cannot make such a tensor.
     """
+    if order and sorted(order) != list(range(len(entry.shape))):
+        raise FormatError(f"{entry.name!r} of shape {entry.shape} has an order {order}")
     own = torch_dtype(entry.dtype)
     if dtype is not None and is_convertible(own):
         own = dtype
-    return empty(entry.shape, own, device, entry.name)
+    return empty(entry.shape, own, device, entry.name, order)
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None, name: str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | None,
+    name: str,
+    order: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """Make an uninitialised tensor.
+    """Make an uninitialised tensor; `order` as in `allocate`.
 
     Raises:
         TargetError: There is no such device, or not enough memory on it; or what torch makes
@@ -71,7 +82,11 @@ def empty(
     """
     try:
         # without a device torch takes the default one, which the program may have set
-        made = torch.empty(shape, dtype=dtype, device=device or torch.device("cpu"))
+        place = device or torch.device("cpu")
+        if order:
+            made = torch.empty_permuted(shape, order, dtype=dtype, device=place)
+        else:
+            made = torch.empty(shape, dtype=dtype, device=place)
     except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
         where = "" if device is None else f" on {device}"
         raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {error}") from error

@@ -48,7 +48,7 @@ from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import indices_in, is_absent, is_ranks, names_kept, prune_at, sequence_in
+from ckptio.state.tree import is_absent, is_ranks, names_kept, orders_in, prune_at, sequence_in
 from ckptio.state.versions import Versions
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ class Matcher:
                 return part
             node = kept[0]
         self.match.num_values += 1
-        self.match.fresh |= indices_in(node)
+        for index, order in orders_in(node).items():
+            is_alike = self.match.fresh.get(index, order) == order
+            self.match.fresh[index] = order if is_alike else ()
         own = tuple(classes_in(target))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 

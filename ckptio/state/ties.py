@@ -205,7 +205,7 @@ def _base_of(
             distinct(f"{first.name}~storage"), flat, first.dtype if lone else "uint8", {}
         )
     aligned = all((m.tensor.data_ptr() - start) % m.tensor.itemsize == 0 for m in members)
-    plain = all(set(m.node) == {TAG} for m in members)
+    plain = all(m.node.keys() <= {TAG, "p"} for m in members)
     return base if aligned and plain else None
 
 

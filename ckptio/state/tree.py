@@ -111,9 +111,11 @@ def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool
                 tag = node.get(TAG, _MISSING)
                 if tag is _MISSING:
                     below += node.values()
-                elif (type(tag) is int and 0 <= tag < num_tensors and len(node) == 1) or (
-                    type(tag) is str and _fits(tag, node, num_tensors, below)
-                ):
+                elif (
+                    type(tag) is int
+                    and 0 <= tag < num_tensors
+                    and (len(node) == 1 or _has_order(node))
+                ) or (type(tag) is str and _fits(tag, node, num_tensors, below)):
                     continue
                 elif may_have_ranks and tag == RANKS_TAG and _is_list_of_ranks(node):
                     values = [value for value in node["v"] if value != ABSENT]
@@ -125,6 +127,11 @@ def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool
             return has_ranks
         level = below
     raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+
+
+def _has_order(node: dict[str, Json]) -> bool:
+    """Whether a node of a tensor has an order of its dimensions beside it, and no more."""
+    return node.keys() == {TAG, "p"} and _is_naturals(node["p"])
 
 
 def _is_list_of_ranks(node: dict[str, Json]) -> bool:
@@ -199,8 +206,19 @@ def walk(fqn: str, node: Json) -> Iterator[tuple[str, Json]]:
 
 def indices_in(node: Json) -> set[int]:
     """Give the indices of all stored tensors that a tree refers to."""
-    found = (tensor_index(reference) for _, reference in walk("", node))
-    return {index for index in found if index is not None}
+    return set(orders_in(node))
+
+
+def orders_in(node: Json) -> dict[int, tuple[int, ...]]:
+    """Give each tensor's dimensions as they lie in memory, by index; () where row-major."""
+    found: dict[int, tuple[int, ...]] = {}
+    for _, reference in walk("", node):
+        index = tensor_index(reference)
+        if index is not None:
+            order = tuple(reference["p"]) if "p" in reference else ()
+            # what views refer to, or arrays are made of, is row-major
+            found[index] = order if found.get(index, order) == order else ()
+    return found
 
 
 def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:

@@ -437,3 +437,22 @@ def test_without_an_observer_the_log_says_who_is_waited_for(
 
     run_virtual(scenario(), seed=0)
     assert "waiting for rank 1; every rank has to make this call" in caplog.text
+
+
+def test_dimensions_lie_in_memory_as_they_did_on_every_rank() -> None:
+    """The trees of ranks are merged, and keep the order."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            mine = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save({"all": mine, f"own{rank}": mine + 1}, "memory")
+                found = await engine.load("memory")
+                for name, tensor in (("all", mine), ("own0", mine + 1), ("own1", mine + 1)):
+                    assert torch.equal(found[name], tensor)
+                    assert found[name].stride() == mine.stride()
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)

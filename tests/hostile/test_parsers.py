@@ -299,6 +299,20 @@ def test_a_conversion_is_no_way_around_a_size(engine: sync.Engine, saved: str) -
         assert engine.load(saved).shape == (1 << 40,)
 
 
+@pytest.mark.parametrize("order", [[0], [1], [0, 0], [0, 1, 2], [-1, 0], "01", None, [0.0, 1.0]])
+def test_an_order_is_of_all_dimensions(engine: sync.Engine, saved: str, order: Any) -> None:
+    """Each once."""
+    document = document_of(saved)
+    document["tree"] = {"~": 0, "p": order}
+    shape = document["tensors"][0][2]
+    with rewritten(saved, document):
+        if order == [0] and len(shape) == 1:
+            engine.load(saved)
+            return
+        with pytest.raises(FormatError, match=r"has an order|bad value"):
+            engine.load(saved)
+
+
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "..", "sub/x", "a\0b"])
 def test_a_file_name_reaches_nothing_outside(engine: sync.Engine, saved: str, name: str) -> None:
     """It is refused as a name, before it is opened."""

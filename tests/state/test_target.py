@@ -261,7 +261,7 @@ def test_a_placeholder_takes_what_is_selected_of_a_container() -> None:
     """And no tensor beside it is made."""
     saved = {"a": {"x": zeros(1), "y": zeros(2)}}
     match, result = matched(saved, {"a": None}, "a.y")
-    assert match.fresh == {1}
+    assert match.fresh.keys() == {1}
     assert list(result["a"]) == ["y"]
 
 

@@ -287,7 +287,7 @@ def renumber(node: Json, base: int) -> Json:
         return {key: renumber(item, base) for key, item in node.items()}
     tag = node[TAG]
     if type(tag) is int:
-        return {TAG: tag + base}
+        return {**node, TAG: tag + base}
     moved = {key: renumber(item, base) for key, item in node.items()}
     if "t" in node:
         moved["t"] = node["t"] + base
