@@ -62,6 +62,17 @@ FIGURES = {
 }
 
 
+#: Rows of the table of other peers: a part of the group's title, and a metric.
+OTHERS = {
+    "durable save of 1.7 GB": ("save of half of state a", "elapsed_s"),
+    "durable save of 10,000 small tensors": ("save of half of state b", "elapsed_s"),
+    "cold load of 1.7 GB": ("cold", "elapsed_s"),
+    "warm load of 1.7 GB": ("warm", "elapsed_s"),
+    "async save of 1.7 GB: stall": ("async", "stall_s"),
+    "async save of 1.7 GB: until durable": ("async", "commit_s"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process is meant
 def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block under "Tour", in order: Python in one namespace, scripts by their commands."""
@@ -117,6 +128,32 @@ def test_the_tables_say_what_was_measured(name: str) -> None:
         assert found is not None
         assert rounds_to(best, found[2]), (best, peer)
         assert (found[1] is not None) is (best < 1)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_table_of_others_says_what_was_measured(name: str) -> None:
+    """Of each peer that does it, in one order."""
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README.read_text(), re.MULTILINE)
+    shown, *cells = (cell.strip() for cell in row.split("|"))
+    title, metric = OTHERS[name]
+    (own, *ratios) = all_measured("other_peers", title, metric)
+    assert rounds_to(own, shown.removesuffix(" s")), (own, shown)
+    for ratio, cell in zip(ratios, filter(None, cells), strict=True):
+        assert rounds_to(ratio, cell.removesuffix("\N{MULTIPLICATION SIGN}")), (ratio, cell)
+
+
+def all_measured(case: str, title: str, metric: str) -> list[float]:
+    """Give ckptio's figure, and those of its peers divided by it."""
+    groups = json.loads((RESULTS / f"{case}.json").read_text())["groups"]
+    group = next(group for group in groups if title in group["title"])
+    found: list[dict[str, Any]] = [s for s in group["subjects"] if metric in s["metrics"]]
+    own, *others = (
+        subject["metrics"][metric]["median"]
+        for kind in ("ckptio", "peer")
+        for subject in found
+        if subject["kind"] == kind
+    )
+    return [own, *(other / own for other in others)]
 
 
 def measured(case: str, title: str, metric: str) -> tuple[float, float]:
