@@ -119,7 +119,8 @@ class Engine:
             state that was changed too early, as far as autograd counts it, it raises
             `StateError`.
 
-        A state on the CPU is copied, never referred to after `staged`. One on CUDA is
+        A state on the CPU is copied, and not referred to after `staged` (where nobody waits for
+        that, after its files are written: it is looked at once more then). One on CUDA is
         copied on a side stream, behind what the current stream has been told so far;
         `handle.fence()` puts the current stream behind the copies instead of waiting. Before
         you capture a CUDA graph, `await handle.staged`: other threads must not ask for the

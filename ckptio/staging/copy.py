@@ -63,9 +63,10 @@ class SourceState:
 
     Args:
         tensors: The caller's tensors, in the order of the plan. They, and the storages that they
-            have now or had when they were looked at, are referred to until they are copied, so
-            that no memory is reused under a copy. (A storage that is resized in place, as FSDP
-            does with gathered parameters, frees its memory all the same.)
+            have now or had when they were looked at, are referred to until they are copied and
+            were looked at a last time (`settled`), so that no memory is reused under a copy. (A
+            storage that is resized in place, as FSDP does with gathered parameters, frees its
+            memory all the same.)
         streams: What orders copies behind the caller's work on its devices, if any.
         known: What is known of each tensor already; of none if empty.
     """

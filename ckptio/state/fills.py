@@ -193,6 +193,11 @@ class Match:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
+    def make(self, orders: Mapping[int, tuple[int, ...]]) -> None:
+        """Have stored tensors made, if they are not yet; row-major where their orders differ."""
+        for index, order in orders.items():
+            self.fresh[index] = order if self.fresh.get(index, order) == order else ()
+
     def look_again(self, entries: Sequence[TensorEntry]) -> None:
         """Find what was moved meanwhile, once all is matched.
 

@@ -262,7 +262,11 @@ class _Flattener:
         if isinstance(value, np.generic):
             return encode_scalar(fqn, value)
         if is_stateful(value):
-            state = value.state_dict()
+            try:
+                state = value.state_dict()
+            except Exception as error:  # of the caller's class, which raises anything
+                problem, way_out = f"its state_dict() fails: {error!r}", "leave it out"
+                raise UnsupportedLeafError(fqn, problem, way_out) from error
             self._num_before = len(self._shared), len(self._per_rank)
             return self._encoder.encode(fqn, state)
         name = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.state.members import members_of
 from ckptio.state.numbered import groups_of
 from ckptio.state.sharded import is_dtensor
 from ckptio.state.tree import children, leaves, tensor_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from ckptio.format.manifest import TensorEntry
 
@@ -94,6 +95,34 @@ def optimizer_differs(
         if found := _moments_differ(name, parameter, moments.get(name), entries):
             return found
     return ""
+
+
+def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[str, Any]:
+    """Ask a stateful object what it has, to fill it in place.
+
+    Args:
+        fqn: Its name.
+        target: The object. An optimizer takes its state from the checkpoint: what it has made
+            since, for parameters of which the checkpoint has none, is left out.
+        node: What the checkpoint has of it.
+        is_whole: Whether all of it is loaded.
+
+    Raises:
+        TargetError: It does not say.
+    """
+    try:
+        template: dict[str, Any] = target.state_dict()
+    except Exception as error:  # of the caller's class, which raises anything
+        raise TargetError(
+            f"the state_dict() of {fqn or 'the target'!r}, which says what to fill, fails:"
+            f" {error!r}; give what load() returns without into= to its load_state_dict()"
+        ) from error
+    moments = node.get("state") if type(node) is dict else None
+    if is_whole and isinstance(target, torch.optim.Optimizer) and type(moments) is dict:
+        stored = members_of("", moments)
+        state = {key: item for key, item in template["state"].items() if key in stored}
+        template = {**template, "state": state}
+    return template
 
 
 def _moments_differ(

@@ -45,7 +45,7 @@ from ckptio.state.leaves import as_tensor
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, members_of, take_member, updated
 from ckptio.state.numbered import numbered
-from ckptio.state.optimizers import optimizer_differs, require_parameters
+from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
 from ckptio.state.tree import is_absent, is_ranks, names_kept, orders_in, prune_at, sequence_in
@@ -144,9 +144,7 @@ class Matcher:
                 return part
             node = kept[0]
         self.match.num_values += 1
-        for index, order in orders_in(node).items():
-            is_alike = self.match.fresh.get(index, order) == order
-            self.match.fresh[index] = order if is_alike else ()
+        self.match.make(orders_in(node))
         own = tuple(classes_in(target))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 
@@ -263,7 +261,7 @@ class Matcher:
                 return self._mismatch(fqn, target, found)
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
-        template = target.state_dict()
+        template = template_of(fqn, target, node, is_whole=self._keep is None)
         self.match.num_before = len(self.match.fills)
         assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
         if is_module:
@@ -325,6 +323,8 @@ class Matcher:
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
+        if flat and "_extra_state" in fqn and fqn.endswith("_extra_state"):
+            return self._value(fqn, value, node)  # whatever the module makes of it
         if type(value) in PLAIN_TENSORS and not is_ranks(node):
             return self._tensor(fqn, value, node)  # by far the most, and there are thousands
         if isinstance(value, (PerRank, Shard)):

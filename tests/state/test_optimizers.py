@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from ckptio import MismatchError, TargetError, sync
+from ckptio import MismatchError, TargetError, UnsupportedLeafError, sync
 from ckptio.state.flatten import flatten
 from ckptio.state.optimizers import _ELEMENTWISE
 from tests.rig import SMALL
@@ -103,3 +104,41 @@ def test_of_a_class_of_ones_own_nothing_is_asked(tmp_path: Path) -> None:
     sync.save({"state": 1}, tmp_path / "d", config=SMALL)
     with pytest.raises((TargetError, MismatchError)):
         sync.load(tmp_path / "d", target, config=SMALL)
+
+
+@pytest.mark.parametrize("saved", ["before a step", "before a layer was thawed"])
+def test_an_optimizer_goes_back_to_less_state(tmp_path: Path, saved: str) -> None:
+    """What it has made since is gone, as with its own `load_state_dict`."""
+    layers = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(layers)
+    if saved != "before a step":
+        layers[0].grad = torch.ones(3)
+        optimizer.step()
+    sync.save({"opt": optimizer}, tmp_path / "c", config=SMALL)
+    before = copy.deepcopy(optimizer.state_dict())
+    for layer in layers:
+        layer.grad = torch.ones(3)
+    optimizer.step()
+    sync.load(tmp_path / "c", {"opt": optimizer}, config=SMALL)
+    assert_same(optimizer.state_dict(), before)
+
+
+class Fails:
+    """Has a state that it does not give, as one whose parts are on other ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("no part of it is here")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+
+
+def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
+    """On both ways, with an error of ours."""
+    with pytest.raises(
+        UnsupportedLeafError, match=r"'data\.train'.*fails: AttributeError.*no part"
+    ):
+        sync.save({"data": {"train": Fails()}}, tmp_path / "c", config=SMALL)
+    sync.save({"data": {"train": {"a": 1}}}, tmp_path / "c", config=SMALL)
+    with pytest.raises(TargetError, match=r"'data\.train'.*fails: AttributeError.*no part"):
+        sync.load(tmp_path / "c", {"data": {"train": Fails()}}, config=SMALL)

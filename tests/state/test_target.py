@@ -377,3 +377,24 @@ def test_the_extra_state_of_a_module_is_its_own_affair() -> None:
     assert match.agrees
     assert module.scale == 7
     assert sorted(module.found) == ["more", "scale"]
+
+
+class WithBytes(torch.nn.Linear):
+    """A module with a tensor for its extra state, which grows."""
+
+    kept = torch.empty(0, dtype=torch.uint8)
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_the_extra_state_of_a_module_may_be_a_tensor_of_any_shape() -> None:
+    """It is handed over, not filled."""
+    saved, module = torch.nn.Sequential(WithBytes(2, 2)), torch.nn.Sequential(WithBytes(2, 2))
+    saved[0].kept = torch.arange(12, dtype=torch.uint8)
+    match, _ = matched(saved.state_dict(), module)
+    assert match.agrees
+    assert module[0].kept.shape == (12,)
