@@ -99,9 +99,10 @@ class CheckpointConfig:
             `"obstore"`: obstore, of the extra `fast`; it tries parts of an upload again on its
             own, without events.
         max_requests: Requests to an object store at a time; fewer while it asks for that, or while
-            what is sent takes longer than `request_timeout_s`.
+            what is sent takes longer than `request_timeout_s`. obstore sends as many parts at a
+            time whatever happens: on a slow link give it fewer.
         request_timeout_s: Seconds without an answer after which a request is given up, and
-            tried again.
+            tried again; for a part that obstore sends, half of that.
         max_retries: How often a request that failed for the moment is tried again.
         retry_timeout_s: Seconds without a request that succeeded, from the first failure of
             a save or load, after which nothing of it is tried again.

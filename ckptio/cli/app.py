@@ -264,7 +264,7 @@ def convert(
         lambda: run(
             source,
             target,
-            to=to,
+            to=to.value,
             select=select,
             strip=strip,
             overwrite=overwrite,
