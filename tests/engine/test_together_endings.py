@@ -456,7 +456,7 @@ class Stateful:
     ("value", "kind", "cause"),
     [
         (object(), UnsupportedLeafError, "UnsupportedLeafError"),
-        (Stateful(ZeroDivisionError("in the model")), ZeroDivisionError, "in the model"),
+        (Stateful(ZeroDivisionError("in the model")), UnsupportedLeafError, "in the model"),
         (Stateful(KeyboardInterrupt()), KeyboardInterrupt, "it was interrupted there"),
     ],
     ids=["refused", "failed", "interrupted"],
