@@ -79,7 +79,7 @@ class StateError(CheckpointError):
 
 
 class UnsupportedLeafError(StateError, TypeError):
-    """A value of the state has no portable form. Nothing was written.
+    """A value of the state has no portable form, or fails to say what it is. Nothing was written.
 
     Attributes:
         fqn: Where the value is in the state.
