@@ -28,6 +28,7 @@ from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import fail_together, save_id_of
 from ckptio.errors import (
+    CheckpointError,
     EngineClosedError,
     SaveAbortedError,
     TargetError,
@@ -150,9 +151,10 @@ def begin_save(
     core.keep(handle)
     try:
         core.submit(save_and_say, f"save {storage.path}", running)
-    except BaseException:  # an interrupt: the caller has it, and no handle
+    except BaseException as error:  # an interrupt: the caller has it, and no handle
         handle.seen()
-        job.source.drop()  # the handle, which is kept, refers to it
+        if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
+            job.source.drop()  # the handle, which is kept, refers to it
         raise
     if copy is not None:
         begin_copy(core, copy, handle, copying, says_itself=True)

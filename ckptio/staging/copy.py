@@ -106,9 +106,10 @@ class SourceState:
         By the counts that autograd keeps, of operations that have ended. Views of one buffer
         have one count. Nobody counts what is written through `.data`, numpy or a kernel of
         one's own, what inference mode makes, the parameters of a fused optimizer, statistics
-        of batch norm, collectives, and blocks of DTensors: so some bytes of each slab that was
-        copied are compared with what is there now. (A step writes to all of them.) A tensor is
-        moved by `parameter.data = ...`, of which `module.half()` is made, and by sharing it
+        of batch norm, collectives, blocks of DTensors, and views that are stored as their common
+        memory: so some bytes of each slab that was copied are compared with what is there now,
+        on the host, of what one memmove copies. (A step writes to nearly all of them.) A tensor
+        is moved by `parameter.data = ...`, of which `module.half()` is made, and by sharing it
         with another process; in place, it may get another shape.
         """
         if self._moved is not None:

@@ -117,11 +117,14 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
             f"the state_dict() of {fqn or 'the target'!r}, which says what to fill, fails:"
             f" {error!r}; give what load() returns without into= to its load_state_dict()"
         ) from error
+    if not (is_whole and isinstance(target, torch.optim.Optimizer)):
+        return template
     moments = node.get("state") if type(node) is dict else None
-    if is_whole and isinstance(target, torch.optim.Optimizer) and type(moments) is dict:
+    made = template.get("state") if isinstance(template, dict) else None
+    if type(moments) is dict and isinstance(made, dict):
         stored = members_of("", moments)
-        state = {key: item for key, item in template["state"].items() if key in stored}
-        template = {**template, "state": state}
+        kept = {key: item for key, item in made.items() if key in stored or str(key) in stored}
+        template = {**template, "state": kept}
     return template
 
 

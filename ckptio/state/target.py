@@ -323,7 +323,7 @@ class Matcher:
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""
-        if flat and "_extra_state" in fqn and fqn.endswith("_extra_state"):
+        if flat and "_extra_state" in fqn and fqn.rpartition(".")[2] == "_extra_state":
             return self._value(fqn, value, node)  # whatever the module makes of it
         if type(value) in PLAIN_TENSORS and not is_ranks(node):
             return self._tensor(fqn, value, node)  # by far the most, and there are thousands

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
-from ckptio import PerRank
-from ckptio.errors import StateError, StorageError, TargetError
+import ckptio
+from ckptio import PerRank, sync
+from ckptio.errors import ConfigError, StateError, StorageError, TargetError
 from ckptio.events import SaveStaged
 from ckptio.testing import MemoryStorage, run_virtual
 from tests.job_rig import job
@@ -17,6 +20,7 @@ from tests.rig import SMALL, assert_same, inline_engine, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ckptio import Engine
     from ckptio.events import Event
@@ -399,3 +403,43 @@ def test_a_state_that_changes_on_one_rank_is_committed_by_none() -> None:
         assert place.leftovers() == []
 
     run_virtual(scenario(), seed=0)
+
+
+def test_a_save_that_an_observer_is_refused_holds_no_state(tmp_path: Path) -> None:
+    """The engine remembers its handle, which refers to what looks at the tensors."""
+
+    async def scenario() -> None:
+        refused: list[weakref.ref[torch.Tensor]] = []
+
+        def save_again(event: Event) -> None:
+            if isinstance(event, SaveStaged):
+                tensor = torch.ones(300)
+                refused.append(weakref.ref(tensor))
+                with pytest.raises(ConfigError, match="cannot call the engine"):
+                    engine.save({"w": tensor}, path)
+
+        async with ckptio.Engine(SMALL, observer=save_again) as engine:
+            await engine.save({"w": torch.ones(3)}, path)
+            gc.collect()
+            assert [ref() for ref in refused] == [None]
+
+    path = tmp_path / "c"
+    asyncio.run(scenario())
+
+
+def test_a_save_goes_on_whole_behind_an_interrupt_that_comes_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are being copied by then: they are not let go."""
+    state = random_state([SMALL.pool_nbytes * 8])
+    with sync.Engine(SMALL) as engine:
+        begin = engine._core.submit
+
+        def interrupted(*arguments: Any) -> Any:
+            begin(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine._core, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.start_save(state, tmp_path / "c")
+    assert_same(sync.load(tmp_path / "c"), state)

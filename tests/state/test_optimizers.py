@@ -123,6 +123,25 @@ def test_an_optimizer_goes_back_to_less_state(tmp_path: Path, saved: str) -> Non
     assert_same(optimizer.state_dict(), before)
 
 
+class Bare(torch.optim.SGD):
+    """An optimizer that gives its state in a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": self.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.param_groups[0]["lr"] = state_dict["rate"]
+
+
+def test_an_optimizer_may_have_a_state_of_its_own(tmp_path: Path) -> None:
+    """Without what torch's have in theirs."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    sync.save({"opt": Bare([parameter], lr=0.5)}, tmp_path / "c", config=SMALL)
+    optimizer = Bare([parameter], lr=0.1)
+    sync.load(tmp_path / "c", {"opt": optimizer}, config=SMALL)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 class Fails:
     """Has a state that it does not give, as one whose parts are on other ranks."""
 
