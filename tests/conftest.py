@@ -52,8 +52,14 @@ async def no_tasks() -> AsyncIterator[None]:
 
 
 def let_end(threads: set[threading.Thread]) -> None:
-    """Wait for threads: one that has said its last word may still be on its way out."""
+    """Wait for threads: one that has said its last word may still be on its way out.
+
+    One that is just being born, by another, cannot be joined yet.
+    """
+    end_s = time.monotonic() + _JOIN_S
     for thread in threads:
+        while thread.ident is None and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
         thread.join(_JOIN_S)
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import pytest
 import ckptio
 from ckptio import sync
 from ckptio.config import KiB
+from ckptio.engine.core import EngineCore
 from ckptio.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -191,15 +193,43 @@ async def test_one_call_commits_and_then_copies(tmp_path: Path, url: str) -> Non
     assert (event.path, event.to) == (str(tmp_path / "a"), f"{url}/a")
 
 
-async def test_one_call_that_fails_says_so(tmp_path: Path) -> None:
-    """Neither moment comes, and its engine is gone."""
+async def test_one_call_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither moment comes, and its engine is gone when that is said."""
     (tmp_path / "file").write_text("in the way")
+    closed = []
+    close = EngineCore.close
+
+    def close_slowly(core: EngineCore) -> None:
+        time.sleep(0.1)  # whoever is told too early is told now
+        close(core)
+        closed.append(core)
+
+    monkeypatch.setattr(EngineCore, "close", close_slowly)
     handle = ckptio.save(STATE, tmp_path / "file" / "a", then=tmp_path / "b", config=SMALL)
     with pytest.raises(StorageError):
         await handle.durable
+    assert len(closed) == 1
     with pytest.raises(StorageError):
         await handle
     assert names_in(tmp_path) == ["file"]
+
+
+async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a child of multiprocessing that ends at once: the commit stands."""
+
+    def refuse(*args: object) -> None:
+        del args
+        raise EngineClosedError("the engine was closed meanwhile")
+
+    monkeypatch.setattr("ckptio.engine.saved.begin_copy", refuse)
+    handle = ckptio.save(STATE, tmp_path / "a", then=tmp_path / "b", config=SMALL)
+    await handle
+    with pytest.raises(EngineClosedError, match="before the copy began"):
+        await handle.durable
+    assert await ckptio.finish_copies(tmp_path) == (str(tmp_path / "b"),)
+    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
 
 
 def test_blocking_twins_copy_too(tmp_path: Path, url: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,8 @@ from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
-from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.save import SaveJob
+from ckptio.engine.saved import run_alone, saved
 from ckptio.engine.streams import caller_streams
 from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
@@ -33,8 +33,8 @@ from ckptio.errors import (
     SaveAbortedError,
     TargetError,
 )
-from ckptio.events import LoadFinished, SaveCommitted, SaveFailed
-from ckptio.handle import CheckpointInfo, SaveHandle
+from ckptio.events import LoadFinished
+from ckptio.handle import SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
 from ckptio.state.select import Patterns
@@ -136,15 +136,11 @@ def begin_save(
         _fail(core, key, error)
         raise
     if close_after:
-        core.submit(lambda context: _saved(job, context), f"save {storage.path}", running)
-        last = None if copy is None else begin_copy(core, copy, handle, copying, says_itself=False)
-        threading.Thread(
-            target=_close_after, args=(core, running, last), name="ckptio-save", daemon=False
-        ).start()
+        run_alone(core, job, copy, running, copying)
         return handle
 
     async def save_and_say(context: EngineContext) -> Callable[[], None]:
-        say = await _saved(job, context)
+        say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
 
@@ -157,7 +153,7 @@ def begin_save(
             job.source.drop()  # the handle, which is kept, refers to it
         raise
     if copy is not None:
-        begin_copy(core, copy, handle, copying, says_itself=True)
+        begin_copy(core, copy, handle, copying)
     return handle
 
 
@@ -176,61 +172,6 @@ def _said() -> None:
 
 def _no_fence() -> None:
     """A state on the CPU has no stream: once it is copied, nothing is left to order."""
-
-
-def _close_after(
-    core: EngineCore,
-    running: Running[Callable[[], None]],
-    copying: Running[Callable[[], None]] | None,
-) -> None:
-    """Close an engine after its one save, then let the handle say how it ended.
-
-    The commit is said before its copy begins, and the end of the copy when all is closed.
-    """
-    running.wait_ended()
-    if copying is not None:
-        running.end.result()()
-    try:
-        core.close()
-    finally:
-        (copying or running).end.result()()
-
-
-async def _saved(job: SaveJob, context: EngineContext) -> Callable[[], None]:
-    """Run a save, and give what tells its handle how it ended. Never raises."""
-    handle = job.handle
-    try:
-        receipt = await run_save(job, context)
-    except BaseException as error:  # the handle raises it
-        job.source.drop()
-        ended = (
-            error
-            if isinstance(error, Exception)
-            else SaveAbortedError(
-                f"the save to {handle.path!r} was aborted; what was there is untouched"
-            )
-        )
-        context.emit(SaveFailed(path=handle.path, save_id=handle.save_id, error=error))
-        return lambda: handle.fail(ended)
-    info = CheckpointInfo(
-        path=handle.path,
-        save_id=handle.save_id,
-        nbytes=receipt.nbytes,
-        num_files=receipt.num_files,
-        num_tensors=receipt.num_tensors,
-        staged_s=job.staged_s,
-        committed_s=job.elapsed_s(),
-        plan_reused=receipt.plan_reused,
-    )
-    context.emit(
-        SaveCommitted(
-            path=handle.path,
-            save_id=handle.save_id,
-            nbytes=info.nbytes,
-            elapsed_s=info.committed_s,
-        )
-    )
-    return lambda: handle.committed.reach(info)
 
 
 def load_flow(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking, shielded
 from ckptio.engine.tiers import CopyJob, make_copy
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.running import Running
-    from ckptio.handle import SaveHandle
+    from ckptio.handle import Milestone, SaveHandle
     from ckptio.storage.interface import Note, Storage
     from ckptio.storage.resolve import PathLike
 
@@ -63,9 +63,8 @@ def begin_copy(
     job: CopyJob,
     handle: SaveHandle,
     running: Running[Say],
-    *,
-    says_itself: bool,
-) -> Running[Say]:
+    begins: Milestone[None] | None = None,
+) -> None:
     """Have a checkpoint copied when it is committed. On the caller's thread.
 
     The first copy from a directory also takes up what earlier runs owed there; and so does
@@ -76,15 +75,16 @@ def begin_copy(
         job: The copy; gets its place in the line.
         handle: The save's.
         running: Takes the end of the copy: what tells the handle of it.
-        says_itself: Whether the copy's task tells it; else whoever waits for `running` does.
+        begins: What the copy waits for, instead of the commit that the handle says. Whoever
+            reaches it tells the handle how the copy ended, too; else the copy's task does.
     """
     copies = core.context.copies
     job.ticket = core.next_number("copy")
     copies.under_way.add(job.name)
 
     async def copy_and_say(context: EngineContext) -> Say:
-        say = await _copied(job, handle, context)
-        if says_itself:
+        say = await _copied(job, handle, begins or handle.committed, context)
+        if begins is None:
             say()
         return say
 
@@ -94,7 +94,6 @@ def begin_copy(
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
         core.submit(functools.partial(_take_up, core, parent), f"take up copies of {parent}")
-    return running
 
 
 def parent_of(path: str) -> str:
@@ -103,18 +102,20 @@ def parent_of(path: str) -> str:
     return "" if parent.endswith(("/", ":")) else parent
 
 
-async def _copied(job: CopyJob, handle: SaveHandle, context: EngineContext) -> Say:
+async def _copied(
+    job: CopyJob, handle: SaveHandle, begins: Milestone[Any], context: EngineContext
+) -> Say:
     """Copy what was committed, and give what tells the handle how that ended. Never raises."""
     copies, parent = context.copies, parent_of(job.source.path)
     try:
         try:
             # to its end even when this is stopped: what comes of the copy depends on it
-            await shielded(handle.committed.ended())
-            if handle.committed.error() is not None:
-                return _nothing  # the handle has said so
+            await shielded(begins.ended())
+            if begins.error() is not None:
+                return _nothing  # the handle says so
             note = await job.source.take_note(job.save_id) if context.ranks.rank == 0 else None
         except BaseException as error:
-            if handle.committed.error() is not None:
+            if begins.error() is not None:
                 return _nothing
             context.emit(
                 CopyFailed(

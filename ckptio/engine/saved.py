@@ -1,0 +1,128 @@
+"""Tell a handle how its save ended: at once, or when the engine of one call is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from ckptio.engine.save import run_save
+from ckptio.engine.tier_saves import begin_copy
+from ckptio.errors import EngineClosedError, SaveAbortedError
+from ckptio.events import SaveCommitted, SaveFailed
+from ckptio.handle import CheckpointInfo, Milestone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.engine.core import EngineCore
+    from ckptio.engine.running import Running
+    from ckptio.engine.save import SaveJob
+    from ckptio.engine.tiers import CopyJob
+    from ckptio.handle import SaveHandle
+
+    Say = Callable[[], None]
+
+
+async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | None = None) -> Say:
+    """Run a save, and give what tells its handle how it ended. Never raises.
+
+    Args:
+        job: The save.
+        context: The engine's.
+        begins: Fails as the save does, before its handle is told.
+    """
+    handle = job.handle
+    try:
+        receipt = await run_save(job, context)
+    except BaseException as error:  # the handle raises it
+        job.source.drop()
+        ended = (
+            error
+            if isinstance(error, Exception)
+            else SaveAbortedError(
+                f"the save to {handle.path!r} was aborted; what was there is untouched"
+            )
+        )
+        context.emit(SaveFailed(path=handle.path, save_id=handle.save_id, error=error))
+        if begins is not None:
+            begins.fail(ended)
+        return lambda: handle.fail(ended)
+    info = CheckpointInfo(
+        path=handle.path,
+        save_id=handle.save_id,
+        nbytes=receipt.nbytes,
+        num_files=receipt.num_files,
+        num_tensors=receipt.num_tensors,
+        staged_s=job.staged_s,
+        committed_s=job.elapsed_s(),
+        plan_reused=receipt.plan_reused,
+    )
+    context.emit(
+        SaveCommitted(
+            path=handle.path,
+            save_id=handle.save_id,
+            nbytes=info.nbytes,
+            elapsed_s=info.committed_s,
+        )
+    )
+    return lambda: handle.committed.reach(info)
+
+
+def run_alone(
+    core: EngineCore,
+    job: SaveJob,
+    copy: CopyJob | None,
+    running: Running[Say],
+    copying: Running[Say],
+) -> None:
+    """Start the one save of an engine, and its copy; a thread closes the engine behind them.
+
+    A commit is said before its copy begins. The end of the copy, or of a save without one, or
+    that a save failed, is said when the engine is gone.
+
+    Args:
+        core: The engine.
+        job: The save.
+        copy: The copy; `None` if there is no second tier.
+        running: Takes the end of the save.
+        copying: Takes the end of the copy.
+    """
+    begins: Milestone[None] = Milestone()
+    core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
+    threading.Thread(
+        target=_close_after,
+        args=(core, job.handle, copy, running, copying, begins),
+        name="ckptio-save",
+        daemon=False,
+    ).start()
+
+
+def _close_after(
+    core: EngineCore,
+    handle: SaveHandle,
+    copy: CopyJob | None,
+    running: Running[Say],
+    copying: Running[Say],
+    begins: Milestone[None],
+) -> None:
+    # here, and not on the caller's thread: interrupted before it is said that there is
+    # something to copy, that would wait for its end, and the copy for the word
+    if copy is not None:
+        with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
+            begin_copy(core, copy, handle, copying, begins)
+    running.wait_ended()
+    is_committed = not begins.done()
+    if copy is not None and is_committed:
+        running.end.result()()
+        begins.reach(None)
+    try:
+        core.close()
+    finally:
+        if copy is None or not is_committed:
+            running.end.result()()
+        elif copying.end.done():
+            copying.end.result()()
+        else:
+            handle.durable.fail(EngineClosedError("the program ended before the copy began"))
