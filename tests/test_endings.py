@@ -86,12 +86,12 @@ PENDING = """
 import asyncio, sys, torch, ckptio
 async def train():
     async with ckptio.Engine() as engine:
-        for name in "ab":
-            await engine.save({"t": torch.ones(3)}, sys.argv[1] + "/" + name)
+        await engine.save({"t": torch.ones(3)}, sys.argv[1] + "/a")
+        engine.save({"w": torch.ones(8_000_000)}, sys.argv[1] + "/b")
+        loop.stop()
         await asyncio.Event().wait()
 loop = asyncio.new_event_loop()
 task = loop.create_task(train())
-loop.call_later(1, loop.stop)
 loop.run_forever()
 """
 CHILD = """
