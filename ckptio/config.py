@@ -102,7 +102,8 @@ class CheckpointConfig:
             what is sent takes longer than `request_timeout_s`. obstore sends as many parts at a
             time whatever happens: on a slow link give it fewer.
         request_timeout_s: Seconds without an answer after which a request is given up, and
-            tried again; for a part that obstore sends, half of that.
+            tried again; for a part that obstore sends, half of that. A store has as long to
+            open, and 30 seconds at least.
         max_retries: How often a request that failed for the moment is tried again.
         retry_timeout_s: Seconds without a request that succeeded, from the first failure of
             a save or load, after which nothing of it is tried again.

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ckptio.storage.store import ObjectStore
 
 _S3 = ("s3", "s3a")
+#: Opening a store imports its client and starts threads, before it asks for anything: seconds,
+#: where processes are many more than cores.
+_MIN_OPEN_S = 30.0
 
 
 class Backend(Protocol):
@@ -164,7 +167,7 @@ class OpenStore:
         return self._store, self._limit
 
     async def _opened(self) -> ObjectStore:
-        timeout_s = self._config.request_timeout_s
+        timeout_s = max(self._config.request_timeout_s, _MIN_OPEN_S)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._backend.open(
