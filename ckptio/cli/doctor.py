@@ -298,4 +298,6 @@ def _print(
         parts.append(format_nbytes(leftover.nbytes))
         terminal.lines(fold(parts, terminal.width, hang="  "))
     if not leftovers:
-        terminal.lines(["nothing left by dead saves"])
+        is_store = result["free_nbytes"] is None  # nobody can ask whether a save still lives
+        when = " that are over an hour old" if is_store else ""
+        terminal.lines([f"nothing left by dead saves{when}"])

@@ -192,6 +192,8 @@ def test_doctor_tries_a_store_and_leaves_nothing(
     ]
     assert main(["doctor", run_url]) == 0
     assert "2 files of dead saves" not in capsys.readouterr().out
+    assert main(["doctor", f"{run_url}/step-00000010"]) == 0  # what it has is young
+    assert "nothing left by dead saves that are over an hour old" in capsys.readouterr().out
 
 
 def test_options_of_a_store_are_passed_on_and_never_shown(
