@@ -77,6 +77,7 @@ class _ComparedFile(io.RawIOBase):
 
     def __init__(self, path: str) -> None:
         super().__init__()
+        self._fd = -1  # what is not opened is closed all the same
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._position = 0
 
