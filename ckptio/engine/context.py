@@ -84,6 +84,8 @@ class EngineContext:
         agreements: What ranks agreed on for the last save. No more: of two that are kept, one
             rank could follow the first and another one the second.
         jobs: On rank 0, what was decided in earlier saves, by plan.
+        last_job: Of those, what was decided last.
+        planning: Lets one save at a time decide: each goes by what the one before has.
         received: Manifests that rank 0 has read, by identity.
         files: Files open for reading at a time.
         lanes: Threads that read files of what is not cached at a time, of all loads together;
@@ -111,6 +113,8 @@ class EngineContext:
     plans: Recent[tuple[LeafSpec, ...], SavePlan] = field(init=False)
     agreements: Recent[tuple[LeafSpec, ...], Agreement] = field(init=False)
     jobs: Recent[str, JobRecord] = field(init=False)
+    last_job: JobRecord | None = None
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     received: Recent[str, Manifest] = field(init=False)
     files: asyncio.Semaphore = field(init=False)
     lanes: asyncio.Semaphore = field(init=False)

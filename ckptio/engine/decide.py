@@ -23,8 +23,9 @@ from ckptio._version import __version__
 from ckptio.errors import PlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.compose import encode_manifest
+from ckptio.plan.again import plan_again
 from ckptio.plan.job import merge_tables, plan_job
-from ckptio.plan.replan import replan_job
+from ckptio.plan.replan import Followed, replan_job
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees
 from ckptio.ranks.interface import OutOfStepError, Same
 from ckptio.shards import LeafSpec
@@ -126,12 +127,15 @@ class Decider:
             for rank, message in enumerate(messages)
             if message["kind"] == "receipt"
         }
-        record, answers = await run_blocking(self._context.executor, self._plan, messages, followed)
-        known = self._context.jobs.get(record.plan_id)
-        if known is None:
-            self._context.jobs.put(record.plan_id, record)
-        else:  # planned for a save that is still under way, as a rule
-            known.learn(record)
+        context = self._context
+        async with context.planning:
+            record, answers = await run_blocking(context.executor, self._plan, messages, followed)
+            known = context.jobs.get(record.plan_id)
+            if known is None:
+                context.jobs.put(record.plan_id, record)
+            else:  # planned for a save that is still under way, as a rule
+                known.learn(record)
+            context.last_job = known or record
         plan_id = record.plan_id
         return [{**answer, "plan": plan_id, "replaces": bool(followed)} for answer in answers]
 
@@ -142,7 +146,7 @@ class Decider:
 
         Blocks. Gives the plan, and what each rank is told of it.
         """
-        config = self._context.config
+        config, last = self._context.config, self._context.last_job
         listed = {
             rank: _leaves(message["leaves"])
             for rank, message in enumerate(messages)
@@ -155,7 +159,12 @@ class Decider:
             "replicate": config.replicate,
             "local_nbytes": config.local_replica_nbytes,
         }
-        job = _joined(followed, listed, options) if followed else plan_job(leaves, **options)
+        if followed:
+            job = replan_job(_followed(followed), listed, **options)
+        elif last is not None:
+            job = plan_again(last.job, last.leaves, leaves, **options)
+        else:
+            job = plan_job(leaves, **options)
         records = [followed.get(rank) for rank in range(len(messages))]
         places = [record.places[rank] if record else None for rank, record in enumerate(records)]
         num_files = [record.num_files[rank] if record else 0 for rank, record in enumerate(records)]
@@ -277,33 +286,19 @@ class Decider:
         )
 
 
-def _joined(
-    followed: Mapping[int, JobRecord],
-    listed: Mapping[int, Sequence[LeafSpec]],
-    options: Mapping[str, Any],
-) -> JobPlan:
-    """Make one plan of those that ranks followed, and of what others hold now. Blocks.
+def _followed(records: Mapping[int, JobRecord]) -> list[Followed]:
+    """Give the plans that ranks followed, each once.
 
     Ranks follow several where saves overlap and the state of each changes: who came late to
     one save was early enough to go by it in the next. Each has written by then, so the plan
     has to leave to each what it wrote.
-
-    Raises:
-        PlanError: There is no such plan.
     """
-    records = {id(record): record for record in followed.values()}
-    problem = PlanError("the ranks followed plans of different saves; save again")
-    for base in records.values():
-        others = {rank: record for rank, record in followed.items() if record is not base}
-        changed = {rank: record.leaves[rank] for rank, record in others.items()} | {**listed}
-        try:
-            job = replan_job(base.job, base.leaves, changed, **options)
-        except PlanError as error:
-            problem = error
-            continue
-        if all(job.assignments[r] == other.job.assignments[r] for r, other in others.items()):
-            return job
-    raise problem
+    ranks: dict[int, list[int]] = {}
+    for rank, record in records.items():
+        ranks.setdefault(id(record), []).append(rank)
+    return [
+        Followed(records[some[0]].job, records[some[0]].leaves, some) for some in ranks.values()
+    ]
 
 
 def _check_common(messages: Sequence[Message]) -> None:

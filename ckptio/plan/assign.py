@@ -15,10 +15,10 @@ from ckptio.errors import PlanError
 from ckptio.layout import DTYPES, boxes_of_range, numel, row_major_strides
 from ckptio.plan.writers import LEAST_PART_NBYTES, Item, Pool, Share, share_out
 from ckptio.shards import Part
-from ckptio.tiling import Region  # noqa: TC001  # msgspec looks it up when it is asked to decode
+from ckptio.tiling import Region  # msgspec looks it up when it is asked to decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckptio.plan.coverage import Parties, Row, Tiles
     from ckptio.shards import LeafSpec
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: A part that is not its whole block: index among the parts of its rank, first byte in the
 #: block, shape, and first index in the tensor.
 Cut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+#: Who writes what of the blocks of a tensor that several ranks hold.
+Pins = dict[Region, list[Share]]
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -159,7 +161,13 @@ class Assigner:
     """
 
     def __init__(
-        self, parties: Parties, turns: Sequence[int], *, local_nbytes: int, min_part_nbytes: int
+        self,
+        parties: Parties,
+        turns: Sequence[int],
+        *,
+        local_nbytes: int,
+        min_part_nbytes: int,
+        pins: Mapping[str, Pins],
     ) -> None:
         """Start with nothing to write.
 
@@ -168,12 +176,14 @@ class Assigner:
             turns: For each rank, its place among those that are equal otherwise.
             local_nbytes: Boxes up to this size are written by each that holds them.
             min_part_nbytes: See `share_out`.
+            pins: What is not shared out, by name.
         """
         self.loads = [0] * len(turns)
         self._parties = parties
         self._turns = turns
         self._local_nbytes = local_nbytes
         self._min_part_nbytes = min_part_nbytes
+        self._pins = pins
         self._patterns: list[Pattern] = []
         self._pools: list[Pool] = []
         self._pool_of: dict[tuple[int, ...], int] = {}
@@ -205,13 +215,20 @@ class Assigner:
         self._patterns.append(pattern)
         return pattern
 
-    def count(self, pattern: Pattern) -> None:
+    def count(self, pattern: Pattern, name: str) -> None:
         """Count one tensor."""
         pattern.num_tensors += 1
-        if not pattern.only:
-            for pool, item in zip(pattern.pools, pattern.items, strict=True):
-                if pool >= 0:
-                    self._pools[pool].items.append(item)
+        if pattern.only:
+            return
+        pins = self._pins.get(name, {})
+        for pool, item, box in zip(pattern.pools, pattern.items, pattern.tiles.boxes, strict=True):
+            if pool < 0:
+                continue
+            if box in pins:
+                for rank, start, stop in pins[box]:
+                    self.loads[rank] += stop - start
+            else:
+                self._pools[pool].items.append(item)
 
     def share_out(self) -> None:
         """Decide who writes what several ranks hold, when all tensors are counted."""
@@ -242,6 +259,7 @@ class Assigner:
             return PlannedTensor(
                 row.name, tiles.dtype, tiles.shape, tiles.boxes, pattern.only, parts
             )
+        pins = self._pins.get(row.name, {})
         boxes: list[Region] = []
         mains: list[tuple[int, int]] = []
         copies: list[tuple[tuple[int, int], ...]] = []
@@ -252,7 +270,7 @@ class Assigner:
                 mains.append(main)
                 copies.append(tuple(others))
                 continue
-            shares = next(self._shares[pool])
+            shares = pins.get(tiles.boxes[index]) or next(self._shares[pool])
             if len(shares) == 1:
                 boxes.append(tiles.boxes[index])
                 mains.append(self._write(row, tiles.members[index], shares[0][0]))
@@ -337,11 +355,11 @@ def _steps(shape: tuple[int, ...], itemsize: int, min_part_nbytes: int) -> tuple
     return tuple(steps)
 
 
-def _offset(spec: LeafSpec) -> tuple[int, ...]:
+def offset_of(spec: LeafSpec) -> tuple[int, ...]:
     """Give the first index of a block in its tensor."""
     return (0,) * len(spec.shape) if spec.global_offset is None else spec.global_offset
 
 
 def _whole(leaf: int, specs: Sequence[LeafSpec]) -> Part:
     """Give the part that is all of a block."""
-    return Part(leaf, 0, specs[leaf].shape, _offset(specs[leaf]))
+    return Part(leaf, 0, specs[leaf].shape, offset_of(specs[leaf]))

@@ -27,9 +27,10 @@ from ckptio.plan.assign import Assigner, Assignment, Pattern, PlannedTensor
 from ckptio.plan.coverage import Parties, Row, check_row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptio.config import Replicate
+    from ckptio.plan.assign import Pins
     from ckptio.shards import LeafSpec
 
 _MAX_PROBLEMS = 10
@@ -57,6 +58,7 @@ def plan_job(
     replicate: Replicate = "once",
     local_nbytes: int = MiB,
     min_part_nbytes: int = MiB,
+    pins: Mapping[str, Pins] | None = None,
 ) -> JobPlan:
     """Plan who writes what.
 
@@ -69,6 +71,7 @@ def plan_job(
         local_nbytes: See `replicate`.
         min_part_nbytes: A large replica is cut for several writers, but into parts of
             about this size at least, or of a sixteenth of what a rank writes.
+        pins: Who writes what of some tensors, by name; the rest is shared out.
 
     Returns:
         A plan that writes every element of every tensor, and none twice but for copies.
@@ -84,6 +87,7 @@ def plan_job(
             _turns(hosts, len(ranks)),
             local_nbytes=local_nbytes if replicate == "local" else 0,
             min_part_nbytes=min_part_nbytes,
+            pins=pins or {},
         )
         found = _count(parties, assigner)
         assigner.share_out()
@@ -108,7 +112,7 @@ def _count(parties: Parties, assigner: Assigner) -> list[tuple[Row, Pattern]]:
             if tiles is None:
                 continue
             pattern = patterns[key] = assigner.pattern(row, tiles)
-        assigner.count(pattern)
+        assigner.count(pattern, row.name)
         found.append((row, pattern))
     if problems:
         raise PlanError(_summary(problems))

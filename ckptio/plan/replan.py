@@ -1,9 +1,10 @@
 """Change the plan of a save for ranks whose blocks changed, while others have written.
 
-Ranks that did not change follow the old plan and may be done with it, so what they write
-is fixed, part by part. A tensor that one of them has stays cut as it was: every chunk of
-it has to have a writer still, who either did not change or holds the same block. Tensors
-that only changed ranks have are shared out among those, from the start.
+Ranks that did not change follow the plan that they know and may be done with it, so what they
+write is fixed, part by part. Where saves overlap, they may know different plans. A tensor that
+one of them has stays cut as it is in one of those plans: every chunk of it has to have a writer
+still, who either has written it or holds the same block and writes now. Tensors that only
+changed ranks have are shared out among those, from the start.
 
 If a chunk has no writer left, there is no such plan: ranks that still hold it have let go
 of it by then. The save fails, and the next one plans anew.
@@ -11,95 +12,257 @@ of it by then. The save fails, and the next one plans anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import MiB
 from ckptio.errors import PlanError
+from ckptio.layout import DTYPES, numel
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
+from ckptio.shards import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.config import Replicate
-    from ckptio.plan.assign import PlannedChunk
-    from ckptio.shards import LeafSpec, Part
+    from ckptio.shards import LeafSpec
+    from ckptio.tiling import Region
+
+#: A rank, and what it writes: the number of a part that it has written, or a part to be numbered.
+_Holder = tuple[int, int | Part]
+
+
+class Followed(NamedTuple):
+    """A plan that ranks go by.
+
+    Attributes:
+        job: The plan.
+        leaves: The blocks of each rank when it was made.
+        ranks: Those that have written by it.
+    """
+
+    job: JobPlan
+    leaves: Sequence[Sequence[LeafSpec]]
+    ranks: Collection[int]
+
+
+class _Tensor(NamedTuple):
+    """A tensor, its boxes, and who writes each of them, the main one first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Region, ...]
+    holders: Sequence[Sequence[_Holder]]
 
 
 def replan_job(
-    job: JobPlan,
-    leaves: Sequence[Sequence[LeafSpec]],
+    plans: Sequence[Followed],
     changed: Mapping[int, Sequence[LeafSpec]],
     *,
     hosts: Sequence[str] = (),
     replicate: Replicate = "once",
     local_nbytes: int = MiB,
 ) -> JobPlan:
-    """Change a plan.
+    """Make one plan of those that ranks followed.
 
     Args:
-        job: The plan that ranks followed.
-        leaves: The blocks of each rank when it was made.
-        changed: The blocks that ranks hold now, for each rank that has others than then.
+        plans: Those plans.
+        changed: The blocks of each rank that followed none: it writes by what comes of this.
         hosts: As in `plan_job`, for what is new.
         replicate: As above.
         local_nbytes: As above.
 
     Returns:
-        The plan. Ranks that did not change have their old assignments in it.
+        The plan. Ranks that followed one have their assignments of that.
 
     Raises:
         PlanError: A rank dropped or changed what it was to write while others still hold
-            it, or what the ranks hold is no whole state.
+            it, plans that ranks followed differ in who writes what, or what the ranks hold
+            is no whole state.
     """
+    held = {rank: plan.leaves[rank] for plan in plans for rank in plan.ranks}
+    kept = {spec.name for specs in held.values() for spec in specs}
+    held.update(changed)
     try:
-        return _Replan(job, leaves, changed).make(hosts, replicate, local_nbytes)
+        plan_job([held[rank] for rank in range(len(held))])  # for its checks: gaps and the like
+        return _Replan(plans, changed, kept).make(hosts, replicate, local_nbytes)
     except PlanError as error:
-        raise PlanError(
-            f"the blocks of ranks {sorted(changed)} changed, not those of the others, and"
-            f" there is no plan for both: {error}; save again"
-        ) from None
+        if changed:
+            who = f"the blocks of ranks {sorted(changed)} changed, not those of the others"
+        else:
+            who = "the ranks followed plans of different saves"
+        raise PlanError(f"{who}, and there is no plan for all: {error}; save again") from None
 
 
 class _Replan:
-    """The change of one plan."""
+    """The change of plans.
+
+    Args:
+        plans: Those that ranks followed.
+        changed: The blocks of the other ranks.
+        kept: Names of tensors that stay as they were cut.
+    """
 
     def __init__(
         self,
-        job: JobPlan,
-        leaves: Sequence[Sequence[LeafSpec]],
+        plans: Sequence[Followed],
         changed: Mapping[int, Sequence[LeafSpec]],
+        kept: Collection[str],
     ) -> None:
-        self._job = job
-        self._leaves = leaves
+        self._plans = sorted(plans, key=lambda plan: -len(plan.ranks))
         self._changed = changed
-        self._held = [changed.get(rank, old) for rank, old in enumerate(leaves)]
-        #: Names that a rank has which did not change: these stay as they were cut.
-        self._kept = {
-            spec.name for rank, old in enumerate(leaves) if rank not in changed for spec in old
+        self._kept = kept
+        self._followers = {
+            rank: number for number, plan in enumerate(self._plans) for rank in plan.ranks
         }
-        self._parts: dict[int, list[Part]] = {rank: [] for rank in changed}
-        #: For changed ranks, the index of each old part among the new ones.
-        self._moved: dict[int, dict[int, int]] = {rank: {} for rank in changed}
+        self._num_ranks = len(changed) + len(self._followers)
+        #: Type and shape of what ranks hold that have written, where plans may differ in that.
+        self._forms = {
+            spec.name: (spec.dtype, spec.shape if spec.global_shape is None else spec.global_shape)
+            for plan in (self._plans if len(self._plans) > 1 else ())
+            for rank in plan.ranks
+            for spec in plan.leaves[rank]
+        }
+        self._index = {
+            rank: {spec: leaf for leaf, spec in enumerate(specs)} for rank, specs in changed.items()
+        }
+        self._loads = dict.fromkeys(changed, 0)
+        self._parts_of: dict[tuple[int, int], tuple[Part, ...]] = {}
+        self._written = dict(self._find_written()) if len(self._plans) > 1 else {}
 
     def make(self, hosts: Sequence[str], replicate: Replicate, local_nbytes: int) -> JobPlan:
         """Make the plan."""
-        plan_job(self._held)  # for its checks: types, shapes, gaps and overlaps
-        for rank in self._changed:
-            self._keep_parts(rank)
-        tensors = [
-            self._keep_tensor(tensor) for tensor in self._job.tensors if tensor.name in self._kept
-        ]
-        missing = self._kept - {tensor.name for tensor in tensors}
+        tensors: dict[str, _Tensor] = {}
+        problems: dict[str, str] = {}
+        for number, plan in enumerate(self._plans):
+            for tensor in plan.job.tensors:
+                if tensor.name not in self._kept or tensor.name in tensors:
+                    continue
+                found = self._keep(tensor, number)
+                if isinstance(found, str):
+                    problems.setdefault(tensor.name, found)
+                else:
+                    tensors[tensor.name] = found
+        missing = self._kept - tensors.keys()
         if missing:
-            raise PlanError(f"nobody writes {min(missing)!r}")
+            name = min(missing)
+            raise PlanError(problems.get(name, f"nobody writes {name!r}"))
+        tensors.update(self._share_out(hosts, replicate, local_nbytes))
+        return self._numbered(tensors)
+
+    def _find_written(self) -> Iterator[tuple[tuple[str, Region], list[_Holder]]]:
+        """Find out who has written which boxes, by whatever plan."""
+        written: defaultdict[tuple[str, Region], list[_Holder]] = defaultdict(list)
+        for number, plan in enumerate(self._plans):
+            for tensor in plan.job.tensors:
+                for chunk in tensor.chunks:
+                    for rank, part in chunk.holders:
+                        if self._followers.get(rank) == number:
+                            box = chunk.global_offset, chunk.local_shape
+                            written[tensor.name, box].append((rank, part))
+        yield from written.items()
+
+    def _keep(self, tensor: PlannedTensor, number: int) -> _Tensor | str:
+        """Find who writes the chunks of a tensor as a plan has cut it.
+
+        Args:
+            tensor: The tensor, in that plan.
+            number: The plan.
+
+        Returns:
+            The tensor, or why it cannot be cut so.
+        """
+        form = tensor.dtype, tensor.shape
+        if self._forms.get(tensor.name, form) != form:
+            return f"nobody writes {tensor.name!r} as it is now"
+        found: list[Sequence[_Holder]] = []
+        for box, rank, part, copies in zip(
+            tensor.boxes,
+            tensor.ranks,
+            tensor.parts,
+            tensor.copies or itertools.repeat(()),
+            strict=bool(tensor.copies),
+        ):
+            if not copies and not self._written and rank not in self._changed:
+                found.append(((rank, part),))  # most, of thousands
+                continue
+            holders = self._holders((tensor.name, box), ((rank, part), *copies), number)
+            if not holders:
+                return (
+                    f"nobody writes {tensor.name!r} at {box[0]} any more, which rank {rank} wrote"
+                )
+            found.append(holders)
+        for each in found:
+            for rank, held in each:
+                if isinstance(held, Part):
+                    self._loads[rank] += numel(held.shape) * DTYPES[tensor.dtype].itemsize
+        return _Tensor(*form, tensor.boxes, found)
+
+    def _holders(
+        self, chunk: tuple[str, Region], planned: Sequence[tuple[int, int]], number: int
+    ) -> list[_Holder]:
+        """Give the holders of a chunk that have written it, or hold it still and write now.
+
+        Of the ranks that write now, those that were to write it by the plan; where that leaves
+        nobody, another one that holds the block.
+
+        Args:
+            chunk: Name of the tensor, and the box.
+            planned: Who was to write it, as which of its parts.
+            number: The plan.
+        """
+        written = self._written.get(chunk, ())
+        holders: list[_Holder] = []
+        for rank, part in planned:
+            follows = self._followers.get(rank)
+            if follows == number:
+                holders.append((rank, part))
+            elif follows is None and (len(planned) > 1 or not written):
+                holders += self._claims([rank], planned, number)
+        holders += [holder for holder in written if holder not in holders]
+        if not holders:
+            by_load = sorted(self._changed, key=lambda rank: (self._loads[rank], rank))
+            holders += self._claims(by_load, planned, number)[:1]
+        return holders
+
+    def _claims(
+        self, ranks: Iterable[int], planned: Sequence[tuple[int, int]], number: int
+    ) -> list[_Holder]:
+        """Give the part that a chunk is of the blocks of ranks, for each that holds the block."""
+        leaves = self._plans[number].leaves
+        parts = [(leaves[rank], self._parts(number, rank)[part]) for rank, part in planned]
+        claims: list[_Holder] = []
+        for rank in ranks:
+            index = self._index[rank]
+            for specs, part in parts:
+                leaf = index.get(specs[part.leaf])
+                if leaf is not None:
+                    claims.append((rank, part._replace(leaf=leaf)))
+                    break
+        return claims
+
+    def _parts(self, number: int, rank: int) -> tuple[Part, ...]:
+        """Give what a rank was to write by a plan."""
+        parts = self._parts_of.get((number, rank))
+        if parts is None:
+            plan = self._plans[number]
+            parts = plan.job.assignments[rank].parts(plan.leaves[rank])
+            self._parts_of[number, rank] = parts
+        return parts
+
+    def _share_out(
+        self, hosts: Sequence[str], replicate: Replicate, local_nbytes: int
+    ) -> Iterator[tuple[str, _Tensor]]:
+        """Share out what only changed ranks have."""
         new = [
             [
-                (i, spec)
-                for i, spec in enumerate(specs)
-                if rank in self._changed and spec.name not in self._kept
+                (leaf, spec)
+                for leaf, spec in enumerate(self._changed.get(rank, ()))
+                if spec.name not in self._kept
             ]
-            for rank, specs in enumerate(self._held)
+            for rank in range(self._num_ranks)
         ]
         fresh = plan_job(
             [[spec for _, spec in specs] for specs in new],
@@ -107,78 +270,61 @@ class _Replan:
             replicate=replicate,
             local_nbytes=local_nbytes,
         )
-        tensors += self._add(fresh, [[i for i, _ in specs] for specs in new])
-        assignments = [
-            Assignment.of(self._parts[rank], self._held[rank])
-            if rank in self._changed
-            else assigned
-            for rank, assigned in enumerate(self._job.assignments)
+        parts = [
+            [
+                part._replace(leaf=specs[part.leaf][0])
+                for part in assigned.parts([spec for _, spec in specs])
+            ]
+            for assigned, specs in zip(fresh.assignments, new, strict=True)
         ]
-        tensors.sort(key=lambda tensor: tensor.name)
-        return JobPlan(tuple(assignments), tuple(tensors), ())
+        for rank, nbytes in enumerate(fresh.written_nbytes):
+            if rank in self._loads:
+                self._loads[rank] += nbytes
+        for tensor in fresh.tensors:
+            holders = [
+                [(rank, parts[rank][number]) for rank, number in chunk.holders]
+                for chunk in tensor.chunks
+            ]
+            yield tensor.name, _Tensor(tensor.dtype, tensor.shape, tensor.boxes, holders)
 
-    def _keep_parts(self, rank: int) -> None:
-        """Let a changed rank write what it wrote, of the blocks that it holds still."""
-        old = self._leaves[rank]
-        index = {spec: i for i, spec in enumerate(self._changed[rank])}
-        for number, part in enumerate(self._job.assignments[rank].parts(old)):
-            spec = old[part.leaf]
-            if spec.name in self._kept and spec in index:
-                self._moved[rank][number] = len(self._parts[rank])
-                self._parts[rank].append(part._replace(leaf=index[spec]))
-
-    def _keep_tensor(self, tensor: PlannedTensor) -> PlannedTensor:
-        """Find who still writes the chunks of a tensor."""
-        boxes, ranks, parts, copies = [], [], [], []
-        for chunk in tensor.chunks:
-            holders = self._still(chunk)
-            if not holders:
-                raise PlanError(
-                    f"nobody writes {tensor.name!r} at {chunk.global_offset} any more, which"
-                    f" rank {chunk.holders[0][0]} wrote"
+    def _numbered(self, tensors: Mapping[str, _Tensor]) -> JobPlan:
+        """Number the parts of each rank by name, as in a first plan: equal plans are one."""
+        parts: dict[int, list[Part]] = {rank: [] for rank in self._changed}
+        planned = []
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            mains: list[tuple[int, int]] = []
+            copies: list[tuple[tuple[int, int], ...]] = []
+            for holders in tensor.holders:
+                main, *others = [self._number(holder, parts) for holder in holders]
+                mains.append(main)
+                copies.append(tuple(others))
+            planned.append(
+                PlannedTensor(
+                    name,
+                    tensor.dtype,
+                    tensor.shape,
+                    tensor.boxes,
+                    tuple([rank for rank, _ in mains]),
+                    tuple([part for _, part in mains]),
+                    tuple(copies) if any(copies) else (),
                 )
-            boxes.append((chunk.global_offset, chunk.local_shape))
-            ranks.append(holders[0][0])
-            parts.append(holders[0][1])
-            copies.append(tuple(holders[1:]))
-        return PlannedTensor(
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            tuple(boxes),
-            tuple(ranks),
-            tuple(parts),
-            tuple(copies) if any(copies) else (),
-        )
-
-    def _still(self, chunk: PlannedChunk) -> list[tuple[int, int]]:
-        """Give the holders of a chunk that write it still, with their part's new number."""
-        holders = []
-        for rank, part in chunk.holders:
-            if rank not in self._changed:
-                holders.append((rank, part))
-            elif part in self._moved[rank]:
-                holders.append((rank, self._moved[rank][part]))
-        return holders
-
-    def _add(self, fresh: JobPlan, blocks: Sequence[Sequence[int]]) -> list[PlannedTensor]:
-        """Add what is new behind what ranks keep."""
-        base = {rank: len(parts) for rank, parts in self._parts.items()}
-        for rank in self._changed:
-            specs = [self._held[rank][i] for i in blocks[rank]]
-            for part in fresh.assignments[rank].parts(specs):
-                self._parts[rank].append(part._replace(leaf=blocks[rank][part.leaf]))
-        return [
-            PlannedTensor(
-                tensor.name,
-                tensor.dtype,
-                tensor.shape,
-                tensor.boxes,
-                tensor.ranks,
-                tuple(
-                    part + base[rank] for rank, part in zip(tensor.ranks, tensor.parts, strict=True)
-                ),
-                tuple(tuple((r, part + base[r]) for r, part in more) for more in tensor.copies),
             )
-            for tensor in fresh.tensors
-        ]
+        assignments = []
+        for rank in range(self._num_ranks):
+            number = self._followers.get(rank)
+            assignments.append(
+                Assignment.of(parts[rank], self._changed[rank])
+                if number is None
+                else self._plans[number].job.assignments[rank]
+            )
+        loads = tuple([self._loads.get(rank, 0) for rank in range(self._num_ranks)])
+        return JobPlan(tuple(assignments), tuple(planned), loads)
+
+    def _number(self, holder: _Holder, parts: Mapping[int, list[Part]]) -> tuple[int, int]:
+        """Give the number of what a rank writes; of a part that it writes now, the next."""
+        rank, part = holder
+        if isinstance(part, int):
+            return rank, part
+        parts[rank].append(part)
+        return rank, len(parts[rank]) - 1

@@ -1,6 +1,7 @@
 """Tests for what one more tensor costs: some states have 20,000, most of them small.
 
-Counted in calls, of Python's functions and of C's, which are the same in every run. Seconds are
+Counted in calls, of Python's functions and of C's: nearly the same in every run; beside others,
+who waits looks more often, so the least of three runs counts. Seconds are
 for the benches, and nobody runs those with every change: a load had come from 56 calls for each
 tensor to 87 over some hundred changes, one question to each tensor after another.
 """
@@ -67,5 +68,8 @@ def _make(engine: sync.Engine, _: Any, path: Path) -> None:
 )
 def test_one_more_tensor_costs_a_few_calls(work: Work, budget: int, tmp_path: Path) -> None:
     """What is spent above that is to be known: a call is 0.05 to 0.3 us, of each tensor."""
-    few, many = (_count(work, number, tmp_path) for number in (500, 1500))
+    few, many = (
+        min(_count(work, number, tmp_path / f"{attempt}") for attempt in range(3))
+        for number in (500, 1500)
+    )
     assert (many - few) / 1000 <= budget
