@@ -229,6 +229,33 @@ def test_ties_come_back_tied(engine: sync.Engine, tmp_path: Path) -> None:
     assert not (found["other"][3] == 5).any()
 
 
+FUSED = torch.randn(16, 16)
+TURNED = torch.randn(3, 4).t()
+ROW = FUSED[:2]
+VECTOR = torch.randn(10)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tied", "others"),
+    [
+        pytest.param(FUSED[:, :4], {}, id="with gaps"),
+        pytest.param(ROW, {"column": FUSED[:, 0]}, id="beside a view with gaps"),
+        pytest.param(VECTOR, {"array": VECTOR.numpy()}, id="beside an array"),
+        pytest.param(TURNED, {}, id="turned"),
+    ],
+)
+def test_one_tensor_of_two_names_is_one_whatever_it_is(
+    place: str, tied: torch.Tensor, others: dict[str, Any], dtype: torch.dtype | None
+) -> None:
+    """Also where other views of its memory have to be stored apart, or it is converted."""
+    sync.save({"a": tied, **others, "b": tied}, place, overwrite=True)
+    found = sync.load(place, dtype=dtype)
+    assert torch.equal(found["a"], tied.to(dtype) if dtype else tied)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert found["a"].stride() == found["b"].stride()
+
+
 def test_conjugates_and_negatives_come_back(engine: sync.Engine, place: str) -> None:
     """Alone, without a base that is stored, as the values they stand for."""
     base = torch.randn(300, 40, dtype=torch.complex64)

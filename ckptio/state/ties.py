@@ -4,7 +4,7 @@ Memory is compared, not objects: two views of one weight are two objects, and tw
 of one storage may have nothing in common. Only clusters of overlapping memory are looked
 at closely; in a state without any, this is one sort.
 
-    the same elements in the same order     one tensor, two places in the tree
+    the same elements in the same order     one tensor, two places in the tree, always
     inside a contiguous tensor              a view of that one
     a dense heap of views, or an expansion  their common memory is stored, all are views
     sparse views of a large storage         stored apart: 64 bytes of a 64 MiB storage
@@ -22,7 +22,7 @@ from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Sequence
 
     from ckptio.state.looks import Occurrence
 
@@ -57,22 +57,24 @@ def resolve_ties(
         for index, occurrence in enumerate(occurrences, first):
             _refer(occurrence, index)
         return list(occurrences), ()
+    twins = _twins(spans, occurrences)
     bases: dict[int, Occurrence] = {}  # of each member of a settled cluster, by its index
     untied: list[str] = []
-    for cluster in _clusters(spans, occurrences):
+    for cluster in _clusters(spans, occurrences, twins):
         members = [occurrences[i] for i in cluster]
         base = _base_of(members, [spans[i] for i in cluster], distinct)
         if base is not None:
             bases.update(dict.fromkeys(cluster, base))
         elif len(members) > 1:
             untied += [member.name for member in members]
-    stored = list({id(o): o for o in _in_order(occurrences, bases)}.values())
+    firsts = [twins.get(i, i) for i in range(len(occurrences))]
+    stored = list({id(o): o for o in (bases.get(i, occurrences[i]) for i in firsts)}.values())
     place = {id(occurrence): position for position, occurrence in enumerate(stored, first)}
-    for i, occurrence in enumerate(occurrences):
+    for i, occurrence in zip(firsts, occurrences, strict=True):
         if i in bases:
             _view(occurrence, bases[i], place[id(bases[i])])
         else:
-            _refer(occurrence, place[id(occurrence)])
+            _refer(occurrence, place[id(occurrences[i])])
     return stored, tuple(untied)
 
 
@@ -103,12 +105,22 @@ def _measure(
     return any(stop - start < size for (start, stop), size in zip(found, sizes, strict=True))
 
 
-def _in_order(
-    occurrences: Sequence[Occurrence], bases: Mapping[int, Occurrence]
-) -> Iterator[Occurrence]:
-    """Give what each occurrence is stored as, repeats included."""
-    for i, occurrence in enumerate(occurrences):
-        yield bases.get(i, occurrence)
+def _twins(spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]) -> dict[int, int]:
+    """Find what has the very elements of an earlier one: the number of that, by number.
+
+    These stay one tensor whatever else shares their memory, with gaps or in another order.
+    """
+    firsts: dict[Hashable, int] = {}
+    twins: dict[int, int] = {}
+    for i, ((start, stop), occurrence) in enumerate(zip(spans, occurrences, strict=True)):
+        tensor = occurrence.tensor
+        if start == stop or not occurrence.node.keys() <= {TAG, "p"}:
+            continue
+        flips = tensor.is_conj(), tensor.is_neg()
+        form = tensor.device, tensor.dtype, tensor.shape, tensor.stride(), flips
+        if (number := firsts.setdefault((start, stop, form), i)) != i:
+            twins[i] = number
+    return twins
 
 
 def _any_shared(spans: Sequence[tuple[int, int]]) -> bool:
@@ -143,10 +155,11 @@ def span_of(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
 
 
 def _clusters(
-    spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]
+    spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence], twins: Container[int]
 ) -> list[list[int]]:
     """Group tensors whose memory overlaps; lone ones only if expanded (less memory than bytes)."""
-    order = sorted((i for i, (a, b) in enumerate(spans) if a < b), key=spans.__getitem__)
+    numbers = (i for i, (a, b) in enumerate(spans) if a < b and i not in twins)
+    order = sorted(numbers, key=spans.__getitem__)
     clusters: list[list[int]] = []
     stop = -1
     device = None
