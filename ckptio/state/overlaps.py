@@ -4,16 +4,17 @@ Two names of a target may be one tensor (tied weights), or views of one. That is
 were saved so: then they take the same stored bytes. Where the checkpoint has a tensor of its own
 for each, memory can hold one of them: of equal views the first name is loaded, as torch loads
 either, and a note says so; what overlaps in part is refused, since neither would come whole.
-Tensors with gaps between their elements are compared as wholes alone: they may lie between each
-other.
+Tensors with gaps between their elements may lie between each other: whether they do, numpy finds
+out (`numpy.shares_memory`), for the nearest of them and as far as that takes no time.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ckptio.errors import TargetError
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from ckptio.state.fills import Blank, Fill
+
+#: Tensors with gaps that one is compared with, and numpy's measure of the work for each pair.
+_MAX_GAPPED = 32
+_MAX_WORK = 100_000
 
 
 def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
@@ -113,28 +118,61 @@ def _strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
     """Refuse tensors that overlap, unless they were saved as views that do so too.
 
-    Those with gaps may lie between each other, and are left alone.
-
     Args:
         spans: First byte and end of each, sorted, and what it is.
     """
+    gapped: list[tuple[int, Hashable, Fill]] = []
     # what reaches furthest is enough: had anything before it another origin and reached as far
     # as here, the two would have overlapped
     furthest: dict[torch.device, tuple[int, Hashable, Fill]] = {}
     for (start, stop, _), fill in spans:
         tensor = fill.tensor
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
-        if start == stop or stop - start != tensor.nbytes:
+        if start == stop:
             continue
         origin = _origin(fill)
         end, others, other = furthest.setdefault(tensor.device, (start, origin, fill))
         if start < end and others != origin:
-            raise TargetError(
-                f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
-                " memory in the target, and not in the checkpoint; clone() one of them"
-            )
-        if stop > end:
+            raise _overlap(fill, other)
+        gapped = [each for each in gapped[-_MAX_GAPPED:] if each[0] > start]
+        for _, others, other in gapped:
+            if others != origin and _share_memory(tensor, other.tensor):
+                raise _overlap(fill, other)
+        if stop - start != tensor.nbytes:
+            gapped.append((stop, origin, fill))
+        elif stop > end:
             furthest[tensor.device] = (stop, origin, fill)
+
+
+def _overlap(fill: Fill, other: Fill) -> TargetError:
+    return TargetError(
+        f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their memory in the"
+        " target, and not in the checkpoint; clone() one of them"
+    )
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor | Blank) -> bool:
+    """Whether two tensors have an element in common; `False` if that is not found out soon."""
+    if not isinstance(other, torch.Tensor) or tensor.device != other.device:
+        return False
+    try:
+        work: Any = _MAX_WORK  # candidates; its types know of two special ones alone
+        return np.shares_memory(_Memory(tensor), _Memory(other), max_work=work)
+    except np.exceptions.TooHardError:
+        return False
+
+
+class _Memory:
+    """What numpy has to know of a tensor to tell where its elements are; it looks at none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"|V{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def _origin(fill: Fill) -> Hashable:

@@ -96,6 +96,44 @@ def test_what_overlaps_in_part_is_refused(apart: str) -> None:
     assert not memory.any()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("wide", "column", "apart"),
+    [
+        (slice(0, 3), 1, False),
+        (slice(0, 3), 3, True),
+        (slice(0, 6, 2), 4, False),
+        (slice(0, 6, 2), 3, True),
+        (slice(0, 6), 5, False),
+    ],
+)
+def test_what_has_gaps_may_lie_between_and_not_over(
+    tmp_path: Path, wide: slice, column: int, *, apart: bool, turned: bool
+) -> None:
+    """In whichever order; a dense one has no gaps."""
+    memory = torch.zeros(4, 6)
+    target = {"a": memory[:, wide], "b": memory[:, column]}
+    saved = {"a": torch.full(target["a"].shape, 2.0), "b": torch.full((4,), -1.0)}
+    ckptio.sync.save(saved, tmp_path / "c")
+    if turned:
+        target = dict(reversed(target.items()))
+    if apart:
+        ckptio.sync.load(tmp_path / "c", into=target)
+        assert all(torch.equal(target[name], saved[name]) for name in saved)
+        return
+    with pytest.raises(TargetError, match="they share a part of their memory"):
+        ckptio.sync.load(tmp_path / "c", into=target)
+    assert not memory.any()
+
+
+def test_columns_by_the_hundred_take_no_time(tmp_path: Path) -> None:
+    """Each lies between all the others; each is compared with a few."""
+    memory = torch.zeros(40, 500)
+    ckptio.sync.save({str(i): torch.full((40,), float(i)) for i in range(500)}, tmp_path / "c")
+    ckptio.sync.load(tmp_path / "c", into={str(i): memory[:, i] for i in range(500)})
+    assert torch.equal(memory, torch.arange(500.0).expand(40, 500))
+
+
 def test_tied_targets_on_meta_take_the_first(apart: str) -> None:
     """They become one tensor, too, and readers would race for it."""
     meta = torch.empty(4, device="meta")
