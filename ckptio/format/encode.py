@@ -136,6 +136,7 @@ class ObjectEncoder:
                 fqn, "namedtuple", value, zip(_names_of(value), value, strict=True)
             )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            _require_fields_alone(fqn, value)
             return self._encode_record(fqn, "dataclass", value, _fields_of(value))
         if isinstance(value, pathlib.PurePath):
             return _encode_path(fqn, value)
@@ -358,6 +359,18 @@ def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
     """Give the fields of a dataclass that are set: one with `init=False` may not be."""
     names = (f.name for f in dataclasses.fields(value))
     return ((name, getattr(value, name)) for name in names if hasattr(value, name))
+
+
+def _require_fields_alone(fqn: str, value: Any) -> None:
+    """Refuse a dataclass that is a container, too, with more in it than its fields."""
+    names = {field.name for field in dataclasses.fields(value)}
+    is_more = isinstance(value, dict) and not names.issuperset(value)
+    if is_more or (isinstance(value, (list, tuple, set, frozenset)) and value):
+        raise UnsupportedLeafError(
+            fqn,
+            f"a dataclass of type {type(value).__name__} that holds more than its fields",
+            "save what it holds beside it",
+        )
 
 
 _PLAIN: dict[type, EncodeLeaf] = {

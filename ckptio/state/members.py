@@ -66,3 +66,18 @@ def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in values.items():
         target[key] = value  # noqa: PERF403
     return target
+
+
+def in_order(
+    fqn: str, values: dict[Any, Any], members: dict[Hashable, tuple[Json, str, Json]]
+) -> dict[Any, Any]:
+    """Give values in the order in which they are stored; behind them those that are not."""
+    if list(values) == list(members):
+        return values
+    places = {identity: place for place, identity in enumerate(members)}
+
+    def place_of(key: object) -> int:
+        identity = identity_of_key(fqn, key)
+        return places.get(identity, places.get(str(identity), len(places)))
+
+    return {key: values[key] for key in sorted(values, key=place_of)}

@@ -142,13 +142,13 @@ class Rebuilder:
         decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
         return decoder.decode(fqn, node)
 
-    def rebuild_key(self, fqn: str, node: Json) -> Any:
-        """Make a key of the mapping at `fqn`; it is hashable.
+    def rebuild_key(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
+        """Make a key of the mapping at `fqn`; it is hashable. `own` as in `rebuild`.
 
         Raises:
             FormatError: The node is not what `flatten` makes.
         """
-        decoder = ObjectDecoder(self._leaf, named_types(self.types), self.notes)
+        decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
         return decoder.decode_key(fqn, node)
 
     def _leaf(self, fqn: str, node: Json) -> Any:

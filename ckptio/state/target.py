@@ -32,27 +32,26 @@ from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import (
     Blank,
     Fill,
-    Match,
     check_array,
     check_fillable,
     classes_in,
-    names_of,
     take_state,
 )
 from ckptio.state.fits import array_differs, find_plain, find_tensor, is_like, other, shape_of
 from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import as_tensor
 from ckptio.state.looks import PLAIN_TENSORS
-from ckptio.state.members import identity_of_key, members_of, take_member, updated
+from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
+from ckptio.state.noted import Noted
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
 from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import is_absent, is_ranks, names_kept, orders_in, prune_at, sequence_in
+from ckptio.state.tree import is_absent, is_ranks, orders_in, prune_at, sequence_in
 from ckptio.state.versions import Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.rebuild import Rebuilder
@@ -65,7 +64,7 @@ _DICTS = (dict, OrderedDict, Counter)
 _DICT_TAGS = (None, "dict", "odict", "counter")
 
 
-class Matcher:
+class Matcher(Noted):
     """Matches one target with one tree.
 
     Args:
@@ -86,12 +85,11 @@ class Matcher:
     ) -> None:
         self._tensors = tensors
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
-        self._keep = keep
+        super().__init__(keep)
         self._device = device
         self._blanks: dict[Hashable, Blank] = {}
         self._num_blanks = 0
         self._describer = Describer()
-        self.match = Match()
 
     def merge(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a value of the target with a node of the tree.
@@ -134,8 +132,8 @@ class Matcher:
             return self._sequence(fqn, target, node)
         return self._value(fqn, target, node)
 
-    def _value(self, fqn: str, target: Any, node: Json) -> Assemble:
-        """Take whatever the checkpoint has."""
+    def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
+        """Take whatever the checkpoint has, in classes of the target and in those given."""
         if self._keep is not None:
             kept = prune_at(fqn, node, self._keep)
             if not kept:
@@ -145,7 +143,7 @@ class Matcher:
             node = kept[0]
         self.match.num_values += 1
         self.match.make(orders_in(node))
-        own = tuple(classes_in(target))
+        own = (*own, *classes_in(target))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 
     def _part(self, fqn: str, target: Any, node: Json) -> Assemble | None:
@@ -263,7 +261,10 @@ class Matcher:
         num_blanks = self._num_blanks
         template = template_of(fqn, target, node, is_whole=self._keep is None)
         self.match.num_before = len(self.match.fills)
-        assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+        if isinstance(template, dict):
+            assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+        else:  # it has nothing yet, or something of its own
+            assemble = self._value(fqn, None, node)
         if is_module:
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
         has_blanks = self._num_blanks > num_blanks
@@ -295,6 +296,7 @@ class Matcher:
         versions = Versions(target, node, self.match)
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
+        is_whole = self._keep is None
         for key, value in target.items():
             identity = identity_of_key(fqn, key)
             found = take_member(stored, target, key, identity)
@@ -302,22 +304,26 @@ class Matcher:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
             else:
+                is_whole = False
                 self._note_missing(join_fqn(fqn, key), value, is_kept=identity in found_here)
                 merged.append((key, lambda _, value=value: value))  # type: ignore[misc]
             versions.note(key)
         versions.settle(fqn)
+        own = tuple(classes_in(target)) if stored and not closed else ()
         made: list[tuple[Json, Assemble]] = []
         for encoded_key, name, item in stored.values():
             if closed:
                 self._note_unexpected(name, item)
             elif self._selects(name, item):
-                made.append((encoded_key, self._value(name, None, item)))
+                made.append((encoded_key, self._value(name, None, item, own)))
 
         def update(rebuilder: Rebuilder) -> Any:
             values = {key: assemble(rebuilder) for key, assemble in merged}
             for encoded_key, assemble in made:
-                values[rebuilder.rebuild_key(fqn, encoded_key)] = assemble(rebuilder)
-            return versions.put(updated(target, values) if closed else kind(values))
+                values[rebuilder.rebuild_key(fqn, encoded_key, own)] = assemble(rebuilder)
+            if closed:
+                return versions.put(updated(target, values), is_whole=is_whole)
+            return versions.put(kind(in_order(fqn, values, found_here)), is_whole=is_whole)
 
         return update
 
@@ -333,7 +339,7 @@ class Matcher:
             node = node["v"][0]
         if flat and not isinstance(value, torch.Tensor):
             return self._value(fqn, value, node)
-        if not closed and type(value) in _DICTS and type(node) is dict:
+        if not closed and type(value) in (dict, OrderedDict) and type(node) is dict:
             return self._dict(fqn, value, node, closed=False)
         if not closed and not isinstance(value, (torch.Tensor, np.ndarray)):
             return self._value(fqn, value, node)
@@ -378,22 +384,3 @@ class Matcher:
         return lambda rebuilder: with_fields(
             target, {name: assemble(rebuilder) for name, assemble in merged.items()}
         )
-
-    def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
-        if self._keep is None or self._keep(fqn):
-            self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
-        return lambda _: target
-
-    def _note_missing(self, fqn: str, target: Any, *, is_kept: bool = False) -> None:
-        if is_kept and isinstance(target, PerRank):
-            self.match.kept.append(fqn)
-            return
-        names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
-        self.match.missing += names
-
-    def _note_unexpected(self, fqn: str, node: Json) -> None:
-        self.match.unexpected += names_kept(fqn, node, self._keep)
-
-    def _selects(self, fqn: str, node: Json) -> bool:
-        """Whether anything in a node is to be loaded."""
-        return self._keep is None or bool(names_kept(fqn, node, self._keep))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.format.decode import ObjectDecoder
+from ckptio.format.encode import TAG
 from ckptio.format.words import decode_word
 from ckptio.state.tree import keys_of
 
@@ -59,9 +60,13 @@ class Versions:
         self._num_taken = match.num_taken
         #: What is below each module: whether some of it is taken, and some is not.
         self._taken: dict[str, set[bool]] = {}
-        if self._own and "m" in node:
+        #: What is stored, for a target that says nothing of versions.
+        self._stored: dict[Any, Any] = {}
+        if node.get(TAG) == "odict" and "m" in node:
             stored = ObjectDecoder(decode_word).decode_versions("", node["m"])
-            if stored != self._own:
+            if not self._own:
+                self._stored = stored
+            elif stored != self._own:
                 self._compare(stored, _Names(keys_of(node)))
 
     def _compare(self, stored: dict[Any, Any], names: _Names) -> None:
@@ -98,18 +103,22 @@ class Versions:
                     " checkpoint, and a part of it is loaded"
                 )
 
-    def put(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def put(self, state: dict[Any, Any], *, is_whole: bool) -> dict[Any, Any]:
         """Give a state its versions, and copies of what is of another version.
 
         Tensors in it are the module's own, as a rule. The module writes to them, in any order,
-        while it makes the new ones of what it is given.
+        while it makes the new ones of what it is given. Where the target has no versions (a
+        placeholder, or what was made by hand), it gets those that are stored.
 
         Args:
             state: It.
+            is_whole: Whether all of it comes from the checkpoint.
 
         Returns:
             The state; an OrderedDict of it if it was stored as a dict, which has no versions.
         """
+        if self._stored and is_whole and type(state) is OrderedDict:
+            state._metadata = OrderedDict(self._stored)  # type: ignore[attr-defined]  # noqa: SLF001  # as below
         if not self._own or (not self._others and hasattr(state, "_metadata")):
             return state
         state = state if type(state) is OrderedDict else OrderedDict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,6 +140,99 @@ def test_classes_in_keys_sets_and_enums_of_a_target_come_back(path: str) -> None
     result = ckptio.sync.load_with_report(path, into=target)
     assert target == state
     assert not result.report.notes
+
+
+@dataclass
+class Rows(list[int]):
+    name: str = ""
+
+
+@dataclass
+class Output(dict[str, Any]):
+    """As transformers' outputs are: what it holds are its fields."""
+
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        self["loss"] = self.loss
+
+
+def test_a_dataclass_that_is_a_container_holds_its_fields_or_is_refused(path: str) -> None:
+    """What it holds beside them would not come back."""
+    ckptio.sync.save([Output(0.5), Rows("empty")], path)
+    output, rows = ckptio.sync.load(path, types=[Output, Rows])
+    assert (output, output.loss, rows.name) == ({"loss": 0.5}, 0.5, "empty")
+    more, numbers = Output(0.5), Rows("full")
+    more["seen"] = 1
+    numbers.append(1)
+    for value, name in ((more, "Output"), (numbers, "Rows")):
+        with pytest.raises(UnsupportedLeafError, match=f"type {name} that holds more than its"):
+            ckptio.sync.save({"x": value}, path, overwrite=True)
+
+
+class Keeper:
+    """Stands for whatever it has."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+@pytest.mark.parametrize("saved", [{"best": 1}, [1, 2], None, 7])
+@pytest.mark.parametrize("had", [None, [1], 3, "x"])
+def test_a_state_that_is_no_dict_is_handed_over_as_it_was_saved(
+    path: str, saved: Any, had: Any, strict: Any
+) -> None:
+    """An object that has nothing yet says so in its own way."""
+    ckptio.sync.save({"keeper": Keeper(saved)}, path)
+    keeper = Keeper(had)
+    ckptio.sync.load(path, into={"keeper": keeper}, strict=strict)
+    assert keeper.state == saved
+
+
+def test_a_state_is_handed_over_in_the_order_it_was_saved_in(path: str) -> None:
+    """Caches and queues are ordered; what the object alone has comes last."""
+    recent = OrderedDict([("a", 1), (3, torch.ones(2)), (Phase.DONE, 3), ("z", 4)])
+    ckptio.sync.save({"keeper": Keeper({"recent": recent, "n": 4})}, path)
+    moment = torch.zeros(2)
+    had = OrderedDict([("z", 0), ("own", 5), (Phase.DONE, 0), (3, moment)])
+    keeper = Keeper({"n": 0, "recent": had})
+    ckptio.sync.load(path, into={"keeper": keeper}, strict="ignore")
+    assert list(keeper.state) == ["recent", "n"]
+    assert list(keeper.state["recent"]) == ["a", 3, Phase.DONE, "z", "own"]
+    assert torch.equal(moment, torch.ones(2))
+
+
+def test_new_keys_and_values_of_a_state_are_of_its_classes(path: str) -> None:
+    """Beside an enum, another of its members is one."""
+    counts = {Phase.WARM: Phase.DONE, Phase.DONE: Phase.WARM}
+    ckptio.sync.save({"keeper": Keeper({"counts": counts})}, path)
+    keeper = Keeper({"counts": {Phase.WARM: None}})
+    result = ckptio.sync.load_with_report(path, into={"keeper": keeper})
+    assert keeper.state["counts"] == {Phase.WARM: "done", Phase.DONE: Phase.WARM}
+    keeper = Keeper({"counts": {Phase.WARM: Phase.WARM}})
+    result = ckptio.sync.load_with_report(path, into={"keeper": keeper})
+    assert keeper.state["counts"] == counts
+    assert not result.report.notes
+
+
+def test_a_counter_in_a_state_is_one_value(path: str) -> None:
+    """Milestones of a schedule are not those of two."""
+
+    def schedule(milestones: list[int]) -> torch.optim.lr_scheduler.MultiStepLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+
+    ckptio.sync.save({"schedule": schedule([2, 4])}, path)
+    target = schedule([3])
+    ckptio.sync.load(path, into={"schedule": target})
+    assert target.milestones == Counter([2, 4])
 
 
 class Attributes(dict[str, Any]):

@@ -15,6 +15,7 @@ from ckptio.format.encode import TAG
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.target import Matcher
+from tests.state.test_records import Keeper
 from tests.state.test_target import matched
 from tests.strategies import SMALL, assert_same, with_versions
 
@@ -218,12 +219,35 @@ def test_a_dict_of_the_caller_gets_the_versions_of_what_fills_it(tmp_path: Path)
     assert (values(net[0]), values(net[1])) == (MIGRATED, CURRENT)
 
 
+@pytest.mark.parametrize(
+    "place", [{}, OrderedDict(), None, OrderedDict(current().state_dict())], ids=repr
+)
+def test_a_placeholder_gets_the_versions_of_what_it_takes(tmp_path: Path, place: Any) -> None:
+    """A tracker of the best weights that has none yet, or some that it made by hand."""
+    net = current()
+    sync.save({"best": Keeper({"net": net.state_dict()})}, tmp_path / "c")
+    keeper = Keeper({"net": place})
+    sync.load(tmp_path / "c", into={"best": keeper})
+    other = current()
+    other.load_state_dict(keeper.state["net"])
+    assert values(other) == values(net)
+
+
 def test_a_checkpoint_without_versions_leaves_the_target_its_own(tmp_path: Path) -> None:
     """From torch.distributed.checkpoint, safetensors, or a dict without them."""
     sync.save({"t": {"net": dict(current().state_dict()), "step": 0}}, tmp_path / "c", config=SMALL)
     net = New(9)
     sync.load(tmp_path / "c", into={"t": Trainer(net)})
     assert values(net) == CURRENT
+
+
+def test_a_parameter_may_have_the_name_of_versions(tmp_path: Path) -> None:
+    """Of a module that was saved as a plain dict, whose keys stand for themselves."""
+    net = torch.nn.ParameterDict({"m": torch.ones(2)})
+    sync.save(dict(net.state_dict()), tmp_path / "c")
+    target = torch.nn.ParameterDict({"m": torch.zeros(2)})
+    sync.load(tmp_path / "c", into=target)
+    assert torch.equal(target["m"], torch.ones(2))
 
 
 def test_versions_of_other_modules_stay() -> None:

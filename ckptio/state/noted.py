@@ -1,0 +1,52 @@
+"""What a match notes: what is missing, unexpected or another thing than the target has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptio.shards import PerRank
+from ckptio.state.fills import Match, names_of
+from ckptio.state.tree import names_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.state.rebuild import Rebuilder
+    from ckptio.state.tree import Predicate
+
+    Json = Any
+    Assemble = Callable[[Rebuilder], Any]
+
+
+class Noted:
+    """What every kind of value has in common that is matched with what is stored.
+
+    Args:
+        keep: Accepts the names to load; everything if not given.
+
+    Attributes:
+        match: Takes what is found.
+    """
+
+    def __init__(self, keep: Predicate | None) -> None:
+        self._keep = keep
+        self.match = Match()
+
+    def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
+        if self._keep is None or self._keep(fqn):
+            self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
+        return lambda _: target
+
+    def _note_missing(self, fqn: str, target: Any, *, is_kept: bool = False) -> None:
+        if is_kept and isinstance(target, PerRank):
+            self.match.kept.append(fqn)
+            return
+        names = [name for name in names_of(fqn, target) if self._keep is None or self._keep(name)]
+        self.match.missing += names
+
+    def _note_unexpected(self, fqn: str, node: Json) -> None:
+        self.match.unexpected += names_kept(fqn, node, self._keep)
+
+    def _selects(self, fqn: str, node: Json) -> bool:
+        """Whether anything in a node is to be loaded."""
+        return self._keep is None or bool(names_kept(fqn, node, self._keep))
