@@ -11,7 +11,9 @@ the latter comes first in the mesh. Where the parts are equal, both readings giv
 indices. Where they are not, both are in use: torch's FSDP2 cuts the latter way, its
 `distribute_tensor` the former. So the shape of what the rank has decides. A single rank
 may have the same shape in both, but then other ranks do not: read wrong, the blocks of
-all ranks do not fill the tensor, which every save checks.
+all ranks do not fill the tensor, which every save checks. A load sees one rank alone, and takes
+FSDP2's reading; the two differ so for some uneven cuts by three dimensions of a mesh, and none
+by two.
 """
 
 from __future__ import annotations

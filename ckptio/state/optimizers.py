@@ -103,7 +103,8 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
     Args:
         fqn: Its name.
         target: The object. An optimizer takes its state from the checkpoint: what it has made
-            since, for parameters of which the checkpoint has none, is left out.
+            since, for parameters of which the checkpoint has none, is left out, and what is
+            another kind of value there.
         node: What the checkpoint has of it.
         is_whole: Whether all of it is loaded.
 
@@ -123,9 +124,32 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
     made = template.get("state") if isinstance(template, dict) else None
     if type(moments) is dict and isinstance(made, dict):
         stored = members_of("", moments)
-        kept = {key: item for key, item in made.items() if key in stored or str(key) in stored}
+        kept = {}
+        for key, item in made.items():
+            found = stored.get(key) or stored.get(str(key))
+            if found is not None:
+                kept[key] = _like(item, found[2])
         template = {**template, "state": kept}
     return template
+
+
+def _like(item: Any, node: Json) -> Any:
+    """Leave out what a parameter's state has as another kind of value, and lists.
+
+    L-BFGS has a number in the first step what is a tensor in later ones, and lists that grow.
+    """
+    if not isinstance(item, dict) or type(node) is not dict:
+        return item
+    stored = members_of("", node)
+    return {
+        key: value
+        for key, value in item.items()
+        if not isinstance(value, list)
+        and (
+            key not in stored
+            or isinstance(value, torch.Tensor) == (tensor_index(stored[key][2]) is not None)
+        )
+    }
 
 
 def _moments_differ(

@@ -133,6 +133,35 @@ class Bare(torch.optim.SGD):
         self.param_groups[0]["lr"] = state_dict["rate"]
 
 
+@pytest.mark.parametrize("saved", [1, 2, 4])
+@pytest.mark.parametrize("had", [0, 1, 2, 4])
+def test_lbfgs_goes_on_wherever_it_is(tmp_path: Path, saved: int, had: int) -> None:
+    """What is a number in its first step is a tensor in the next, and its lists grow."""
+
+    def after(num: int) -> tuple[torch.nn.Parameter, torch.optim.LBFGS, Any]:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=1, history_size=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = ((weight - torch.arange(3.0)) ** 4).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(num):
+            optimizer.step(closure)
+        return weight, optimizer, closure
+
+    weight, optimizer, closure = after(saved)
+    sync.save({"w": weight, "opt": optimizer}, tmp_path / "c", config=SMALL)
+    target, other, closure_of_target = after(had)
+    sync.load(tmp_path / "c", {"w": target, "opt": other}, config=SMALL)
+    for _ in range(2):
+        optimizer.step(closure)
+        other.step(closure_of_target)
+    assert torch.equal(target, weight)
+
+
 def test_an_optimizer_may_have_a_state_of_its_own(tmp_path: Path) -> None:
     """Without what torch's have in theirs."""
     parameter = torch.nn.Parameter(torch.ones(3))
