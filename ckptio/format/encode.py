@@ -20,7 +20,7 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -363,9 +363,12 @@ def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
 
 def _require_fields_alone(fqn: str, value: Any) -> None:
     """Refuse a dataclass that is a container, too, with more in it than its fields."""
-    names = {field.name for field in dataclasses.fields(value)}
-    is_more = isinstance(value, dict) and not names.issuperset(value)
-    if is_more or (isinstance(value, (list, tuple, set, frozenset)) and value):
+    if isinstance(value, dict):
+        fields = dict(_fields_of(value))
+        is_more = any(name not in fields or fields[name] is not value[name] for name in value)
+    else:
+        is_more = isinstance(value, (list, tuple, set, frozenset, deque)) and bool(value)
+    if is_more:
         raise UnsupportedLeafError(
             fqn,
             f"a dataclass of type {type(value).__name__} that holds more than its fields",

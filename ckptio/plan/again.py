@@ -8,6 +8,7 @@ later one wants of them (`plan.replan`). Of what one rank alone holds there is n
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
@@ -107,10 +108,8 @@ def _start(share: Share) -> int:
 
 def _differing(old: Sequence[LeafSpec], new: Sequence[LeafSpec]) -> Iterator[LeafSpec]:
     """Give the blocks that a rank has only in one of two states."""
-    if len(old) == len(new):  # mostly they are in one order
-        for before, after in zip(old, new, strict=True):
-            if before != after:
-                yield before
-                yield after
+    pairs = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
+    if len(old) == len(new) and all(a.name == b.name for a, b in pairs):  # mostly: one order
+        yield from itertools.chain.from_iterable(pairs)
     else:
         yield from {*old} ^ {*new}

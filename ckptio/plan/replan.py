@@ -185,7 +185,7 @@ class _Replan:
             tensor.copies or itertools.repeat(()),
             strict=bool(tensor.copies),
         ):
-            if not copies and not self._written and rank not in self._changed:
+            if not copies and len(self._plans) == 1 and rank not in self._changed:
                 found.append(((rank, part),))  # most, of thousands
                 continue
             holders = self._holders((tensor.name, box), ((rank, part), *copies), number)

@@ -134,7 +134,7 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
 
 
 def _like(item: Any, node: Json) -> Any:
-    """Leave out what a parameter's state has as another kind of value, and lists.
+    """Leave out tensors of a parameter's state that are plain values in the checkpoint, and lists.
 
     L-BFGS has a number in the first step what is a tensor in later ones, and lists that grow.
     """
@@ -145,9 +145,8 @@ def _like(item: Any, node: Json) -> Any:
         key: value
         for key, value in item.items()
         if not isinstance(value, list)
-        and (
-            key not in stored
-            or isinstance(value, torch.Tensor) == (tensor_index(stored[key][2]) is not None)
+        and not (
+            isinstance(value, torch.Tensor) and key in stored and type(stored[key][2]) is not dict
         )
     }
 

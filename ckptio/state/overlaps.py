@@ -5,7 +5,9 @@ were saved so: then they take the same stored bytes. Where the checkpoint has a 
 for each, memory can hold one of them: of equal views the first name is loaded, as torch loads
 either, and a note says so; what overlaps in part is refused, since neither would come whole.
 Tensors with gaps between their elements may lie between each other: whether they do, numpy finds
-out (`numpy.shares_memory`), for the nearest of them and as far as that takes no time.
+out (`numpy.shares_memory`), for the nearest of them and as far as that takes no time. If they do
+not, a note says so: a save stores sparse views of a memory apart, and they go back to where they
+were.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from ckptio.state.fills import Blank, Fill
 
 #: Tensors with gaps that one is compared with, and numpy's measure of the work for each pair.
-_MAX_GAPPED = 32
+_MAX_GAPPED = 16
 _MAX_WORK = 100_000
 
 
@@ -54,7 +56,7 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     if len(blanks) == num_blanks and all(a[1] <= b[0] for a, b in itertools.pairwise(spans)):
         return fills
     left_out = _doubles(fills, notes)
-    _require_apart((span, fills[span[2]]) for span in spans if span[2] not in left_out)
+    _require_apart(((s, fills[s[2]]) for s in spans if s[2] not in left_out), notes)
     return [fill for number, fill in enumerate(fills) if number not in left_out]
 
 
@@ -115,13 +117,17 @@ def _strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
 
 
-def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
-    """Refuse tensors that overlap, unless they were saved as views that do so too.
+def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]], notes: list[str]) -> None:
+    """Refuse dense tensors that overlap, unless they were saved as views that do so too.
+
+    Those with gaps that lie over another get a note: saved with little in common with the memory
+    they lie in, they are stored apart, and go back to where they were all the same.
 
     Args:
         spans: First byte and end of each, sorted, and what it is.
+        notes: Takes the notes.
     """
-    gapped: list[tuple[int, Hashable, Fill]] = []
+    gapped: list[tuple[int, Hashable, Fill, Any]] = []
     # what reaches furthest is enough: had anything before it another origin and reached as far
     # as here, the two would have overlapped
     furthest: dict[torch.device, tuple[int, Hashable, Fill]] = {}
@@ -132,32 +138,41 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]]) -> None:
             continue
         origin = _origin(fill)
         end, others, other = furthest.setdefault(tensor.device, (start, origin, fill))
+        is_dense = stop - start == tensor.nbytes
         if start < end and others != origin:
-            raise _overlap(fill, other)
+            if is_dense:
+                raise TargetError(
+                    f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
+                    " memory in the target, and not in the checkpoint; clone() one of them"
+                )
+            notes.append(_shares(fill, other))
         gapped = [each for each in gapped[-_MAX_GAPPED:] if each[0] > start]
-        for _, others, other in gapped:
-            if others != origin and _share_memory(tensor, other.tensor):
-                raise _overlap(fill, other)
-        if stop - start != tensor.nbytes:
-            gapped.append((stop, origin, fill))
+        elements = np.asarray(_Memory(tensor)) if gapped or not is_dense else None
+        for _, others, other, theirs in gapped:
+            if (
+                others != origin
+                and other.tensor.device == tensor.device
+                and _share_memory(elements, theirs)
+            ):
+                notes.append(_shares(fill, other))
+        if not is_dense:
+            gapped.append((stop, origin, fill, elements))
         elif stop > end:
             furthest[tensor.device] = (stop, origin, fill)
 
 
-def _overlap(fill: Fill, other: Fill) -> TargetError:
-    return TargetError(
-        f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their memory in the"
-        " target, and not in the checkpoint; clone() one of them"
+def _shares(fill: Fill, other: Fill) -> str:
+    return (
+        f"{fill.name}: shares a part of its memory with {other.name!r} in the target, and not in"
+        " the checkpoint; there, either was loaded"
     )
 
 
-def _share_memory(tensor: torch.Tensor, other: torch.Tensor | Blank) -> bool:
-    """Whether two tensors have an element in common; `False` if that is not found out soon."""
-    if not isinstance(other, torch.Tensor) or tensor.device != other.device:
-        return False
+def _share_memory(one: Any, other: Any) -> bool:
+    """Whether two arrays have an element in common; `False` if that is not found out soon."""
     try:
         work: Any = _MAX_WORK  # candidates; its types know of two special ones alone
-        return np.shares_memory(_Memory(tensor), _Memory(other), max_work=work)
+        return np.shares_memory(one, other, max_work=work)
     except np.exceptions.TooHardError:
         return False
 

@@ -296,7 +296,7 @@ class Matcher(Noted):
         versions = Versions(target, node, self.match)
         kind = {"odict": OrderedDict, "counter": Counter}.get(str(node.get(TAG)), dict)
         merged: list[tuple[Any, Assemble]] = []
-        is_whole = self._keep is None
+        is_whole, num_mismatched = self._keep is None, len(self.match.mismatched)
         for key, value in target.items():
             identity = identity_of_key(fqn, key)
             found = take_member(stored, target, key, identity)
@@ -309,6 +309,7 @@ class Matcher(Noted):
                 merged.append((key, lambda _, value=value: value))  # type: ignore[misc]
             versions.note(key)
         versions.settle(fqn)
+        is_whole = is_whole and len(self.match.mismatched) == num_mismatched
         own = tuple(classes_in(target)) if stored and not closed else ()
         made: list[tuple[Json, Assemble]] = []
         for encoded_key, name, item in stored.values():

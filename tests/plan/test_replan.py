@@ -352,6 +352,41 @@ def test_who_writes_now_takes_over_what_another_dropped() -> None:
     check(apply(world, changed), again, {0: parts_of(world, job)[0]})
 
 
+def test_a_part_of_another_plan_is_nobodys_number() -> None:
+    """A rank wrote by one plan, and was to write something by another."""
+    world: World = [[whole("w")], [whole("w")], [whole("w"), whole("own2", 2000)]]
+    job = plan_job(world)
+    assert holders_of(job, "w") == [[0]]
+    before: World = [[whole("w"), whole("own0", 2000)], *world[1:]]
+    later = plan_again(plan_job(before), before, world)
+    assert holders_of(later, "w") == [[1]]
+    plans = [Followed(job, world, [1]), Followed(later, world, [0])]
+    again = replan_job(plans, {2: [whole("w")]})
+    assert holders_of(again, "w") == [[2]]
+    check([world[0], world[1], [whole("w")]], again, {0: (), 1: ()})
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        [whole("z", 1), *[whole(f"m{i}") for i in range(6)]],
+        [*[whole(f"m{i}") for i in range(6)], whole("z", 1)],
+        [*[whole(f"m{i}") for i in reversed(range(6))], whole("a", 9000)],
+    ],
+    ids=["renamed", "at the end", "another order"],
+)
+def test_a_list_in_another_order_keeps_its_writers(now: list[LeafSpec]) -> None:
+    """What a rank has is the same by whatever number."""
+    shared = [whole(f"m{i}") for i in range(6)]
+    world: World = [[whole("a", 9000), *shared], shared, shared]
+    after: World = [now, shared, shared]
+    job = plan_job(world)
+    again = plan_again(job, world, after)
+    for i in range(6):
+        assert holders_of(again, f"m{i}") == holders_of(job, f"m{i}")
+    check(after, again, {})
+
+
 def with_own(world: World, sizes: Sequence[int]) -> World:
     """Give each rank a tensor that only it has, of a size of its own."""
     return [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptio import MismatchError, TargetError, UnsupportedLeafError, sync
+from ckptio import MismatchError, Shard, TargetError, UnsupportedLeafError, sync
 from ckptio.state.flatten import flatten
 from ckptio.state.optimizers import _ELEMENTWISE
 from tests.rig import SMALL
@@ -131,6 +131,35 @@ class Bare(torch.optim.SGD):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.param_groups[0]["lr"] = state_dict["rate"]
+
+
+def test_an_optimizer_may_say_which_part_of_its_state_it_has(tmp_path: Path) -> None:
+    """As one that shares its moments out among ranks does: the part is filled where it is."""
+
+    class Sharing(torch.optim.SGD):
+        first = 0
+        given: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            state = super().state_dict()
+            state["state"] = {
+                key: {"m": Shard(value["m"], (8,), (self.first,))}
+                for key, value in state["state"].items()
+            }
+            return state
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.given = state_dict
+
+    weight = torch.nn.Parameter(torch.zeros(8))
+    optimizer, target = Sharing([weight], lr=0.1), Sharing([weight], lr=0.1)
+    optimizer.state[weight] = {"m": torch.arange(8.0)}
+    sync.save({"opt": optimizer}, tmp_path / "c", config=SMALL)
+    target.first, half = 4, torch.zeros(4)
+    target.state[weight] = {"m": half}
+    sync.load(tmp_path / "c", {"opt": target}, config=SMALL)
+    assert half.tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert isinstance(target.given["state"][0]["m"], Shard)
 
 
 @pytest.mark.parametrize("saved", [1, 2, 4])

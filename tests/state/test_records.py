@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,6 +148,11 @@ class Rows(list[int]):
 
 
 @dataclass
+class Waiting(deque[int]):
+    name: str = ""
+
+
+@dataclass
 class Output(dict[str, Any]):
     """As transformers' outputs are: what it holds are its fields."""
 
@@ -165,7 +170,11 @@ def test_a_dataclass_that_is_a_container_holds_its_fields_or_is_refused(path: st
     more, numbers = Output(0.5), Rows("full")
     more["seen"] = 1
     numbers.append(1)
-    for value, name in ((more, "Output"), (numbers, "Rows")):
+    other, waiting = Output(0.5), Waiting("full")
+    other["loss"] = 0.25
+    waiting.append(1)
+    held = ((more, "Output"), (other, "Output"), (numbers, "Rows"), (waiting, "Waiting"))
+    for value, name in held:
         with pytest.raises(UnsupportedLeafError, match=f"type {name} that holds more than its"):
             ckptio.sync.save({"x": value}, path, overwrite=True)
 

@@ -241,6 +241,15 @@ def test_a_checkpoint_without_versions_leaves_the_target_its_own(tmp_path: Path)
     assert values(net) == CURRENT
 
 
+def test_a_dict_of_which_a_part_does_not_fit_gets_no_versions(tmp_path: Path) -> None:
+    """What is in it is of one version and of another."""
+    sync.save({"net": current().state_dict()}, tmp_path / "c")
+    state = OrderedDict(scale=torch.zeros(2), shift=torch.zeros(3))
+    sync.load(tmp_path / "c", into={"net": state}, strict="ignore")
+    assert state["scale"].tolist() == CURRENT["scale"]
+    assert not hasattr(state, "_metadata")
+
+
 def test_a_parameter_may_have_the_name_of_versions(tmp_path: Path) -> None:
     """Of a module that was saved as a plain dict, whose keys stand for themselves."""
     net = torch.nn.ParameterDict({"m": torch.ones(2)})
