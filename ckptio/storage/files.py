@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.format.manifest import MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
-from ckptio.storage import linux
+from ckptio.storage import linux, locks
 
 if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
@@ -95,7 +95,8 @@ class PosixFiles:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a file."""
+        """Close a file; its lock ends, if it has one."""
+        locks.unlock(fd)
         os.close(fd)
 
     def alignment(self, fd: int) -> DirectAlignment | None:
@@ -210,11 +211,7 @@ class PosixFiles:
         Raises:
             OSError: The file system has no locks.
         """
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return locks.lock(fd)
 
     def take_lease(self, fd: int) -> bool:
         """Keep others from opening a file for writing; false if that cannot be had.

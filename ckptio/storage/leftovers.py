@@ -1,6 +1,7 @@
 """Which files of a directory nobody needs: those of killed saves and of replaced manifests.
 
-A living save holds the lock of its attempt file; the kernel frees the lock of a dead one.
+A living save holds the lock of its attempt file (`storage.locks`); the kernel frees the lock of
+a dead one.
 The file says under which boot of which kernel it was made. On the same one the lock
 decides. A mount may not carry locks from host to host, so the attempt of another host, or
 of this one before a reboot, counts as alive until it has been quiet for an hour.

@@ -84,7 +84,7 @@ class RecordingFiles(PosixFiles):
         """Close what a crashed process had open, as its kernel would: locks go free."""
         for fd in list(self._paths):
             with contextlib.suppress(OSError):
-                os.close(fd)
+                super().close(fd)
         self._paths.clear()
 
     def _step(self, kind: str, path: str = "", nbytes: int = 0) -> None:

@@ -1,0 +1,99 @@
+"""Locks of files, where processes are forked while they are held."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio.storage.files import PosixFiles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: A child is forked that lives until its standard input ends; then the parent goes on.
+FORKED = """
+import os, signal, sys
+from ckptio.storage.files import PosixFiles
+files, path = PosixFiles(), sys.argv[1]
+fd = files.open(path, direct=False, writable=True)
+assert files.lock(fd)
+if not os.fork():
+    os.write(1, b"child\\n")
+    sys.stdin.read()
+    os._exit(0)
+"""
+LET_GO = """
+files.close(fd)
+os.write(1, b"parent\\n")
+sys.stdin.read()
+"""
+KILLED = """
+os.write(1, b"parent\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def locks(path: Path) -> bool:
+    """Whether somebody who comes now gets the lock."""
+    files = PosixFiles()
+    fd = files.open(str(path), direct=False, writable=True)
+    try:
+        return files.lock(fd)
+    finally:
+        files.close(fd)
+
+
+@pytest.mark.parametrize("end", [LET_GO, KILLED], ids=["let-go", "killed"])
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, end: str) -> None:
+    """As workers of a DataLoader would, which live as long as the run."""
+    path = tmp_path / "file"
+    path.touch()
+    command = [sys.executable, "-c", FORKED + end, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = {process.stdout.readline() for _ in range(2)}
+        assert said == {b"child\n", b"parent\n"}
+        if end is KILLED:
+            process.wait(30)
+        assert locks(path)
+        process.communicate()
+
+
+def test_a_child_closes_what_is_locked_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    program = """
+import os, sys
+from ckptio.storage.files import PosixFiles
+files, path = PosixFiles(), sys.argv[1]
+fd = files.open(path, direct=False, writable=True)
+assert files.lock(fd)
+files.close(fd)
+other = files.open(path, direct=False, writable=True)
+assert other == fd
+third = files.open(path, direct=False, writable=True)
+assert files.lock(other) and not files.lock(third)
+pid = os.fork()
+if not pid:
+    try:
+        os.fstat(other)
+    except OSError:
+        os.fstat(third)
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
+
+
+def test_the_lock_of_an_open_file_lasts(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    files = PosixFiles()
+    fd = files.open(str(path), direct=False, writable=True)
+    assert files.lock(fd)
+    assert not locks(path)
+    files.close(fd)
+    assert locks(path)
