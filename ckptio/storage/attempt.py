@@ -5,10 +5,12 @@
     <path>/.attempt-<save id>                          locked while its save is alive
     <path>/.manifest-<save id>                         the manifest on its way
 
+`storage.names` has all names.
+
 Order, with `durability="full"`: data files are written and synced; the manifest is
 written under its own name and synced; the directory is synced, and every directory above
 it that is new, so that all names it speaks of are on the disk; the manifest gets its
-name, exclusively or by exchange with the one it replaces; the directory is synced again.
+name (`storage.naming`); the directory is synced again.
 A power cut before the name leaves what was there before; after the last sync, the new one.
 
 Exchange tells exactly which manifest was replaced, so that just the files of that one go
@@ -32,20 +34,27 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.files import (
     MAX_TRIES,
-    NoExclusiveNames,
     follow_pointer,
     make_dirs,
     read_regular,
     young_parents,
 )
-from ckptio.storage.leftovers import boot_id, files_of, find_leftovers, notes_of
-from ckptio.storage.names import ATTEMPT_PREFIX, NEW_MANIFEST_PREFIX, NOTE_PREFIX
+from ckptio.storage.leftovers import (
+    boot_id,
+    files_of,
+    find_leftovers,
+    notes_of,
+    put_back_mistakes,
+)
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX
+from ckptio.storage.naming import ManifestName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
+    from ckptio.errors import StorageError
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
 
@@ -78,8 +87,8 @@ class LocalAttempt:
         self._made_files: list[str] = []
         self._writers: list[BlockWriter] = []
         self._lock_fd = -1
-        self._manifest_inode = 0
-        self._published = False
+        self._name = ManifestName(files, directory, save_id, config)
+        self._doubt: StorageError | None = None
         self._refused = False
         self._leads = False
 
@@ -92,10 +101,9 @@ class LocalAttempt:
 
     def prepare(self) -> None:
         """Make the directory and the attempt's lock, and clear what killed saves left. Blocks."""
-        if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
-            raise CheckpointExistsError(self._directory)
         marker = self._path(ATTEMPT_PREFIX + self._save_id)
         try:
+            self._require_free()
             self._lock_fd = self._make_marker(marker)
             locks = self._lock_marker()
             self._leads = True
@@ -103,10 +111,15 @@ class LocalAttempt:
                 self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
             if locks and self._directory not in self._made_dirs:
                 self._remove(find_leftovers(self._files, self._directory, self._save_id))
-        except CommitConflictError:
+        except (CheckpointExistsError, CommitConflictError):
             raise
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
+
+    def _require_free(self) -> None:
+        put_back_mistakes(self._files, self._directory)
+        if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
+            raise CheckpointExistsError(self._directory)
 
     def _make_marker(self, path: str) -> int:
         """Make the directory and a file in it, though another save's end may remove the first."""
@@ -133,7 +146,7 @@ class LocalAttempt:
     @property
     def is_published(self) -> bool:
         """Whether the manifest is out, or may be; see `interface.Attempt`."""
-        return self._published
+        return self._name.may_stand
 
     async def create(self, name: str, nbytes: int) -> BlockWriter:
         """Begin a data file; see `interface.Attempt`."""
@@ -168,28 +181,29 @@ class LocalAttempt:
         try:
             await run_blocking(self._executor, self._commit, manifest)
         except asyncio.CancelledError:
-            if not self._published:
+            if self._doubt is not None:
+                raise self._doubt from None  # a save that ends as cancelled has changed nothing
+            if not self._name.is_committed:
                 raise
-            # the commit came first: a save that ends as cancelled must have changed nothing
+            # the commit came first, as above
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
 
     def _commit(self, manifest: bytes) -> None:
-        new = self._path(NEW_MANIFEST_PREFIX + self._save_id)
-        target = self._path(MANIFEST_NAME)
+        name = self._name
         try:
-            self._write_file(new, manifest)
-            self._manifest_inode = os.stat(new, follow_symlinks=False).st_ino
+            self._write_file(name.new, manifest)
             self._sync_dirs()
             self._check_present()
-            replaced = self._publish(new, target)
+            name.give(manifest, overwrite=self._overwrite)
         except CommitConflictError:
             raise
         except OSError as error:
-            raise storage_error(error, target, "cannot commit") from error
-        self._published = True
-        self._clean_up(new, replaced)
+            failure = storage_error(error, name.target, "cannot commit")
+            self._doubt = failure if name.may_stand else None
+            raise failure from error
+        self._clean_up()
 
     async def stay(self) -> None:
         """Nothing has to be said: the lock of a living save is held."""
@@ -210,74 +224,6 @@ class LocalAttempt:
         """Look once more for every data file: a manifest must not name what somebody removed."""
         for path in self._made_files:
             os.stat(path, follow_symlinks=False)
-
-    def _publish(self, new: str, target: str) -> str:
-        """Make the manifest visible and its name durable; undo it if that fails.
-
-        Returns:
-            Where the manifest that was replaced is now; nothing if none was.
-        """
-        replaced = self._give_name(new, target)
-        try:
-            self._sync_dir(self._directory)
-        except OSError as error:
-            self._published = True  # until it is undone: its data files must stay
-            try:
-                self._take_back(new, target, replaced)
-            except OSError:
-                raise OSError(error.errno, f"{error.strerror}; but it may stand") from error
-            raise
-        return replaced
-
-    def _take_back(self, new: str, target: str, replaced: str) -> None:
-        """Take a manifest's name away again; see `_publish`."""
-        if os.stat(target, follow_symlinks=False).st_ino != self._manifest_inode:
-            return  # another save has replaced it since, by exchange; theirs stands
-        if not replaced:
-            self._files.unlink(target)
-        elif replaced == new:
-            self._files.exchange(new, target)
-        else:
-            self._files.replace(replaced, target)
-        self._published = False
-
-    def _give_name(self, new: str, target: str) -> str:
-        """Make the manifest visible; see `_publish`."""
-        for _ in range(MAX_TRIES):
-            if self._overwrite:
-                with contextlib.suppress(FileNotFoundError):  # there is nothing to replace
-                    return self._replace(new, target)
-            try:
-                self._files.publish(new, target)
-            except FileExistsError:
-                if self._overwrite:
-                    continue  # somebody was first, just now: there is one to replace
-                break
-            except NoExclusiveNames:
-                if not self._overwrite:
-                    raise
-                self._files.replace(new, target)
-            return ""
-        raise CommitConflictError(self._directory)
-
-    def _replace(self, new: str, target: str) -> str:
-        """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
-
-        Between copy and rename another save may commit; its files would then stay until
-        the next save to the path. Nothing that is committed is ever lost.
-
-        Returns:
-            Where the manifest that was replaced is now.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
-        if self._files.exchange(new, target):
-            return new
-        old = new + "-old"
-        self._write_file(old, read_regular(self._files, target, MAX_MANIFEST_NBYTES))
-        self._files.replace(new, target)
-        return old
 
     def _write_file(self, path: str, data: bytes) -> None:
         """Write a small file and sync it."""
@@ -306,12 +252,12 @@ class LocalAttempt:
         if self._config.durability == "full":
             self._files.fsync_dir(path)
 
-    def _clean_up(self, new: str, replaced: str) -> None:
+    def _clean_up(self) -> None:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
-        if replaced:
-            self._retire(replaced)
+        if self._name.replaced:
+            self._retire(self._name.replaced)
         else:
-            self._try_remove(new)
+            self._try_remove(self._name.new)
         self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
         self._drop_lock()
 
@@ -342,10 +288,10 @@ class LocalAttempt:
         for writer in self._writers:
             with contextlib.suppress(OSError):  # the file goes next
                 writer.discard()
-        if self._published:
+        if self._name.may_stand or not self._name.withdraw():
             self._drop_lock()
             return
-        for path in reversed(self._made_files):
+        for path in (self._name.copy, *reversed(self._made_files)):
             self._try_remove(path)
         if self._leads:
             for name in files_of(self._directory, self._save_id):

@@ -73,7 +73,8 @@ class Attempt(Protocol):
 
         Raises:
             CommitConflictError: Somebody else committed since the attempt began.
-            StorageError: It could not be published; what was there before still is.
+            StorageError: It could not be published; what was there before still is. Or it says
+                that this may stand, and then one or the other is there, whole.
         """
         ...
 

@@ -12,6 +12,10 @@ rank may be ahead of that one, so without any attempt its files too are left for
 The order matters: list first, then look at locks, then read the manifest. A save that was
 alive when its lock was looked at is left alone; one that had ended by then has its
 manifest in place before that manifest is read.
+
+A removal that is killed may have taken a manifest out of its place that another save had put
+there just then. It lies under the name of the removed one, it is a checkpoint still, and is put
+back before anybody looks for leftovers.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
+from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 
 if TYPE_CHECKING:
+    from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
 
 _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
     r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})"
-    r"(?:-\d{5}-\d{5}\.safetensors|-old|\.json)?"
+    r"(?:-\d{5}-\d{5}\.safetensors|-old|-was|\.json)?"
 )
 
 
@@ -51,6 +56,55 @@ def notes_of(directory: str, save_id: str) -> list[str]:
     """Name the note of a save, if there is one."""
     name = NOTE_PREFIX + save_id
     return [name] if os.path.lexists(f"{directory}/{name}") else []
+
+
+def read_tomb(files: PosixFiles, directory: str, tomb: str) -> tuple[Summary, list[str]]:
+    """Read a manifest that was removed, and name the file that has it if that is another one.
+
+    Raises:
+        FormatError: It is damaged.
+        OSError: It cannot be read: it is gone, say, or what it points to.
+    """
+    commit = read_regular(files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
+    data, pointed = follow_pointer(files, directory, commit)
+    return decode_summary(data), pointed
+
+
+def is_whole(directory: str, summary: Summary) -> bool:
+    """Whether all data files of a manifest are there, with their sizes."""
+    with contextlib.suppress(FileNotFoundError):
+        return all(
+            os.stat(f"{directory}/{file.name}", follow_symlinks=False).st_size == file.nbytes
+            for file in summary.files
+        )
+    return False
+
+
+def put_back(files: PosixFiles, directory: str, tomb: str) -> None:
+    """Make a checkpoint again of what was taken by mistake, unless there is a newer one."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        files.publish(f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}")
+    with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
+        files.unlink(f"{directory}/{tomb}")
+
+
+def put_back_mistakes(files: PosixFiles, directory: str) -> None:
+    """Put back what a removal that was killed had taken by mistake, if anything.
+
+    Raises:
+        OSError: It cannot be put back.
+    """
+    if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
+        return
+    try:
+        tombs = [name for name in sorted(os.listdir(directory)) if TOMB.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for tomb in tombs:
+        with contextlib.suppress(FileNotFoundError, FormatError):  # then it is left over
+            summary, _ = read_tomb(files, directory, tomb)
+            if summary.save_id not in tomb and is_whole(directory, summary):
+                put_back(files, directory, tomb)
 
 
 def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]:

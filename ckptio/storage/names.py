@@ -3,7 +3,10 @@
 data-SAVE-RANK-BUCKET.safetensors   tensors; no two saves, ranks or buckets meet
 .attempt-SAVE                       a save is under way, or was when it was killed
 .copy-SAVE                          a copy to a second tier is owed
-.manifest-SAVE, .manifest-SAVE-old  a manifest on its way to its place, or out of it
+.manifest-SAVE                      its manifest, on the way to its place; or, after an exchange
+                                    of the two, the one that it replaced
+.manifest-SAVE-was                  the one that it replaces, where names cannot be exchanged
+.manifest-SAVE-old                  its manifest, out of its place: it is being removed
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ ATTEMPT_PREFIX = ".attempt-"
 NEW_MANIFEST_PREFIX = ".manifest-"
 #: Of the note that a checkpoint is still to be copied; see `storage.notes`.
 NOTE_PREFIX = ".copy-"
+#: Of a copy of the manifest that a save replaces.
+REPLACED_SUFFIX = "-was"
 #: The manifest of a checkpoint that is being removed.
 TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
 #: A save that is alive writes something every few seconds, or sends something every few

@@ -30,7 +30,6 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.names import NEW_MANIFEST_PREFIX
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -44,9 +43,8 @@ class ResumedAttempt(LocalAttempt):
     def prepare(self) -> None:
         """Take the lock over, and clear what the earlier attempt left beside data. Blocks."""
         super().prepare()
-        new = self._path(NEW_MANIFEST_PREFIX + self._save_id)
-        self._retire(new)  # after an exchange it is the one that was replaced
-        self._try_remove(new + "-old")
+        self._retire(self._name.new)  # after an exchange it is the one that was replaced
+        self._try_remove(self._name.copy)
 
     def _open_marker(self, path: str) -> int:
         try:

@@ -32,7 +32,13 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.interface import Found
-from ckptio.storage.leftovers import find_leftovers, notes_of
+from ckptio.storage.leftovers import (
+    find_leftovers,
+    is_whole,
+    notes_of,
+    put_back,
+    read_tomb,
+)
 from ckptio.storage.names import TOMB
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -193,7 +199,7 @@ class LocalRoot:
         summary = decode_summary(self._followed(directory, commit))
         tomb = f".manifest-{summary.save_id}-old"
         try:
-            self._take_back(directory, f"{directory}/{tomb}", commit)
+            self._take_back(directory, tomb, commit)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
@@ -207,40 +213,29 @@ class LocalRoot:
         if os.path.islink(directory):  # its directory could not be removed like the others
             raise OSError(errno.ELOOP, "it is a link; remove it, and what it points to, by hand")
         manifest = f"{directory}/{MANIFEST_NAME}"
-        self._files.replace(manifest, tomb)
+        self._require_same(manifest, data)  # before, too: who is killed now has to put it back
+        self._files.replace(manifest, f"{directory}/{tomb}")
         try:
-            if read_regular(self._files, tomb, MAX_MANIFEST_NBYTES) != data:
-                raise OSError(errno.ESTALE, "another save was committed there just now; it stays")  # noqa: TRY301  # put back like the others
+            self._require_same(f"{directory}/{tomb}", data)
             if self._config.durability == "full":
                 self._files.fsync_dir(directory)
         except OSError:
-            self._put_back(tomb, manifest)
+            put_back(self._files, directory, tomb)
             raise
 
-    def _put_back(self, tomb: str, manifest: str) -> None:
-        """Make a checkpoint again of what was taken back by mistake."""
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # a newer one; put back
-            self._files.publish(tomb, manifest)
-        with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
-            self._files.unlink(tomb)
+    def _require_same(self, manifest: str, data: bytes) -> None:
+        if read_regular(self._files, manifest, MAX_MANIFEST_NBYTES) != data:
+            raise OSError(errno.ESTALE, "another save was committed there just now; it stays")
 
     def _bury(self, directory: str, tomb: str) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them.
 
-        A manifest under the name of another save's was taken by mistake, by somebody who was
-        killed before it was put back: it is a checkpoint still.
+        What was taken by mistake is put back; see `storage.leftovers`.
         """
         try:
-            commit = read_regular(self._files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
+            summary, pointed = read_tomb(self._files, directory, tomb)
         except FileNotFoundError:
-            return  # somebody else was faster
-        except OSError as error:
-            self._cannot_remove(directory, tomb, error)
-            return
-        try:
-            data, pointed = follow_pointer(self._files, directory, commit)
-            summary = decode_summary(data)
-        except FileNotFoundError:  # it went just before the tomb would have
+            # somebody else was faster, or is at it; what it points to goes just before it does
             self._unlink(directory, tomb)
             return
         except (OSError, FormatError) as error:
@@ -248,7 +243,10 @@ class LocalRoot:
             self._cannot_remove(directory, tomb, failure)
             return
         if summary.save_id not in tomb:
-            self._put_back(f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}")
+            if is_whole(directory, summary):
+                put_back(self._files, directory, tomb)
+            else:  # a copy of a manifest whose files are gone
+                self._unlink(directory, tomb)
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
         names += notes_of(directory, summary.save_id)

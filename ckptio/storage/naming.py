@@ -1,0 +1,205 @@
+"""The one step of a commit on a file system: a manifest gets its name.
+
+Exclusively, or by exchange with the manifest that it replaces, which is told exactly by that.
+Where a file system cannot exchange names, a copy of the old manifest is kept beside.
+
+    may_stand   is_committed
+    no          no             it has not got the name, or it was taken away again
+    yes         no             it may have it: nothing that it lists may go
+    yes         yes            it has it, and the directory is synced
+
+An error does not say that it has not got the name. A client of NFS sends a request again if
+the answer is lost, and is told that the name is taken, by itself, or that what it renames is
+gone (open(2), of O_EXCL: do not use the result of link); other mounts say that they do not
+know. So after every error the manifest that is there is read, and says whose it is. Inode
+numbers were rejected: some mounts in user space give each name of a file its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptio.errors import CommitConflictError
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.storage.blocks import write_file
+from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, read_regular
+from ckptio.storage.names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.config import CheckpointConfig
+    from ckptio.storage.files import PosixFiles
+
+T = TypeVar("T")
+
+
+class ManifestName:
+    """The name of one manifest; see above. Used by one thread at a time.
+
+    Args:
+        files: Operations to use.
+        directory: The checkpoint's.
+        save_id: The save's.
+        config: Durability, and the mode of files.
+
+    Attributes:
+        new: Where the manifest is before it gets its name.
+        target: The name.
+        copy: Where a copy of the one that it replaces is, if there has to be one.
+        replaced: Where the manifest that was replaced is now; empty if none was.
+        may_stand: Whether it has the name, or may have it.
+        is_committed: Whether it has it for good.
+    """
+
+    def __init__(
+        self,
+        files: PosixFiles,
+        directory: str,
+        save_id: str,
+        config: CheckpointConfig,
+    ) -> None:
+        self.new = f"{directory}/{NEW_MANIFEST_PREFIX}{save_id}"
+        self.target = f"{directory}/{MANIFEST_NAME}"
+        self.copy = self.new + REPLACED_SUFFIX
+        self.replaced = ""
+        self.may_stand = False
+        self.is_committed = False
+        self._directory = directory
+        self._files = files
+        self._config = config
+        self._manifest = b""
+
+    def give(self, manifest: bytes, *, overwrite: bool) -> None:
+        """Make a manifest visible that is written, and its name durable; undo it if that fails.
+
+        Args:
+            manifest: What is in the file at `new`.
+            overwrite: Whether it may replace another one.
+
+        Raises:
+            CommitConflictError: The name is taken.
+            OSError: It failed; says so if it may stand.
+        """
+        self._manifest = manifest
+        self.replaced = self._give(overwrite=overwrite)
+        try:
+            if self._config.durability == "full":
+                self._files.fsync_dir(self._directory)
+        except OSError as error:
+            if not self._take_back():
+                raise _in_doubt(error) from error
+            self.may_stand = False
+            raise
+        self.is_committed = True
+
+    def withdraw(self) -> bool:
+        """Remove the manifest that has not got its name; false if it has it after all.
+
+        A mount may serve a request late that it gave up. Without the file it cannot.
+        """
+        if not self._manifest:
+            return True
+        for _ in range(2):
+            try:
+                self.may_stand = self.may_stand or self._is_there()
+            except OSError:
+                self.may_stand = True
+            if self.may_stand:
+                return False
+            with contextlib.suppress(OSError):  # whoever removes the other files says so
+                self._files.unlink(self.new)
+        return True
+
+    def _give(self, *, overwrite: bool) -> str:
+        """Make the manifest visible; see `replaced`."""
+        for _ in range(MAX_TRIES):
+            if overwrite:
+                replaced = self._replace()
+                if replaced:
+                    return replaced
+            try:
+                self._try(self._files.publish, None)
+            except FileExistsError:
+                if overwrite:
+                    continue  # somebody was first, just now: there is one to replace
+                break
+            except NoExclusiveNames:
+                if not overwrite:
+                    raise
+                self._try(self._files.replace, None)
+            return ""
+        raise CommitConflictError(self._directory)
+
+    def _replace(self) -> str:
+        """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
+
+        Between copy and rename another save may commit; its files would then stay until
+        the next save to the path. Nothing that is committed is ever lost.
+
+        Returns:
+            Where the manifest that was replaced is now; nothing if there is none.
+        """
+        try:
+            if self._try(self._files.exchange, done=True):
+                return self.new
+        except FileNotFoundError:
+            return ""
+        self.may_stand = False
+        try:
+            old = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
+        except FileNotFoundError:
+            return ""
+        write_file(self._files, self.copy, old, self._config)
+        self._try(self._files.replace, None)
+        return self.copy
+
+    def _try(self, operation: Callable[[str, str], T], done: T) -> T:
+        """Do what gives the name; `done` if it has it, whatever the operation says.
+
+        Raises:
+            OSError: It has not got it, or nobody can tell; then it may stand.
+        """
+        self.may_stand = True
+        try:
+            return operation(self.new, self.target)
+        except OSError as error:
+            try:
+                self.may_stand = self._is_there()
+            except OSError:
+                raise _in_doubt(error) from error
+            if not self.may_stand:
+                raise
+        return done
+
+    def _is_there(self) -> bool:
+        """Whether what has the name is this manifest.
+
+        Raises:
+            OSError: Nobody can tell.
+        """
+        try:
+            there = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
+        except FileNotFoundError:
+            return False
+        return there == self._manifest
+
+    def _take_back(self) -> bool:
+        """Take the name away again; false if that fails, or if it is another manifest's by now."""
+        try:
+            if not self._is_there():
+                return False  # that one may be taken back, too, and this one be there again
+            if not self.replaced:
+                self._files.unlink(self.target)
+            elif self.replaced == self.new:
+                self._files.exchange(self.new, self.target)
+            else:
+                self._files.replace(self.replaced, self.target)
+            return not self._is_there()
+        except OSError:
+            return False
+
+
+def _in_doubt(error: OSError) -> OSError:
+    return OSError(error.errno, f"{error.strerror}; but it may stand")

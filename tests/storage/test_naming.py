@@ -1,0 +1,250 @@
+"""How a manifest gets its name on mounts that say something else than what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.errors import StorageError
+from ckptio.events import CleanupFailed
+from ckptio.storage.leftovers import put_back_mistakes
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import Crash, EventLog, RecordingFiles
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    manifest_of,
+    names_in,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+OLD, NEW, OTHER = contents_of(A, 5000, 9000), contents_of(B, 10_000), contents_of(C, 10)
+
+
+class Mount(RecordingFiles):
+    """A mount that gives the name and says that it did not; or that gives it later.
+
+    Args:
+        operation: Which one.
+        code: What it says.
+        late: Whether the name is given only when the manifest is to be removed.
+    """
+
+    def __init__(self, operation: str, code: int, *, late: bool = False) -> None:
+        super().__init__(has_exchange=operation != "replace")
+        self.operation, self.code, self.late = operation, code, late
+        self.pending: list[Callable[[], Any]] = []
+
+    def _answer(self, operation: str, source: str, target: str) -> Any:
+        real = getattr(super(), operation)
+        if operation != self.operation or not target.endswith("/manifest.json"):
+            return real(source, target)
+        if self.late:
+            self.pending.append(lambda: real(source, target))
+        else:
+            real(source, target)
+        raise OSError(self.code, os.strerror(self.code), target)
+
+    def publish(self, source: str, target: str) -> None:
+        self._answer("publish", source, target)
+
+    def replace(self, source: str, target: str) -> None:
+        self._answer("replace", source, target)
+
+    def exchange(self, source: str, target: str) -> bool:
+        return bool(self._answer("exchange", source, target))
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(f"/.manifest-{B}"):
+            while self.pending:
+                self.pending.pop()()
+        super().unlink(path)
+
+
+def storage_at(
+    directory: Path,
+    executor: Executor,
+    files: RecordingFiles | None = None,
+    log: EventLog | None = None,
+) -> LocalStorage:
+    return LocalStorage(str(directory), SMALL, executor, log or EventLog(), files)
+
+
+@pytest.mark.parametrize(
+    ("operation", "code"),
+    [
+        ("publish", errno.EEXIST),  # a request that NFS sent twice
+        ("publish", errno.EIO),
+        ("replace", errno.ENOENT),  # the same
+        ("replace", errno.ETIMEDOUT),
+        ("exchange", errno.EIO),
+        ("exchange", errno.ENOENT),
+    ],
+)
+async def test_a_name_that_was_given_counts_whatever_is_said_of_it(
+    tmp_path: Path, executor: Executor, operation: str, code: int
+) -> None:
+    """The save is committed, and what it replaced goes, as without the error."""
+    overwrite = operation != "publish"
+    if overwrite:
+        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files, log = Mount(operation, code), EventLog()
+    storage = storage_at(tmp_path / "c", executor, files, log)
+    await write_files(storage, B, NEW, overwrite=overwrite)
+    assert committed(tmp_path / "c") == NEW
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *NEW])
+    assert not log.of(CleanupFailed)
+
+
+@pytest.mark.parametrize("operation", ["publish", "replace", "exchange"])
+async def test_a_name_that_is_given_late_keeps_its_files(
+    tmp_path: Path, executor: Executor, operation: str
+) -> None:
+    """The save failed; whichever checkpoint is there then is whole."""
+    overwrite = operation != "publish"
+    if overwrite:
+        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files = Mount(operation, errno.EIO, late=True)
+    with pytest.raises(StorageError, match="cannot commit"):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
+    assert committed(tmp_path / "c") == NEW
+    await write_files(storage_at(tmp_path / "c", executor), C, OTHER, overwrite=True)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *OTHER])
+
+
+class Blind(Mount):
+    """Does not let the manifest be read after that, either."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if path.endswith("/manifest.json") and self.kinds(self.operation):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return super().open(path, direct=direct, writable=writable)
+
+
+@pytest.mark.parametrize("operation", ["publish", "exchange"])
+async def test_where_nobody_can_tell_nothing_goes(
+    tmp_path: Path, executor: Executor, operation: str
+) -> None:
+    overwrite = operation != "publish"
+    if overwrite:
+        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files = Blind(operation, errno.EIO)
+    with pytest.raises(StorageError, match="but it may stand"):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
+    assert committed(tmp_path / "c") == NEW
+    assert not overwrite or set(OLD) <= set(names_in(tmp_path / "c"))
+
+
+class Unsynced(RecordingFiles):
+    """Takes the name of a manifest, and neither syncs it nor takes it away; slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_syncing, self.go_on = threading.Event(), threading.Event()
+
+    def fsync_dir(self, path: str) -> None:
+        if self.kinds("publish"):
+            self.is_syncing.set()
+            self.go_on.wait(30)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().fsync_dir(path)
+
+    def unlink(self, path: str) -> None:
+        if path.endswith("/manifest.json"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        super().unlink(path)
+
+
+async def test_who_cancels_a_commit_in_doubt_is_told_of_the_doubt(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Not that it was committed; nor that it was cancelled, which changes nothing."""
+    files = Unsynced()
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
+    task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
+    await asyncio.to_thread(files.is_syncing.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    files.go_on.set()
+    with pytest.raises(StorageError, match="but it may stand"):
+        await task
+    assert attempt.is_published
+    await attempt.abort()
+    assert committed(tmp_path / "c") == {}
+
+
+def killed_before_rename() -> RecordingFiles:
+    """Make files of a process that is killed then, where names cannot be exchanged."""
+    files = RecordingFiles(has_exchange=False)
+
+    def stop(_: Operation) -> None:
+        if files.kinds("replace"):
+            raise Crash
+
+    files.fault = stop
+    return files
+
+
+async def test_what_was_removed_does_not_come_back_from_a_copy_of_its_manifest(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Which a save left that was killed as it replaced it."""
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    files = killed_before_rename()
+    with pytest.raises(Crash):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=True)
+    files.bury()
+    assert f".manifest-{B}-was" in names_in(tmp_path / "c")
+    root = LocalRoot(str(tmp_path), SMALL, executor, EventLog())
+    await root.remove("c")
+    await root.sweep("c", 0.0)
+    assert [found.version for found in await root.find()] in ([], [None])
+    # nor from one that an earlier version of this program left, under another name
+    (tmp_path / "c").mkdir(exist_ok=True)
+    (tmp_path / "c" / f".manifest-{B}-old").write_bytes(manifest_of(A, OLD))
+    await root.sweep("c", 0.0)
+    assert await root.find() == []
+
+
+async def test_what_a_killed_removal_took_by_mistake_is_put_back_by_the_next_save(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It was overwritten at that moment; the later checkpoint lies under the name of the old."""
+    await write_files(storage_at(tmp_path / "c", executor), B, NEW)
+    directory = tmp_path / "c"
+    (directory / "manifest.json").rename(directory / f".manifest-{A}-old")
+    attempt = await storage_at(directory, executor).begin(C, overwrite=True)
+    await attempt.abort()
+    assert committed(directory) == NEW
+    assert names_in(directory) == sorted(["manifest.json", *NEW])
+    put_back_mistakes(RecordingFiles(), str(directory))  # there is nothing more to do
+    put_back_mistakes(RecordingFiles(), str(tmp_path / "nowhere"))
+    assert committed(directory) == NEW
+
+
+async def test_what_lies_under_the_name_of_the_dead_and_is_not_whole_is_left_over(
+    tmp_path: Path, executor: Executor
+) -> None:
+    directory = tmp_path / "c"
+    directory.mkdir()
+    (directory / f".manifest-{A}-old").write_bytes(manifest_of(B, NEW))
+    (directory / f".manifest-{C}-old").write_bytes(b"damaged")
+    await write_files(storage_at(directory, executor), B, NEW)
+    assert names_in(directory) == sorted(["manifest.json", *NEW])
