@@ -293,12 +293,17 @@ def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[by
 
 
 def young_parents(directory: str) -> list[str]:
-    """Name the directories above one in which something changed within the hour, nearest first."""
+    """Name the directories above one in which something changed within the hour, nearest first.
+
+    Those above the links in its path, which are names of it, and those above where they lead.
+    """
     found = []
-    while (parent := os.path.dirname(directory)) != directory:
-        directory = parent
-        if time.time() - os.stat(directory).st_mtime < _SETTLED_S:
-            found.append(directory)
+    for start in dict.fromkeys((directory, os.path.realpath(directory))):
+        below = start
+        while (parent := os.path.dirname(below)) != below:
+            below = parent
+            if time.time() - os.stat(below).st_mtime < _SETTLED_S:
+                found.append(below)
     return found
 
 

@@ -29,6 +29,8 @@ _SYNC_FILE_RANGE_ALL = 7
 
 _MADV_POPULATE_READ = 22
 _STATFS_NBYTES = 256
+#: What is told of room that cannot be reserved, not of a file system that does not do so.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 
@@ -113,17 +115,18 @@ def allocate(fd: int, nbytes: int) -> bool:
     glibc's `posix_fallocate` writes zeros where the file system cannot; this does not.
 
     Returns:
-        Whether the file system can.
+        Whether it did. Mounts give many reasons for not doing so, numbers that programs should
+        never see among them; what is written later will do without.
 
     Raises:
-        OSError: There is no room.
+        OSError: There is no room, the disk fails, or the file is not open.
     """
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        return False
-    raise OSError(code, os.strerror(code))
+    if code in _NO_ROOM:
+        raise OSError(code, os.strerror(code))
+    return False
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:

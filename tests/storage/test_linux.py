@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -62,6 +63,21 @@ def test_a_bad_descriptor_cannot_allocate() -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011  # its errno is looked at
         linux.allocate(-1, 4096)
     assert caught.value.errno == errno.EBADF
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, 524, errno.ENODEV, errno.EPERM, errno.EOPNOTSUPP])
+def test_a_mount_may_refuse_to_allocate_for_any_reason(
+    fd: int, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """524 is the kernel's own ENOTSUPP, which some mounts let out; writing does without."""
+
+    class Libc:
+        def fallocate(self, *_: object) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(linux, "_libc", Libc())
+    assert not linux.allocate(fd, 4096)
 
 
 def test_write_back_loses_nothing(fd: int) -> None:

@@ -112,6 +112,20 @@ async def test_an_error_at_any_operation_leaves_the_old_or_the_new(
     assert number > 12
 
 
+async def test_new_directories_are_synced_where_a_link_leads(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Whoever made them, and the link, just before the save."""
+    (tmp_path / "disk" / "job" / "run").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "run").symlink_to(tmp_path / "disk" / "job" / "run")
+    files = RecordingFiles()
+    await write_files(storage_at(tmp_path / "home" / "run" / "c", executor, files), B, NEW)
+    synced = {op.path for op in files.operations if op.kind == "fsync_dir"}
+    expected = ("home/run/c", "home/run", "home", "disk/job", "disk")
+    assert {str(tmp_path / path) for path in expected} <= synced
+
+
 @pytest.mark.parametrize("durability", ["full", "file", "none"])
 @pytest.mark.parametrize("overwrite", [False, True])
 async def test_the_order_of_syncs(
