@@ -8,6 +8,7 @@ and sessions, tasks and buffers that belong to a loop belong to this one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import itertools
@@ -378,13 +379,16 @@ class EngineCore:
     async def _give_back(self) -> None:
         context = self._context
         assert context is not None  # noqa: S101  # it was started
-        try:
-            await context.ranks.close()
-            await context.stores.close()
-            context.cache.close()
-            self._in_flight.close()
-            ending = [task for task in (self._cache_task, self._serving) if task is not None]
-            await asyncio.wait([asyncio.wrap_future(task) for task in ending])
-            context.pool.close()
-        finally:
-            context.end_threads()
+        async with contextlib.AsyncExitStack() as stack:  # all of it, whatever fails of it
+            stack.callback(context.end_threads)
+            stack.callback(context.pool.close)
+            stack.push_async_callback(self._end_tasks, context)
+            stack.push_async_callback(context.stores.close)
+            stack.push_async_callback(context.ranks.close)
+
+    async def _end_tasks(self, context: EngineContext) -> None:
+        """End what runs on the loop for as long as the engine is there."""
+        context.cache.close()
+        self._in_flight.close()
+        ending = [task for task in (self._cache_task, self._serving) if task is not None]
+        await asyncio.wait([asyncio.wrap_future(task) for task in ending])

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -164,6 +164,27 @@ async def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
         handles = [engine.save(state, tmp_path / str(i)) for i in range(4)]
     assert all(handle.done() for handle in handles)
     assert_same(await ckptio.load(tmp_path / "3"), state)
+
+
+@pytest.mark.parametrize("part", ["ranks", "stores"])
+def test_what_cannot_be_closed_keeps_no_engine_from_its_end(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The error comes out; threads and loop have ended (the fixture looks)."""
+    core = EngineCore(SMALL, None)
+    core.start()
+    cls = type(getattr(core.context, part))
+    close = cls.close
+
+    async def fail(self: Any) -> None:
+        await close(self)
+        raise RuntimeError("the session is broken")
+
+    monkeypatch.setattr(cls, "close", fail)
+    with pytest.raises(RuntimeError, match="the session is broken"):
+        core.close()
+    with pytest.raises(EngineClosedError):
+        core.start()
 
 
 async def test_leaving_by_an_error_aborts_what_is_in_flight(tmp_path: Path) -> None:
