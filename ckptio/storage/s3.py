@@ -167,7 +167,21 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
-        return info_of(key, await self.request("head_object", Key=key))
+        try:
+            return info_of(key, await self.request("head_object", Key=key))
+        except RefusedError:
+            await self._say_why(key)
+            raise
+
+    async def _say_why(self, key: str) -> None:
+        """Ask for a byte, as the answer to that says why it is refused; that to a HEAD cannot.
+
+        Raises:
+            RefusedError: What it says.
+        """
+        with contextlib.suppress(ConditionFailedError, ObjectMissingError, TransientError):
+            answer = await self.request("get_object", Key=key, Range="bytes=0-0")
+            answer["Body"].close()
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""

@@ -7,6 +7,7 @@ token in it, and aiohttp's errors hold the headers of the request.
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -33,6 +34,9 @@ _PRECONDITION_FAILED = 412
 _THROTTLED = (429, 503)
 _NOT_IMPLEMENTED = 501
 _FIRST_SERVER_ERROR = 500
+#: What a region answers of a bucket of another one.
+_ELSEWHERE = (301, 307, 400)
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
 _MISSING = ("404", "NoSuchKey", "NoSuchUpload", "NotFound")
 _SLOW_DOWN = (
     "SlowDown",
@@ -150,14 +154,24 @@ def _where(error: Exception) -> str:
 
 def _told_by_server(error: botocore.exceptions.ClientError) -> StoreError:
     """Say what an answer with an error means."""
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    return told_by(status, str(error.response.get("Error", {}).get("Code", status))[:100])
+    answer = error.response.get("ResponseMetadata", {})
+    status = int(answer.get("HTTPStatusCode", 0))
+    region = str(answer.get("HTTPHeaders", {}).get("x-amz-bucket-region", ""))
+    code = str(error.response.get("Error", {}).get("Code", status))[:100]
+    return told_by(status, code, region if _REGION.fullmatch(region) else "")
 
 
-def told_by(status: int, code: str) -> StoreError:
-    """Say what S3 means by a status and a code; without a code, that is the status again."""
-    # the answer to a HEAD has a status alone
+def told_by(status: int, code: str, region: str = "") -> StoreError:
+    """Say what S3 means by a status and a code; without a code, that is the status again.
+
+    Args:
+        status: Of HTTP.
+        code: Of S3. The answer to a HEAD has none.
+        region: Where the bucket is, if the server says so.
+    """
     problem = f"{_phrase_of(status) if code == str(status) else code} ({status})"
+    if region and status in _ELSEWHERE:
+        problem += f"; the bucket is in the region {region!r}"
     if code in _MISSING:
         return ObjectMissingError(problem)
     if status == _PRECONDITION_FAILED or code == "ConditionalRequestConflict":

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import botocore.exceptions
 import pytest
 
 from ckptio import Checkpointer, Engine
 from ckptio.errors import ConfigError
+from ckptio.storage.s3_answers import told
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -224,6 +226,43 @@ async def test_answers_mean_one_of_four_things(
         assert (code or str(status)) in str(caught.value)
         assert getattr(caught.value, "slow_down", None) is slow
         assert proxy.count("PUT") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(403, "InvalidAccessKeyId"), (403, "RequestTimeTooSkewed"), (400, "ExpiredToken")],
+)
+async def test_a_look_that_is_refused_says_why(moto: Server, status: int, code: str) -> None:
+    """Which the answer to a HEAD, without a body, cannot."""
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda r: Fault(answer=answer(status, "" if r.method == "HEAD" else code))
+        with pytest.raises(RefusedError, match=rf"{code} \({status}\)"):
+            await store.head("a/b")
+        assert proxy.count("GET") == 1
+
+
+@pytest.mark.parametrize("get_status", [200, 404, 500])
+async def test_a_look_that_alone_is_refused_is_refused(moto: Server, get_status: int) -> None:
+    async with Proxy(moto) as proxy, opened(proxy.server) as store:
+        proxy.decide = lambda r: Fault(answer=answer(403 if r.method == "HEAD" else get_status))
+        with pytest.raises(RefusedError, match=r"Forbidden \(403\)"):
+            await store.head("a/b")
+
+
+@pytest.mark.parametrize(
+    ("region", "said"),
+    [("eu-west-1", "; the bucket is in the region 'eu-west-1'"), ("a secret!", ""), ("", "")],
+)
+def test_a_bucket_elsewhere_says_where(region: str, said: str) -> None:
+    response: Any = {
+        "Error": {"Code": "PermanentRedirect"},
+        "ResponseMetadata": {
+            "HTTPStatusCode": 301,
+            "HTTPHeaders": {"x-amz-bucket-region": region},
+        },
+    }
+    problem = told(botocore.exceptions.ClientError(response, "HeadObject"))
+    assert str(problem) == f"PermanentRedirect (301){said}"
 
 
 @pytest.mark.parametrize("early_nbytes", [0, 1, 100_000])
