@@ -36,8 +36,14 @@ def caller_streams(
 
     side = core.side_streams(min(devices, key=str), saving=saving)
     try:
-        if not torch.cuda.is_current_stream_capturing():
+        if not any(_captures(device) for device in devices):
             return CallerStreams(devices, side)
     except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
         raise StateError(f"a device has failed before: {error}") from error
     raise StateError("a CUDA graph is being captured; save and load before or after that")
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether the caller's current stream on a device is captured; torch asks one device's."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

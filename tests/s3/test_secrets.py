@@ -120,10 +120,10 @@ async def test_no_object_holds_credentials(moto: Server) -> None:
 
 @pytest.mark.real_s3
 async def test_a_wrong_secret_is_refused(ceph: Server) -> None:
-    """As HTTP calls it: the first request is a look, to which servers say no more."""
+    """As S3 calls it, and by that alone: the answer has what was signed, too."""
     wrong = dataclasses.replace(ceph, secret=SECRET)
     async with Engine(config_for(wrong)) as engine:
-        with pytest.raises(StorageError, match="Forbidden") as caught:
+        with pytest.raises(StorageError, match="SignatureDoesNotMatch") as caught:
             await engine.save(random_state([100]), new_url())
     assert_silent(list(everything_in(caught.value)))
     assert ceph.key not in "".join(everything_in(caught.value))
