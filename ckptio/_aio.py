@@ -118,7 +118,10 @@ class Threads(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # the base class's signature
-        """Let the threads end once the work is done, and wait for that."""
+        """Let the threads end once the work is done, and wait for that.
+
+        Nothing is cancelled: who asks for that does not wait.
+        """
         with self._lock:
             self._closed = True
             threads = list(self._threads)

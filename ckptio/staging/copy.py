@@ -61,6 +61,14 @@ class Known(Protocol):
 class SourceState:
     """The tensors of a state that is being saved. Made on the caller's thread.
 
+    Whoever learns of a milestone settles whether anything changed before, for all:
+
+        settled    copied
+        no         no        tensors are copied, or will be; they must not change
+        yes        no        all is submitted, and somebody knows; devices still copy
+        no         yes       nobody knows yet: whoever looks next looks at the tensors, too
+        yes        yes       over: nothing is referred to any more
+
     Args:
         tensors: The caller's tensors, in the order of the plan. They, and the storages that they
             have now or had when they were looked at, are referred to until they are copied and
@@ -97,7 +105,8 @@ class SourceState:
         self._moved: int | None = None
         #: Tensor, address and bytes of some of what was copied.
         self._samples: list[tuple[int, int, bytes]] = []
-        self._verdict: dict[str, int | None] = {}  # one entry; `setdefault` takes the first
+        #: What `settled` has found: one entry, as `setdefault` takes the first of several threads.
+        self._verdict: dict[str, int | None] = {}
         self._is_copied = False
 
     def changed(self) -> int | None:
