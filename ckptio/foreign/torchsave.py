@@ -35,6 +35,7 @@ from ckptio.foreign.archive import (
     is_pickle,
     name_in,
     own_header_nbytes,
+    read_member,
     require_plain,
     require_stored,
     stops_of,
@@ -223,7 +224,7 @@ class TorchSaveReader:
                 continue
             if info.file_size > _MAX_MEMBER_NBYTES:
                 raise FormatError(f"member {name!r} has {info.file_size} bytes")
-            data = archive.read(info)
+            data = read_member(archive, info)
             if is_pickle(name):
                 self._pickle_nbytes += scan_pickle(io.BytesIO(data))
             if name.endswith("/byteorder") and data != b"little":

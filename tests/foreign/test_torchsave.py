@@ -8,7 +8,7 @@ import types
 import zipfile
 from collections import OrderedDict
 from pathlib import Path  # fixtures are annotated with it
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,9 +16,12 @@ import torch
 
 from ckptio import sync
 from ckptio.errors import FormatError
-from tests.foreign.rig import assert_same_state, make_training_state
+from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.foreign.test_dcp import Payload
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(params=[True, False], ids=["zip", "old"])
@@ -147,6 +150,46 @@ def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:
         os.truncate(file, nbytes)
         with pytest.raises(FormatError):
             sync.load(file, config=SMALL)
+
+
+@pytest.fixture
+def without_sums() -> Iterator[None]:
+    """Have torch write no sums of members, as newer versions do when they are told to."""
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes sums")
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("without_sums")
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_was_written_without_sums_loads(tmp_path: Path, kind: str) -> None:
+    """As torch loads it, which looks at none; what was cut off is found all the same."""
+    state = make_training_state()
+    path = tmp_path / kind
+    if kind == "directory":
+        save_dcp(path, state)
+    else:
+        torch.save(state, path)
+    assert_same_state(sync.load(path, config=SMALL), state)
+    (file,) = path.glob("*.distcp") if kind == "directory" else [path]
+    os.truncate(file, file.stat().st_size - 300)
+    with pytest.raises(FormatError):
+        sync.load(path, config=SMALL)
+
+
+def test_a_sum_that_is_there_has_to_be_right(tmp_path: Path) -> None:
+    """A value that was damaged is not loaded as another one."""
+    torch.save({"epoch": "eleven"}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    assert data.count(b"eleven") == 1
+    (tmp_path / "x.pt").write_bytes(data.replace(b"eleven", b"twelve"))
+    assert torch.load(tmp_path / "x.pt") == {"epoch": "twelve"}
+    with pytest.raises(FormatError, match="CRC"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # as torch 2.15 says
