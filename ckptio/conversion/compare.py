@@ -19,6 +19,7 @@ import torch
 
 from ckptio.conversion.source import Leaf, Source, batches, parts_of
 from ckptio.engine.core import EngineCore
+from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.leaves import as_integers, raw_bytes
 from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
@@ -73,6 +74,7 @@ class DiffReport:
         differences: What both have, and differs; in the order of the first.
         num_same: Names under which both have the same.
         nbytes: Bytes of tensors that were compared, of one side.
+        notes: What lies beside one of them and was not compared, a line each.
     """
 
     only_a: tuple[str, ...]
@@ -80,6 +82,7 @@ class DiffReport:
     differences: tuple[Difference, ...]
     num_same: int
     nbytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -220,6 +223,7 @@ class _Comparison:
             differences=differences,
             num_same=len(both) - len(differences),
             nbytes=self._total,
+            notes=(*notes_of(a.source.manifest), *notes_of(b.source.manifest)),
         )
 
     def _look(self, key: Key) -> Difference | None:

@@ -4,8 +4,10 @@
 item is a file of `torch.save` by itself. The pickle is read into inert records; values are
 loaded by torch with `weights_only`; and of a tensor only the bytes that are wanted are read.
 
-What Megatron-core does not shard is in a `common.pt` beside it, a file of `torch.save` to be
-loaded by its own path.
+What Megatron-core does not shard (the iteration, the script's arguments, the options of the
+optimizer) is in a `common.pt` beside it, a file of `torch.save` to be loaded by its own path:
+reports say so. Rejected: to load it with the rest. Its names are those of the rest again (both
+have an `optimizer`), Megatron alone knows how they go together, and arguments are more than data.
 
 A value that `weights_only` refuses, or what has no portable form, is kept as an item that
 nobody can open: a load that leaves it out succeeds, and one that wants it fails with its name
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import AwaitedSource, Source
 
 METADATA = ".metadata"
+#: Of Megatron-core.
+_COMMON = "common.pt"
 _MAX_METADATA_NBYTES = 1 << 30
 _MAX_SHOWN = 5
 
@@ -102,11 +106,19 @@ class DcpReader:
                 tree=numbered_below(
                     encode_places(nest({fqn: state[fqn] for fqn in contents.names}, contents.paths))
                 ),
+                beside=self._beside(),
             )
         except CorruptionError:
             raise
         except FormatError as error:
             raise at(self._folder.root, error) from None
+
+    def _beside(self) -> dict[str, str]:
+        """Say what is there besides; see `make_manifest`."""
+        if self._folder.status(_COMMON) is None:
+            return {}
+        note = "what Megatron-core does not shard is no part of this; take it by this path"
+        return {_COMMON: f"{self._folder.join(_COMMON)}: {note}"}
 
     def _value(
         self, name: str, item: Item, files: list[tuple[str, int]], tensors: list[TensorEntry]

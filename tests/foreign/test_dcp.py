@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptio import sync
+from ckptio.conversion.compare import run_diff
 from ckptio.errors import CorruptionError, FormatError, TargetError
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.rig import SMALL
@@ -264,6 +265,25 @@ def test_objects_are_refused_by_name_unless_allowed_or_left_out(tmp_path: Path) 
     with torch.serialization.safe_globals([io.BytesIO]):
         found = sync.load(folder, select=["w", "decoder"], config=SMALL)
     assert found["decoder._extra_state/shard_0_2"] == b"scales"
+
+
+def test_what_megatron_does_not_shard_is_said_to_lie_beside(tmp_path: Path) -> None:
+    """A load, a conversion and a comparison say where it is; it is taken by its own path."""
+    weights = {"decoder.weight": torch.ones(3), "optimizer.state.exp_avg": torch.zeros(3)}
+    folder = save_dcp(tmp_path / "iter_0000100", weights)
+    assert not sync.load_with_report(folder, config=SMALL).report.notes
+    torch.save({"iteration": 100, "args": argparse.Namespace(lr=1)}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    found = sync.load_with_report(folder, config=SMALL)
+    converted = sync.convert(folder, tmp_path / "ours", to="ckptio")
+    compared = run_diff(tmp_path / "ours", folder)
+    assert found.state.keys() == weights.keys()
+    assert compared.is_equal
+    for notes in (found.report.notes, converted.notes, compared.notes):
+        (note,) = notes
+        assert note.startswith(f"{folder}/common.pt: what Megatron-core does not shard")
+    assert sync.load(folder / "common.pt", select="iteration") == {"iteration": 100}
+    assert not sync.load_with_report(tmp_path / "ours").report.notes
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
