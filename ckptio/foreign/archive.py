@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UNTYPED, UnpicklingError, read_tensor
-from ckptio.foreign.scan import NUM_OLD_PICKLES, scan_pickle
+from ckptio.foreign.scan import NUM_OLD_PICKLES, Scanned, scan_pickle, together
 from ckptio.layout import DTYPES, numel, row_major_strides
 
 if TYPE_CHECKING:
@@ -202,14 +202,14 @@ def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     return archive.read(info)
 
 
-def require_plain(file: IO[bytes]) -> int:
+def require_plain(file: IO[bytes]) -> Scanned:
     """Refuse a file of torch.save that would become more than it is.
 
     Args:
         file: The file: an archive, or what was written before there were any.
 
     Returns:
-        Bytes of its pickles.
+        What its pickles are.
 
     Raises:
         UnpicklingError: They have what torch does not read.
@@ -221,11 +221,11 @@ def require_plain(file: IO[bytes]) -> int:
     file.seek(0)
     try:
         if not is_archive:
-            return sum(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
+            return together(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
         with zipfile.ZipFile(file) as archive:
             members = require_stored(archive, nbytes)
             pickles = [info for name, info in members.items() if is_pickle(name)]
-            return sum(scan_pickle(io.BytesIO(read_member(archive, info))) for info in pickles)
+            return together(scan_pickle(io.BytesIO(read_member(archive, info))) for info in pickles)
     except (FormatError, UnpicklingError):
         raise
     except Exception as error:  # a damaged archive raises anything

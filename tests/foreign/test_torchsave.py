@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import os
+import re
 import struct
 import types
 import zipfile
 from collections import OrderedDict
 from pathlib import Path  # fixtures are annotated with it
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -114,6 +116,108 @@ def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
         if select in (None, ["args"]):
             assert "'args' (argparse.Namespace)" in str(caught.value)
     assert not mark.exists()
+
+
+class Options(dict[str, Any]):
+    """A dict with attributes, as libraries of options have them."""
+
+
+class Names(list[str]):
+    """A list of another class."""
+
+
+class Scaled(torch.Tensor):
+    """A tensor of another class, with something beside its elements."""
+
+
+class Packed(torch.Tensor):
+    """A tensor that has another one in it, as quantised ones have."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(Packed, inner.shape, dtype=inner.dtype)
+        made._inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *called: Any, **_: Any) -> Any:
+        raise NotImplementedError(called)
+
+
+class Phase(enum.Enum):
+    """A key of tables."""
+
+    WARM = 1
+
+
+class Place(NamedTuple):
+    """Another one."""
+
+    row: int
+
+
+def make_options() -> Options:
+    options = Options(lr=1, inner=[torch.ones(2)])
+    options.frozen = True  # type: ignore[attr-defined]  # that is what they are for
+    return options
+
+
+OBJECTS: dict[str, tuple[Any, str]] = {
+    "dict": (make_options(), f"'x' ({__name__}.Options)"),
+    "list": (Names("ab"), f"'x' ({__name__}.Names)"),
+    "deque": (collections.deque([1, 2]), "'x' (collections.deque)"),
+    "tensor": (torch.ones(3).as_subclass(Scaled), f"'x' ({__name__}.Scaled)"),
+    "parameter": (
+        torch.nn.Parameter(torch.ones(3).as_subclass(Scaled)),
+        f"'x' ({__name__}.Scaled)",
+    ),
+    "tensor in a tensor": (Packed.of(torch.ones(3)), f"'x' ({__name__}.Packed)"),
+    "key": ({"a": 1, Phase.WARM: 2}, f"(a key of type {__name__}.Phase)"),
+    "keys": ({Place(1): 1, Place(2): 2, (3, Phase.WARM): 3}, "(a key of type builtins.tuple)"),
+    "set": ({"a", Phase.WARM}, f"'x' (a key of type {__name__}.Phase)"),
+    "frozenset": ({frozenset([1]): 2}, "(a key of type builtins.frozenset)"),
+    "function": (print, "'x' (builtins.print)"),
+    "class": (Phase, f"'x' ({__name__}.Phase)"),
+}
+
+
+@pytest.mark.parametrize("case", list(OBJECTS))
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_whatever_an_object_is_it_does_not_cost_the_rest(
+    tmp_path: Path, case: str, *, is_zip: bool
+) -> None:
+    """Also one that torch fills, or makes of a tensor, and one that is a key."""
+    value, said = OBJECTS[case]
+    state = {"w": torch.arange(6.0), "x": value, "n": 3}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    found = sync.load(tmp_path / "x.pt", config=SMALL, select=["w", "n"])
+    assert torch.equal(found["w"], state["w"])
+    assert found["n"] == 3
+    with pytest.raises(FormatError, match=re.escape(said)):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_a_key_without_a_portable_form_does_not_cost_its_neighbours(tmp_path: Path) -> None:
+    """They are beside it in one dict, which may be the state itself."""
+    state: dict[Any, Any] = {"w": torch.ones(2), Phase.WARM: 1, Place(1): torch.ones(1)}
+    torch.save(state, tmp_path / "x.pt")
+    assert list(sync.load(tmp_path / "x.pt", config=SMALL, select="w")) == ["w"]
+    with pytest.raises(FormatError, match=r"'<.*Phase 1>' .*'<.*Place 2>' "):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_what_torch_takes_from_nobody_is_refused_with_the_file_and_by_its_name(
+    tmp_path: Path,
+) -> None:
+    """A list with attributes, or a function of the system."""
+    names = Names("ab")
+    names.frozen = True  # type: ignore[attr-defined]  # that is what they are for
+    for value, said in ((names, f"{__name__}.Names is a container with"), (os.system, "posix.sys")):
+        torch.save({"w": torch.ones(2), "x": value}, tmp_path / "x.pt")
+        with pytest.raises(FormatError, match=f"more than data.*{re.escape(said)}"):
+            sync.load(tmp_path / "x.pt", config=SMALL, select="w")
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
