@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.serialization import safe_globals
 
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.scan import DICT, LIST, MIXED, TENSOR
-from ckptio.foreign.values import Unending, Unkeyed, copied, take_apart
+from ckptio.foreign.values import Unending, Unkeyed, allowed, copied, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -157,7 +156,7 @@ def load_with_stand_ins(load: Callable[[], Any], scanned: Scanned) -> Any:
     while True:
         try:
             makers.forget()
-            with safe_globals(list(makers.by_name.values())):
+            with allowed(makers.by_name.values()):
                 state = load()
             return copied(state, scanned.nbytes, makers.instead if makers.by_name else None)
         except UnpicklingError as error:

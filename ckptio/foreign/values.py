@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import threading
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import safe_globals
 
 from ckptio.errors import FormatError, UnsupportedLeafError
 from ckptio.foreign.archive import require_plain
@@ -21,7 +24,7 @@ from ckptio.state.flatten import flatten
 from ckptio.state.leaves import encode_key, raw_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import Source
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     Json = Any
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter)
+#: torch has one set of what is allowed, and makes a new one for each change of it.
+_ALLOWING = threading.Lock()
 _SETS = (set, frozenset)
 _KEYS = (str, int)
 
@@ -42,11 +47,41 @@ def load_bytes(data: bytes) -> Any:
     """
     file = io.BytesIO(data)
     nbytes = require_plain(file).nbytes
-    return copied(load_file(file), nbytes)
+    with allowed():
+        value = load_file(file)
+    return copied(value, nbytes)
+
+
+@contextlib.contextmanager
+def allowed(makers: Iterable[Any] = ()) -> Iterator[None]:
+    """Have torch make some things, and no bytes: these are pickled as a call of `bytes`.
+
+    torch refuses that word, since with arguments it makes as many as it is told. What is allowed
+    here takes none.
+
+    Args:
+        makers: Classes and functions under the names that files have for them, of the caller's own:
+            another load may end meanwhile, and disallows what it allowed.
+    """
+
+    def no_bytes() -> bytes:
+        return b""
+
+    no_bytes.__module__, no_bytes.__qualname__ = "builtins", "bytes"
+    allowing = safe_globals([no_bytes, *makers])
+    with _ALLOWING:
+        allowing.__enter__()
+    try:
+        yield
+    finally:
+        with _ALLOWING:
+            allowing.__exit__(None, None, None)
 
 
 def load_file(file: io.BytesIO | str) -> Any:
     """Have torch load a file whole that was looked through, in memory or at a path.
+
+    What it may make besides is `allowed` by the caller.
 
     Raises:
         UnpicklingError: It is more than data.

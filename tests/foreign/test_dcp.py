@@ -286,6 +286,17 @@ def test_what_megatron_does_not_shard_is_said_to_lie_beside(tmp_path: Path) -> N
     assert not sync.load_with_report(tmp_path / "ours").report.notes
 
 
+def test_no_bytes_come_back(tmp_path: Path) -> None:
+    """They are pickled as a call of `bytes`; one with arguments would make room for as many."""
+    state = {"none": b"", "few": [b"", 1], "w": torch.ones(2)}
+    folder = save_dcp(tmp_path / "dcp", state)
+    torch.save(state, tmp_path / "x.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for path in (folder, tmp_path / "x.pt", tmp_path / "old.pt"):
+        assert_same_state(sync.load(path, config=SMALL), state)
+    assert bytes not in torch.serialization.get_safe_globals()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
 def test_what_has_no_portable_form_is_left_out_if_nobody_wants_it(tmp_path: Path) -> None:
     """One such value does not cost the rest, as in a file of torch.save."""
