@@ -99,7 +99,8 @@ def run_convert(
     """Convert a checkpoint of any known format into one of another. Blocks.
 
     Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint; a
-    tensor that is stored as a view of another is read whole.
+    tensor that is stored as a view of another is read whole, and, where views lie between
+    each other or DCP is written, the other one.
 
     Args:
         source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
