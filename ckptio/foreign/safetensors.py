@@ -90,6 +90,8 @@ class SafetensorsReader:
             files.append((name, status.nbytes))
             whole = len(files) - 1
             for tensor in stored:
+                if self._is_elsewhere(tensor.name, name):
+                    continue
                 if tensor.name in homes:
                     raise FormatError(
                         f"tensor {tensor.name!r} is in {homes[tensor.name]!r} and in {name!r}"
@@ -119,6 +121,10 @@ class SafetensorsReader:
             tensors=tensors,
             tree=encode_places(state),
         )
+
+    def _is_elsewhere(self, tensor: str, name: str) -> bool:
+        """Whether the index has a tensor in another file, so that this one's does not count."""
+        return self._weight_map is not None and self._weight_map.get(tensor, name) != name
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Stat files, and what ranges of them there are.

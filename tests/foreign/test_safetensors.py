@@ -221,7 +221,7 @@ def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> 
 
 
 def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
-    """A missing shard, a tensor that is elsewhere, one that is twice, no index at all."""
+    """A missing shard, a tensor that is elsewhere, another's copy, no index at all."""
     index = folder / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
     first, second = sorted(set(whole["weight_map"].values()))
@@ -232,7 +232,7 @@ def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
     index.write_text(json.dumps(whole))
     (folder / "kept").write_bytes((folder / second).read_bytes())
     (folder / second).write_bytes((folder / first).read_bytes())
-    with pytest.raises(FormatError, match="is in"):
+    with pytest.raises(FormatError, match="does not have it"):
         sync.load(folder, config=SMALL)
     (folder / second).unlink()
     with pytest.raises(CorruptionError, match="the index names"):
@@ -240,6 +240,22 @@ def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
     index.write_text("{")
     with pytest.raises(FormatError, match="no index"):
         sync.load(folder, config=SMALL)
+
+
+def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) -> None:
+    """As for Hugging Face's libraries; one that the index does not have is in one file."""
+    save_file({"w": torch.ones(2), "d": torch.zeros(3)}, tmp_path / "a.safetensors")
+    save_file({"v": torch.ones(2), "d": torch.ones(3)}, tmp_path / "b.safetensors")
+    weight_map = {"w": "a.safetensors", "v": "b.safetensors", "d": "b.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    found = sync.load(tmp_path, config=SMALL)
+    assert found.keys() == {"w", "v", "d"}
+    assert torch.equal(found["d"], torch.ones(3))
+    del weight_map["d"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FormatError, match=r"'d' is in 'a.*' and in 'b"):
+        sync.load(tmp_path, config=SMALL)
 
 
 def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:
