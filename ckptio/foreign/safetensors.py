@@ -165,6 +165,7 @@ class SafetensorsReader:
             header = self._folder.read(name, 0, start)
             stored, _ = decode_header(header, status.nbytes - start, keeps_unknown=True)
         except FormatError as error:
+            self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None
         return status, start, stored
 
@@ -199,6 +200,7 @@ def read_index(folder: Folder, index: str, block_nbytes: int) -> SafetensorsRead
     try:
         weight_map = _index_decoder.decode(data).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        folder.require_no_pointer(index)
         raise FormatError(f"{folder.join(index)!r} is no index of safetensors: {error}") from None
     names = sorted(set(weight_map.values()))
     for name in names:

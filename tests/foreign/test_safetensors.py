@@ -258,6 +258,46 @@ def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) ->
         sync.load(tmp_path, config=SMALL)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pytorch_model.bin", "give its own path"),
+        ("pytorch_model.bin.index.json", "each of them by its own path"),
+        ("adapter_model.bin", "give its own path"),
+        ("shard-00001-model-00001-of-00001.safetensors", "consolidate them"),
+    ],
+)
+def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """Who takes a missing checkpoint for the beginning of a run would begin anew."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(FormatError, match=said):
+        sync.load(tmp_path, config=SMALL)
+    sync.save({"a": 1}, tmp_path, config=SMALL)
+    assert sync.load(tmp_path, config=SMALL) == {"a": 1}
+
+
+def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Its data files are safetensors files, too; and what has an index, the index makes one."""
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load(folder, config=SMALL)
+    sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load(tmp_path / "c", config=SMALL)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.bin", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str) -> None:
+    """It is what a repository has where nobody fetched the file."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(FormatError, match="'git lfs pull'"):
+        sync.load(tmp_path / name, config=SMALL)
+
+
 def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:
     """A directory of other things, a pipe."""
     (tmp_path / "notes.txt").write_text("hello, world: these are notes")
