@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _MAX_INDEX_NBYTES = 1 << 27
 _PREFIX_NBYTES = 8
 _MAX_SHOWN = 5
+#: Metadata of ours, and of torch.distributed.checkpoint, begins so.
+_OF_WRITERS = ("ckptio.", "DCP_")
 #: Names that libraries look for in a folder, the first one found counts.
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -84,8 +86,11 @@ class SafetensorsReader:
         homes: dict[str, str] = {}
         state: dict[str, Encoded] = {}
         modified_s = 0.0
+        beside: dict[str, str] = {}
         headers = self._folder.each(self._header, self._names)
-        for name, (status, start, stored) in zip(self._names, headers, strict=True):
+        for name, (status, start, stored, said) in zip(self._names, headers, strict=True):
+            if said:
+                beside[name] = f"{self._folder.join(name)}: its metadata is no part of this: {said}"
             modified_s = max(modified_s, status.modified_s)
             files.append((name, status.nbytes))
             whole = len(files) - 1
@@ -120,6 +125,7 @@ class SafetensorsReader:
             files=files,
             tensors=tensors,
             tree=encode_places(state),
+            beside=beside,
         )
 
     def _is_elsewhere(self, tensor: str, name: str) -> bool:
@@ -154,8 +160,8 @@ class SafetensorsReader:
             return self._folder.open(name, nbytes)
         return self._folder.open(part[0], part[2], part[1])
 
-    def _header(self, name: str) -> tuple[Status, int, list[StoredTensor]]:
-        """Look at a file, and read where its data begins and what that is."""
+    def _header(self, name: str) -> tuple[Status, int, list[StoredTensor], str]:
+        """Look at a file, and read where its data begins, what that is, and what is said of it."""
         status = self._folder.status(name)
         if status is None:
             raise self._missing(name)
@@ -163,11 +169,11 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, _ = decode_header(header, status.nbytes - start, keeps_unknown=True)
+            stored, metadata = decode_header(header, status.nbytes - start, keeps_unknown=True)
         except FormatError as error:
             self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None
-        return status, start, stored
+        return status, start, stored, _names_said(metadata)
 
     def _check_map(self, homes: dict[str, str]) -> None:
         """Check that the index and the files say the same."""
@@ -188,6 +194,13 @@ class SafetensorsReader:
             start=0,
             stop=0,
         )
+
+
+def _names_said(metadata: dict[str, str]) -> str:
+    """Name what a file says of itself, but for what its writers say of how it is written."""
+    names = [name for name in metadata if name != "format" and not name.startswith(_OF_WRITERS)]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more
 
 
 def read_index(folder: Folder, index: str, block_nbytes: int) -> SafetensorsReader:

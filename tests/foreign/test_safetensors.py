@@ -298,6 +298,20 @@ def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str) -> None:
         sync.load(tmp_path / name, config=SMALL)
 
 
+def test_what_a_file_says_of_itself_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """By a load and a conversion; but for what every writer says."""
+    file = tmp_path / "x.safetensors"
+    said = {"format": "pt", "ckptio.source": "x", "epoch": "3"}
+    save_file({"w": torch.ones(2)}, file, metadata=said)
+    for notes in (
+        sync.load_with_report(file, config=SMALL).report.notes,
+        sync.convert(file, tmp_path / "y.safetensors", to="safetensors").notes,
+        sync.convert(file, tmp_path / "ours", to="ckptio").notes,
+    ):
+        assert notes == (f"{file}: its metadata is no part of this: 'epoch'",)
+    assert not sync.convert(tmp_path / "y.safetensors", tmp_path / "dcp", to="dcp").notes
+
+
 def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:
     """A directory of other things, a pipe."""
     (tmp_path / "notes.txt").write_text("hello, world: these are notes")
