@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.contents import Contents
-from ckptio.foreign.folder import split_range
+from ckptio.foreign.folder import OverlapError, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
@@ -83,7 +83,23 @@ class DcpReader:
         try:
             return Contents(read_metadata(data))
         except FormatError as error:
+            if isinstance(error, OverlapError):
+                self._require_no_safetensors(error.file, error.start)
             raise at(self._folder.join(METADATA), error) from None
+
+    def _require_no_safetensors(self, file: str, start: int) -> None:
+        """Refuse data that no reader of DCP takes; its metadata has all of it in one place.
+
+        Raises:
+            FormatError: A safetensors file is there, behind values that are no tensors.
+        """
+        there = self._folder.status(file) is not None
+        if there and self._folder.read(file, start + 8, start + 9) == b"{":
+            way = "" if start else "; load each such file by its own path"
+            raise FormatError(
+                f"{self._folder.join(file)!r} has tensors as a safetensors file has them: they were"
+                f" saved with serialization_format=SAFETENSORS, which DCP does not load either{way}"
+            )
 
     def manifest(self) -> Manifest:
         """Read the metadata, and the values that are no tensors."""
@@ -269,6 +285,7 @@ class DcpReader:
             try:
                 self._starts[name] = find_tensor(read, nbytes, item.dtype, item.shape)
             except FormatError as error:
+                self._require_no_safetensors(file, first)
                 raise self._bad(item, error) from None
         return self._starts[name]
 

@@ -303,6 +303,21 @@ def split_range(name: str) -> tuple[str, int, int] | None:
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
+class OverlapError(FormatError):
+    """Two ranges lie over each other.
+
+    Args:
+        problem: What to say of it.
+        file: The file that they are in.
+        start: Where the second one begins.
+    """
+
+    def __init__(self, problem: str, file: str, start: int) -> None:
+        super().__init__(problem)
+        self.file = file
+        self.start = start
+
+
 def require_apart(names: Iterable[str]) -> None:
     """Refuse ranges that lie over each other: each would be loaded for itself.
 
@@ -310,13 +325,15 @@ def require_apart(names: Iterable[str]) -> None:
         names: As `range_name` makes them.
 
     Raises:
-        FormatError: Two do.
+        OverlapError: Two do.
     """
     ends: dict[str, int] = {}
     ranges = (split_range(name) for name in set(names))
     for file, start, nbytes in sorted(found for found in ranges if found is not None):
         if start < ends.get(file, 0):
-            raise FormatError(f"two items lie over each other in {file!r}, at byte {start}")
+            raise OverlapError(
+                f"two items lie over each other in {file!r}, at byte {start}", file, start
+            )
         ends[file] = start + nbytes
 
 

@@ -297,6 +297,30 @@ def test_no_bytes_come_back(tmp_path: Path) -> None:
     assert bytes not in torch.serialization.get_safe_globals()
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_data_that_dcp_wrote_and_does_not_read_is_called_what_it_is(
+    tmp_path: Path, num: int
+) -> None:
+    """Its metadata has all items of a safetensors file begin where the file does."""
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("this torch writes one format")
+    weights = {f"w{i}": torch.arange(3.0) + i for i in range(num)}
+    writer = filesystem.FileSystemWriter(
+        tmp_path / "dcp", serialization_format=filesystem.SerializationFormat.SAFETENSORS
+    )
+    folder = save_dcp(tmp_path / "dcp", weights, storage_writer=writer)
+    with pytest.raises(FormatError, match=r"as a safetensors file has them.*its own path"):
+        sync.load(folder, config=SMALL)
+    assert_same_state(sync.load(folder / "__0_0.distcp", config=SMALL), weights)
+    writer = filesystem.FileSystemWriter(
+        tmp_path / "more", serialization_format=filesystem.SerializationFormat.SAFETENSORS
+    )
+    folder = save_dcp(tmp_path / "more", weights | {"n": 3}, storage_writer=writer)
+    with pytest.raises(FormatError, match="as a safetensors file has them"):
+        sync.load(folder, config=SMALL)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors
 def test_what_has_no_portable_form_is_left_out_if_nobody_wants_it(tmp_path: Path) -> None:
     """One such value does not cost the rest, as in a file of torch.save."""
