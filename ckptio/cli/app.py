@@ -217,7 +217,8 @@ def diff(
     JSON: a; b; equal; only_a and only_b, lists of names; different, a list of name, reason
     (the first of "kind", "dtype", "shape", "bits", "value"), a and b (in words; not of
     bits), num_elements, num_different and largest (absolute difference; "nan" or "inf" as
-    strings) of bits; num_same; nbytes (compared, of one side); error.
+    strings) of bits; num_same; nbytes (compared, of one side); notes
+    (what lies beside one and was not compared); error.
     """
     from ckptio.cli.diff import run  # noqa: PLC0415  # only what the command needs
 
@@ -256,7 +257,8 @@ def convert(
     that are not there yet; in an object store it begins anew.
 
     JSON: source; path; to; state ("converted", "failed"); num_tensors; nbytes (of tensors);
-    files, a list of name, nbytes and was_there; notes (what the format does not keep); error.
+    files, a list of name, nbytes and was_there; notes (what the format does not keep, and
+    what lies beside the source); error.
     """
     from ckptio.cli.convert import run  # noqa: PLC0415  # only what the command needs
 

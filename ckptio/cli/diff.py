@@ -29,7 +29,7 @@ def run(
 
     terminal = Terminal()
     result: Json = {"a": a, "b": b, "equal": None, "only_a": [], "only_b": [], "different": []}
-    result |= {"num_same": None, "nbytes": None, "error": None}
+    result |= {"num_same": None, "nbytes": None, "notes": [], "error": None}
     try:
         with terminal.progress(f"{a} and {b}", in_bytes=True) as advance:
             report = run_diff(
@@ -47,6 +47,8 @@ def run(
         if as_json:
             terminal.json(result)
         return FAILED
+    for note in report.notes:
+        terminal.message(visible(note))
     if as_json:
         terminal.json(result | _document(report))
     else:
@@ -74,6 +76,7 @@ def _document(report: DiffReport) -> Json:
         ],
         "num_same": report.num_same,
         "nbytes": report.nbytes,
+        "notes": list(report.notes),
     }
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from ckptio.conversion.source import Leaf, Source, batches, parts_of
+from ckptio.conversion.source import Leaf, Source, batches, parts_of, read_views
 from ckptio.engine.core import EngineCore
+from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.leaves import as_integers, raw_bytes
 from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
@@ -73,6 +74,7 @@ class DiffReport:
         differences: What both have, and differs; in the order of the first.
         num_same: Names under which both have the same.
         nbytes: Bytes of tensors that were compared, of one side.
+        notes: What lies beside one of them and was not compared, a line each.
     """
 
     only_a: tuple[str, ...]
@@ -80,6 +82,7 @@ class DiffReport:
     differences: tuple[Difference, ...]
     num_same: int
     nbytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -135,6 +138,8 @@ class _Side:
         self.leaves: dict[Key, Leaf] = {}
         self.values: dict[Key, Json] = {}
         self.keys: tuple[Key, ...] = ()
+        tensors = self.source.manifest.tensors
+        self._numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
 
     def shared_names(self) -> set[str]:
         """Give the names that several things have."""
@@ -154,10 +159,9 @@ class _Side:
                 self.leaves[key] = Leaf(key[0], tensors[index], node)
         self.keys = (*self.leaves, *self.values)
 
-    def whole(self, leaf: Leaf) -> torch.Tensor:
-        if leaf.node[TAG] == "view":
-            return self.source.view(leaf)
-        return self.source.whole(leaf.entry)
+    def position(self, leaf: Leaf) -> int:
+        """Say where a tensor is among those that are stored."""
+        return self._numbers[leaf.entry.name]
 
 
 @dataclass(slots=True)
@@ -220,6 +224,7 @@ class _Comparison:
             differences=differences,
             num_same=len(both) - len(differences),
             nbytes=self._total,
+            notes=(*notes_of(a.source.manifest), *notes_of(b.source.manifest)),
         )
 
     def _look(self, key: Key) -> Difference | None:
@@ -256,10 +261,15 @@ class _Comparison:
             for part, (x, y) in zip(batch, read, strict=True):
                 counts[int(part.name)].add(x, y)
             self._advance(sum(part.nbytes for part in batch))
-        for n in sorted(set(range(len(keys))) - set(plain)):
-            one, other = pairs[n]
-            counts[n].add(a.whole(one), b.whole(other))
-            self._advance(one.nbytes)
+        rest = sorted(
+            set(range(len(keys))) - set(plain),
+            key=lambda n: (a.position(pairs[n][0]), b.position(pairs[n][1])),
+        )
+        ones = read_views(a.source, [pairs[n][0] for n in rest])
+        others = read_views(b.source, [pairs[n][1] for n in rest])
+        for n, one, other in zip(rest, ones, others, strict=True):
+            counts[n].add(one, other)
+            self._advance(pairs[n][0].nbytes)
         return counts
 
     def _advance(self, nbytes: int) -> None:

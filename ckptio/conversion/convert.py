@@ -12,6 +12,7 @@ from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
+from ckptio.foreign.interface import notes_of
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -43,7 +44,8 @@ class ConvertReport:
         num_tensors: Tensors in it, under all of their names.
         nbytes: Bytes of them.
         files: What it is made of.
-        notes: What the format does not keep, a line each.
+        notes: What the format does not keep, and what lies beside the source and was not
+            converted with it, a line each.
     """
 
     source: str
@@ -97,7 +99,8 @@ def run_convert(
     """Convert a checkpoint of any known format into one of another. Blocks.
 
     Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint; a
-    tensor that is stored as a view of another is read whole.
+    tensor that is stored as a view of another is read whole, and, where views lie between
+    each other or DCP is written, the other one.
 
     Args:
         source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
@@ -169,7 +172,7 @@ def run_convert(
         num_tensors=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
-        notes=tuple(_lost(read.tree, leaves, to)),
+        notes=(*_lost(read.tree, leaves, to), *notes_of(read.manifest)),
     )
 
 

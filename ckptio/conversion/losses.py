@@ -3,7 +3,10 @@
 safetensors has no name for some element types, which become bytes, or pairs of real numbers.
 
 torch.distributed.checkpoint's writer joins keys by dots, and keeps what it comes to: neither what
-kind of dict it went through, nor dicts in which there is nothing.
+kind of dict it went through, nor dicts in which there is nothing. It pickles what is no tensor, and
+of the words in pickles `weights_only` knows few: a date is in the directory, but whoever loads that
+without running what it says does not get it. Classes are never imported for a conversion, so what
+they made goes as the plain value that it is stored as.
 """
 
 from __future__ import annotations
@@ -23,8 +26,24 @@ if TYPE_CHECKING:
     Json = Any
 
 _MAPPINGS = (None, "dict", "odict", "counter", "dataclass")
-_NUMPY = ("np", "npscalar")
-_KINDS = {"odict": "an OrderedDict", "counter": "a Counter"}
+#: What `weights_only` does not load, by tag.
+_PICKLED = {
+    "np": "what is numpy's",
+    "npscalar": "what is numpy's",
+    "date": "dates and times",
+    "datetime": "dates and times",
+    "time": "dates and times",
+    "timedelta": "dates and times",
+    "path": "paths",
+    "frozenset": "frozensets",
+}
+_KINDS = {"odict": "an OrderedDict", "counter": "a Counter", "dataclass": "a dataclass"}
+#: What comes back as the value that is stored of it.
+_PLAIN = {
+    "enum": "an enum comes back as its value",
+    "namedtuple": "a named tuple comes back as a tuple",
+    "dataclass": "a dataclass comes back as a dict",
+}
 
 
 def lost_in_safetensors(leaves: Iterable[Leaf]) -> list[str]:
@@ -59,8 +78,23 @@ def _lost(fqn: str, node: Json) -> Iterator[str]:
     elif _is_opened(node):
         for i, item in enumerate(node):
             yield from _lost(join_fqn(fqn, i), item)
-    elif type(node) is dict and node.get(TAG) in _NUMPY:
-        yield f"{name}: DCP pickles what is numpy's, and ckptio does not load it back"
+    else:
+        tags = set(_tags(node))
+        yield from (f"{name}: {lost}" for tag, lost in _PLAIN.items() if tag in tags)
+        for what in sorted({_PICKLED[tag] for tag in tags & _PICKLED.keys()}):
+            yield f"{name}: DCP pickles {what}, and ckptio does not load it back"
+
+
+def _tags(node: Json) -> Iterator[str]:
+    """Give the tag of everything in a value that is written whole, more than once if need be."""
+    if type(node) is list:
+        for item in node:
+            yield from _tags(item)
+    elif type(node) is dict:
+        if type(node.get(TAG)) is str:
+            yield node[TAG]
+        for item in node.values():
+            yield from _tags(item)
 
 
 def _is_mapping(node: Json) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio.conversion.own import rename_new, take_lock
-from ckptio.conversion.source import Leaf, batches, parts_of
+from ckptio.conversion.source import Leaf, batches, parts_of, read_views
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -190,10 +190,11 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
         for part, tensor in zip(batch, source.read(batch), strict=True):
             write_all(fd, raw_bytes(tensor).numpy().data, starts[part.name] + part.start)
         advance(sum(part.nbytes for part in batch))
-    for leaf in shard.leaves:
-        if not leaf.is_plain:
-            write_all(fd, raw_bytes(source.view(leaf)).numpy().data, starts[leaf.name])
-            advance(leaf.nbytes)
+    # one after the other of each that they are views of, whatever their types
+    others = sorted((leaf for leaf in shard.leaves if not leaf.is_plain), key=_position)
+    for leaf, tensor in zip(others, read_views(source, others), strict=True):
+        write_all(fd, raw_bytes(tensor).numpy().data, starts[leaf.name])
+        advance(leaf.nbytes)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:

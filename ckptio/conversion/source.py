@@ -9,13 +9,13 @@ import torch
 
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
-from ckptio.engine.regions import want_region
+from ckptio.engine.regions import Need, want_region
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
 from ckptio.state.select import make_predicate
 from ckptio.state.tree import children, indices_in, prune, read_tree, tensor_index, walk
 
@@ -178,10 +178,6 @@ class Source:
         """Read a whole tensor."""
         return self.read([Part(entry, Box((0,) * len(entry.shape), entry.shape), 0)])[0]
 
-    def view(self, leaf: Leaf) -> torch.Tensor:
-        """Read a tensor that is stored as a part of another, or as another view of it."""
-        return view_of(self.whole(leaf.entry), leaf.node).contiguous().resolve_conj().resolve_neg()
-
     def values(self, standing_in: Callable[[int], torch.Tensor]) -> Any:
         """Build the state with its values, and something else for the tensors.
 
@@ -201,6 +197,80 @@ class Source:
             for index, used in kinds.items()
         }
         return Rebuilder(tensors, (), []).rebuild("", self.tree)
+
+
+def read_views(
+    source: Source, leaves: Sequence[Leaf], max_nbytes: int = PART_NBYTES
+) -> Iterator[torch.Tensor]:
+    """Read tensors that are stored as parts of others, or as other views of them.
+
+    Of each what it spans is read, several in one go: small ones share their blocks. Views that
+    lie between each other (columns of one matrix) span more together than there is: then all of
+    what they are views of is read, once for all that stand together in `leaves`.
+
+    Args:
+        source: The checkpoint.
+        leaves: What to read; some may be stored whole.
+        max_nbytes: Bytes that are read in one go, if one alone has no more.
+
+    Yields:
+        Each, in this order, in row-major order.
+    """
+    spanned: dict[int, int] = {}
+    for leaf in leaves:
+        spanned[id(leaf.entry)] = spanned.get(id(leaf.entry), 0) + len(_span_of(leaf))
+    batch: list[Leaf] = []
+    nbytes = 0
+    base: tuple[TensorEntry, torch.Tensor] | None = None
+    for leaf in leaves:
+        entry, span = leaf.entry, _span_of(leaf)
+        is_apart = spanned[id(entry)] <= entry.nbytes
+        if batch and (not is_apart or nbytes + len(span) > max_nbytes):
+            yield from _read_spans(source, batch)
+            batch, nbytes = [], 0
+        if is_apart:
+            batch.append(leaf)
+            nbytes += len(span)
+            base = None
+            continue
+        if base is None or base[0] is not entry:
+            base = None  # gone before another takes its room
+            base = entry, source.whole(entry)
+        yield _viewed(base[1], leaf.node)
+    yield from _read_spans(source, batch)
+
+
+def _span_of(leaf: Leaf) -> range:
+    """Give the bytes of what is stored from the first to the last of a tensor.
+
+    Raises:
+        FormatError: They reach outside of it.
+    """
+    if leaf.node[TAG] != "view":
+        return range(leaf.entry.nbytes)
+    return range(leaf.node["o"], check_view(leaf.node, leaf.entry.nbytes))
+
+
+def _read_spans(source: Source, leaves: Sequence[Leaf]) -> Iterator[torch.Tensor]:
+    """Read what each tensor spans, in one go."""
+    wanted: list[Wanted] = []
+    rooms = []
+    for number, leaf in enumerate(leaves):
+        span = _span_of(leaf)
+        if span:
+            Need(leaf.entry, number, span=(span.start, span.stop)).expand(wanted)
+        rooms.append(torch.empty(len(span), dtype=torch.uint8, device="cpu"))
+    if wanted:
+        source.fill(wanted, [Destination(room, torch.uint8) for room in rooms])
+    for leaf, room in zip(leaves, rooms, strict=True):
+        if leaf.node[TAG] == "view":
+            yield _viewed(room, {**leaf.node, "o": 0})
+        else:
+            yield room.view(torch_dtype(leaf.entry.dtype)).view(leaf.entry.shape)
+
+
+def _viewed(base: torch.Tensor, node: Json) -> torch.Tensor:
+    return view_of(base, node).contiguous().resolve_conj().resolve_neg()
 
 
 def parts_of(

@@ -34,6 +34,7 @@ from ckptio.errors import (
     TargetError,
 )
 from ckptio.events import LoadFinished
+from ckptio.foreign.interface import notes_of
 from ckptio.handle import SaveHandle
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
@@ -232,7 +233,7 @@ def load_flow(
             missing=tuple(reports.missing) if reports else (),
             unexpected=tuple(reports.unexpected) if reports else (),
             mismatched=tuple(reports.mismatched) if reports else (),
-            notes=tuple(restoration.notes),
+            notes=(*restoration.notes, *notes_of(manifest)),
         ),
     )
 

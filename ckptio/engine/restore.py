@@ -52,7 +52,8 @@ class LoadReport:
         missing: Names of the target that the checkpoint does not have; left as they were.
         unexpected: Names of the checkpoint that the target does not have; not read.
         mismatched: One line for each name that differs in shape, type or kind; left.
-        notes: One line for each value that came back as a plain one, and why.
+        notes: One line for each value that came back as a plain one, and why; and for what lies
+            beside a checkpoint of another program, or is said of it, and is no part of it.
     """
 
     path: str

@@ -6,13 +6,14 @@ can be read without the rest. What is not laid out that simply is left to torch.
 
 from __future__ import annotations
 
+import copy
 import io
 import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UNTYPED, UnpicklingError, read_tensor
-from ckptio.foreign.scan import NUM_OLD_PICKLES, scan_pickle
+from ckptio.foreign.scan import NUM_OLD_PICKLES, Scanned, scan_pickle, together
 from ckptio.layout import DTYPES, numel, row_major_strides
 
 if TYPE_CHECKING:
@@ -178,14 +179,37 @@ def own_header_nbytes(header: bytes, name: bytes) -> int:
     return LOCAL_HEADER_NBYTES + len(name) + (header[28] | header[29] << 8)
 
 
-def require_plain(file: IO[bytes]) -> int:
+def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Read a member whole.
+
+    torch writes none of the sums of members if it is told so
+    (`torch.serialization.set_crc32_options`), and looks at none when it loads. So a member of
+    the sum zero is taken as it is. One that has a sum has to have its own: what was damaged
+    since is found, as far as it is structure and not the bytes of tensors, which are read by
+    ranges. Rejected: to look at no sum, as torch does, which loads a damaged value as another.
+
+    Args:
+        archive: The archive.
+        info: The member.
+
+    Raises:
+        zipfile.BadZipFile: It has another sum, or is no member.
+        EOFError: It is shorter than the directory says.
+    """
+    if not info.CRC:
+        info = copy.copy(info)
+        del info.CRC  # of one that has none, `zipfile` compares none
+    return archive.read(info)
+
+
+def require_plain(file: IO[bytes]) -> Scanned:
     """Refuse a file of torch.save that would become more than it is.
 
     Args:
         file: The file: an archive, or what was written before there were any.
 
     Returns:
-        Bytes of its pickles.
+        What its pickles are.
 
     Raises:
         UnpicklingError: They have what torch does not read.
@@ -197,11 +221,11 @@ def require_plain(file: IO[bytes]) -> int:
     file.seek(0)
     try:
         if not is_archive:
-            return sum(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
+            return together(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
         with zipfile.ZipFile(file) as archive:
             members = require_stored(archive, nbytes)
             pickles = [info for name, info in members.items() if is_pickle(name)]
-            return sum(scan_pickle(io.BytesIO(archive.read(info))) for info in pickles)
+            return together(scan_pickle(io.BytesIO(read_member(archive, info))) for info in pickles)
     except (FormatError, UnpicklingError):
         raise
     except Exception as error:  # a damaged archive raises anything
@@ -224,9 +248,11 @@ def _find(
         raise FormatError("not a tensor as torch.save writes it")
     prefix = pickles[0].removesuffix("data.pkl")
     order = members.get(f"{prefix}byteorder")
-    if order is not None and (order.file_size > _WINDOW_NBYTES or archive.read(order) != b"little"):
+    if order is not None and (
+        order.file_size > _WINDOW_NBYTES or read_member(archive, order) != b"little"
+    ):
         return None
-    described = read_tensor(archive.read(members[pickles[0]]))
+    described = read_tensor(read_member(archive, members[pickles[0]]))
     storage = None if described is None else _simple(described, dtype, shape)
     if storage is None:
         return None

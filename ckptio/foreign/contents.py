@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError
-from ckptio.foreign.folder import range_name, require_apart
+from ckptio.foreign.folder import OverlapError, range_name, require_apart, split_range
 from ckptio.foreign.pickles import Record, short
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
@@ -101,7 +101,8 @@ class Contents:
         if name is None:
             raise FormatError(f"{item.fqn!r} has no place")
         if name in self.chunks or name in self.values:
-            raise FormatError(f"{item.fqn!r} has the place of something else")
+            file, start, _ = split_range(name) or (name, 0, 0)
+            raise OverlapError(f"{item.fqn!r} has the place of something else", file, start)
         items[name] = item
 
 

@@ -4,8 +4,10 @@
 item is a file of `torch.save` by itself. The pickle is read into inert records; values are
 loaded by torch with `weights_only`; and of a tensor only the bytes that are wanted are read.
 
-What Megatron-core does not shard is in a `common.pt` beside it, a file of `torch.save` to be
-loaded by its own path.
+What Megatron-core does not shard (the iteration, the script's arguments, the options of the
+optimizer) is in a `common.pt` beside it, a file of `torch.save` to be loaded by its own path:
+reports say so. Rejected: to load it with the rest. Its names are those of the rest again (both
+have an `optimizer`), Megatron alone knows how they go together, and arguments are more than data.
 
 A value that `weights_only` refuses, or what has no portable form, is kept as an item that
 nobody can open: a load that leaves it out succeeds, and one that wants it fails with its name
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.contents import Contents
-from ckptio.foreign.folder import split_range
+from ckptio.foreign.folder import OverlapError, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import AwaitedSource, Source
 
 METADATA = ".metadata"
+#: Of Megatron-core.
+_COMMON = "common.pt"
 _MAX_METADATA_NBYTES = 1 << 30
 _MAX_SHOWN = 5
 
@@ -79,7 +83,23 @@ class DcpReader:
         try:
             return Contents(read_metadata(data))
         except FormatError as error:
+            if isinstance(error, OverlapError):
+                self._require_no_safetensors(error.file, error.start)
             raise at(self._folder.join(METADATA), error) from None
+
+    def _require_no_safetensors(self, file: str, start: int) -> None:
+        """Refuse data that no reader of DCP takes; its metadata has all of it in one place.
+
+        Raises:
+            FormatError: A safetensors file is there, behind values that are no tensors.
+        """
+        there = self._folder.status(file) is not None
+        if there and self._folder.read(file, start + 8, start + 9) == b"{":
+            way = "" if start else "; load each such file by its own path"
+            raise FormatError(
+                f"{self._folder.join(file)!r} has tensors as a safetensors file has them: they were"
+                f" saved with serialization_format=SAFETENSORS, which DCP does not load either{way}"
+            )
 
     def manifest(self) -> Manifest:
         """Read the metadata, and the values that are no tensors."""
@@ -102,11 +122,19 @@ class DcpReader:
                 tree=numbered_below(
                     encode_places(nest({fqn: state[fqn] for fqn in contents.names}, contents.paths))
                 ),
+                beside=self._beside(),
             )
         except CorruptionError:
             raise
         except FormatError as error:
             raise at(self._folder.root, error) from None
+
+    def _beside(self) -> dict[str, str]:
+        """Say what is there besides; see `make_manifest`."""
+        if self._folder.status(_COMMON) is None:
+            return {}
+        note = "what Megatron-core does not shard is no part of this; take it by this path"
+        return {_COMMON: f"{self._folder.join(_COMMON)}: {note}"}
 
     def _value(
         self, name: str, item: Item, files: list[tuple[str, int]], tensors: list[TensorEntry]
@@ -257,6 +285,7 @@ class DcpReader:
             try:
                 self._starts[name] = find_tensor(read, nbytes, item.dtype, item.shape)
             except FormatError as error:
+                self._require_no_safetensors(file, first)
                 raise self._bad(item, error) from None
         return self._starts[name]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 import re
 import stat
@@ -28,6 +29,10 @@ V = TypeVar("V")
 
 _RANGE = re.compile(r"(.+)@(\d{1,17})\+(\d{1,17})\Z", re.DOTALL)
 _MAX_NAME_NBYTES = 255
+#: How a file begins that stands for another one.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+#: Entries of a directory that are looked at.
+_MAX_LOOKED_AT = 1000
 
 
 class _LinkedFiles(PosixFiles):
@@ -123,6 +128,23 @@ class Folder(abc.ABC):
             raise FormatError(f"{self.join(name)!r} has more than {limit} bytes and is {what}")
         return data
 
+    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+        """Give names of files here, as far as looking for them costs little: none by default."""
+        del pattern
+        return []
+
+    def require_no_pointer(self, name: str) -> None:
+        """Refuse a file that git-lfs put in the place of another.
+
+        Raises:
+            FormatError: It is one.
+        """
+        if self.read(name, 0, len(_POINTER)) == _POINTER:
+            raise FormatError(
+                f"{self.join(name)!r} is a pointer of git-lfs to a file that was not fetched; run"
+                " 'git lfs pull' there"
+            )
+
     def part_nbytes(self, name: str, start: int, nbytes: int) -> int | None:
         """Say how much of a range a file has; `None` if there is no such file."""
         status = self.status(name)
@@ -155,6 +177,13 @@ class LocalFolder(Folder):
         version = _version_of(status)
         self._seen.setdefault(name, version)
         return Status(status.st_size, status.st_mtime, version)
+
+    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+        """List the directory, or the first part of a large one; see `Folder`."""
+        with contextlib.suppress(OSError), os.scandir(self.root) as entries:
+            first = itertools.islice(entries, _MAX_LOOKED_AT)
+            return sorted(entry.name for entry in first if pattern.fullmatch(entry.name))
+        return []
 
     def _require_same(self, name: str, status: os.stat_result) -> None:
         """Check that an open file is the one that was looked at.
@@ -274,6 +303,21 @@ def split_range(name: str) -> tuple[str, int, int] | None:
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
+class OverlapError(FormatError):
+    """Two ranges lie over each other.
+
+    Args:
+        problem: What to say of it.
+        file: The file that they are in.
+        start: Where the second one begins.
+    """
+
+    def __init__(self, problem: str, file: str, start: int) -> None:
+        super().__init__(problem)
+        self.file = file
+        self.start = start
+
+
 def require_apart(names: Iterable[str]) -> None:
     """Refuse ranges that lie over each other: each would be loaded for itself.
 
@@ -281,13 +325,15 @@ def require_apart(names: Iterable[str]) -> None:
         names: As `range_name` makes them.
 
     Raises:
-        FormatError: Two do.
+        OverlapError: Two do.
     """
     ends: dict[str, int] = {}
     ranges = (split_range(name) for name in set(names))
     for file, start, nbytes in sorted(found for found in ranges if found is not None):
         if start < ends.get(file, 0):
-            raise FormatError(f"two items lie over each other in {file!r}, at byte {start}")
+            raise OverlapError(
+                f"two items lie over each other in {file!r}, at byte {start}", file, start
+            )
         ends[file] = start + nbytes
 
 

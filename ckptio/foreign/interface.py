@@ -21,10 +21,14 @@ from ckptio.format.encode import TAG, ObjectEncoder
 from ckptio.format.manifest import FOREIGN_VERSION, FileEntry, Manifest, check_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from ckptio.format.manifest import TensorEntry
     from ckptio.storage.streams import AwaitedSource, Source
+
+
+#: Member of a manifest's metadata: what lies beside a checkpoint, by name, and a line on each.
+_BESIDE = "beside"
 
 
 class ForeignReader(Protocol):
@@ -103,6 +107,7 @@ def make_manifest(
     files: Sequence[tuple[str, int]],
     tensors: Sequence[TensorEntry],
     tree: Any,
+    beside: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Put a manifest without checksums together, and check it as strictly as our own.
 
@@ -114,6 +119,7 @@ def make_manifest(
         files: Name and size of each file.
         tensors: The tensors; chunks refer to `files`.
         tree: The state, JSON-ready.
+        beside: What lies beside it and is no part of the state, by name, and a line on each.
 
     Raises:
         FormatError: Chunks overlap, do not fill their tensors or lie outside of their files.
@@ -128,9 +134,16 @@ def make_manifest(
         files=tuple(FileEntry(name, nbytes, b"") for name, nbytes in files),
         tensors=tuple(tensors),
         tree=msgspec.Raw(msgspec.json.encode(tree)),
+        metadata={_BESIDE: dict(beside)} if beside else {},
     )
     check_tensors(manifest)
     return manifest
+
+
+def notes_of(manifest: Manifest) -> tuple[str, ...]:
+    """Say what lies beside a foreign checkpoint and is no part of its state, a line each."""
+    beside = manifest.metadata.get(_BESIDE) if manifest.is_foreign else None
+    return tuple(map(str, beside.values())) if isinstance(beside, dict) else ()
 
 
 def at(path: str, error: CheckpointError) -> FormatError:

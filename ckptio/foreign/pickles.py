@@ -91,7 +91,12 @@ _PREFIXES = {
 _STOP, _PUT, _LONG_BINPUT = (ord(code) for code in ".pr")
 _TWO_LINES = frozenset(b"ci")
 _MAX_DIGITS = 19
-_REFUSAL = re.compile(r"WeightsUnpickler error:\s*([^\n]{1,200})")
+#: What comes before that which torch refuses, among advice.
+_REFUSALS = (
+    re.compile(r"WeightsUnpickler error:\s*([^\n]{1,200})"),
+    re.compile(r"from a trusted source\.\s*\n([^\n]{1,200})"),
+)
+_SENTENCE_END = re.compile(r"\.\s|\n")
 
 
 class Record:
@@ -266,8 +271,9 @@ def short(value: object) -> str:
 
 def first_sentence(error: Exception) -> str:
     """Shorten what torch says of a pickle it refuses, advice to run it all the same included."""
-    found = _REFUSAL.search(str(error))
-    return found[1] if found is not None else str(error).split(".", 1)[0]
+    found = next(filter(None, (pattern.search(str(error)) for pattern in _REFUSALS)), None)
+    said = found[1] if found is not None else str(error)
+    return _SENTENCE_END.split(said, maxsplit=1)[0].removesuffix(".")
 
 
 def _load(kind: type[_Inert], data: bytes, records: frozenset[tuple[str, str]]) -> Any:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _MAX_INDEX_NBYTES = 1 << 27
 _PREFIX_NBYTES = 8
 _MAX_SHOWN = 5
+#: Metadata of ours, and of torch.distributed.checkpoint, begins so.
+_OF_WRITERS = ("ckptio.", "DCP_")
 #: Names that libraries look for in a folder, the first one found counts.
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -84,12 +86,17 @@ class SafetensorsReader:
         homes: dict[str, str] = {}
         state: dict[str, Encoded] = {}
         modified_s = 0.0
+        beside: dict[str, str] = {}
         headers = self._folder.each(self._header, self._names)
-        for name, (status, start, stored) in zip(self._names, headers, strict=True):
+        for name, (status, start, stored, said) in zip(self._names, headers, strict=True):
+            if said:
+                beside[name] = f"{self._folder.join(name)}: its metadata is no part of this: {said}"
             modified_s = max(modified_s, status.modified_s)
             files.append((name, status.nbytes))
             whole = len(files) - 1
             for tensor in stored:
+                if self._is_elsewhere(tensor.name, name):
+                    continue
                 if tensor.name in homes:
                     raise FormatError(
                         f"tensor {tensor.name!r} is in {homes[tensor.name]!r} and in {name!r}"
@@ -118,7 +125,12 @@ class SafetensorsReader:
             files=files,
             tensors=tensors,
             tree=encode_places(state),
+            beside=beside,
         )
+
+    def _is_elsewhere(self, tensor: str, name: str) -> bool:
+        """Whether the index has a tensor in another file, so that this one's does not count."""
+        return self._weight_map is not None and self._weight_map.get(tensor, name) != name
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Stat files, and what ranges of them there are.
@@ -148,8 +160,8 @@ class SafetensorsReader:
             return self._folder.open(name, nbytes)
         return self._folder.open(part[0], part[2], part[1])
 
-    def _header(self, name: str) -> tuple[Status, int, list[StoredTensor]]:
-        """Look at a file, and read where its data begins and what that is."""
+    def _header(self, name: str) -> tuple[Status, int, list[StoredTensor], str]:
+        """Look at a file, and read where its data begins, what that is, and what is said of it."""
         status = self._folder.status(name)
         if status is None:
             raise self._missing(name)
@@ -157,10 +169,11 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, _ = decode_header(header, status.nbytes - start, keeps_unknown=True)
+            stored, metadata = decode_header(header, status.nbytes - start, keeps_unknown=True)
         except FormatError as error:
+            self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None
-        return status, start, stored
+        return status, start, stored, _names_said(metadata)
 
     def _check_map(self, homes: dict[str, str]) -> None:
         """Check that the index and the files say the same."""
@@ -183,6 +196,13 @@ class SafetensorsReader:
         )
 
 
+def _names_said(metadata: dict[str, str]) -> str:
+    """Name what a file says of itself, but for what its writers say of how it is written."""
+    names = [name for name in metadata if name != "format" and not name.startswith(_OF_WRITERS)]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more
+
+
 def read_index(folder: Folder, index: str, block_nbytes: int) -> SafetensorsReader:
     """Read the index of a folder.
 
@@ -193,6 +213,7 @@ def read_index(folder: Folder, index: str, block_nbytes: int) -> SafetensorsRead
     try:
         weight_map = _index_decoder.decode(data).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        folder.require_no_pointer(index)
         raise FormatError(f"{folder.join(index)!r} is no index of safetensors: {error}") from None
     names = sorted(set(weight_map.values()))
     for name in names:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import _compat_pickle
 import pickle
 import re
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from ckptio._gc import collection_paused
@@ -22,7 +23,7 @@ from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UnpicklingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 #: Values for each byte of a pickle, and more for small ones.
 _MAX_EACH, _MAX_MORE = 64, 1 << 18
@@ -37,6 +38,8 @@ _ROOM = re.compile(r"torch(\.storage|(\.[a-z]+)?(\.sparse)?)?\.\w*(Tensor|Storag
 _COPIES = "torch._utils._rebuild_device_tensor_"
 #: What calls what it is given.
 _CALLS = "torch._tensor._rebuild_from_type_v2"
+#: What is done to what a class makes: see `Scanned`.
+LIST, DICT, TENSOR, MIXED = "list", "dict", "tensor", "mixed"
 #: What makes bytes of text, and the encodings that pickles of bytes have.
 _ENCODES = {"builtins.bytearray": ("text", "bytes"), "_codecs.encode": ("text",)}
 _CODECS = frozenset({"latin1", "latin-1", "ascii", "utf8", "utf-8"})
@@ -57,27 +60,56 @@ class _Thing:
         weight: The values in it, or its length.
         parts: What a tuple has.
         name: What a name names, or a short text says.
+        maker: Name of what was called to make it.
     """
 
-    __slots__ = ("kind", "name", "parts", "weight")
+    __slots__ = ("kind", "maker", "name", "parts", "weight")
 
     def __init__(
-        self, kind: str, weight: int = 1, parts: Sequence[_Thing] = (), name: str = ""
+        self,
+        kind: str,
+        weight: int = 1,
+        parts: Sequence[_Thing] = (),
+        name: str = "",
+        maker: str = "",
     ) -> None:
         self.kind = kind
         self.weight = weight
         self.parts = parts
         self.name = name
+        self.maker = maker
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What a look through pickles found.
+
+    Attributes:
+        nbytes: Bytes of them.
+        kinds: What has to be made in the place of a class, by its name, for what the pickles do
+            to it: a `LIST` takes items, a `DICT` takes keys and values, and a `TENSOR` is what a
+            tensor is made to be; `MIXED` is what nothing else can be.
+    """
+
+    nbytes: int
+    kinds: Mapping[str, str]
+
+
+def together(parts: Iterable[Scanned]) -> Scanned:
+    """Put what was found in several pickles together."""
+    nbytes, kinds = 0, dict[str, str]()
+    for part in parts:
+        nbytes += part.nbytes
+        for name, kind in part.kinds.items():
+            kinds[name] = kind if kinds.get(name, kind) == kind else MIXED
+    return Scanned(nbytes, kinds)
 
 
 _PLAIN = _Thing("plain")
 
 
-def scan_pickle(file: IO[bytes]) -> int:
+def scan_pickle(file: IO[bytes]) -> Scanned:
     """Read a pickle, and leave the file where it ends.
-
-    Returns:
-        Its bytes.
 
     Raises:
         UnpicklingError: It has what torch does not read.
@@ -86,10 +118,11 @@ def scan_pickle(file: IO[bytes]) -> int:
     start = file.tell()
     try:
         with collection_paused():
-            _Machine(file).run()
+            machine = _Machine(file)
+            machine.run()
     except (IndexError, KeyError, UnicodeDecodeError):
         raise FormatError("it is no whole pickle of torch.save") from None
-    return file.tell() - start
+    return Scanned(file.tell() - start, machine.kinds)
 
 
 def most_of(nbytes: int) -> int:
@@ -106,6 +139,7 @@ class _Machine:
         self._charged = 0
         self._memo: dict[int, _Thing] = {}
         self.stack: list[_Thing] = []
+        self.kinds: dict[str, str] = {}
         self._below: list[list[_Thing]] = []
 
     def run(self) -> None:
@@ -196,11 +230,17 @@ class _Machine:
         del self.stack[-count:]
         self.tuple_of(parts)
 
-    def add(self, items: list[_Thing]) -> None:
+    def _is_a(self, name: str, kind: str) -> None:
+        """Take down what has to be made in the place of a class."""
+        if name:
+            self.kinds[name] = kind if self.kinds.get(name, kind) == kind else MIXED
+
+    def add(self, items: list[_Thing], kind: str = LIST) -> None:
         """Put items into a list, or keys and values into a dict."""
         target = self.stack[-1]
         if target.kind not in ("container", "made"):
             raise IndexError
+        self._is_a(target.maker, kind)
         target.weight = min(_CAP, target.weight + sum(item.weight for item in items))
 
     def pair(self) -> list[_Thing]:
@@ -211,11 +251,15 @@ class _Machine:
     def add_keys(self, items: list[_Thing]) -> None:
         """Put keys, which are hashed, and values into a dict."""
         self._charge(sum(key.weight for key in items[::2] if key.kind != "text"))
-        self.add(items)
+        self.add(items, DICT)
 
     def build(self, _: int) -> None:
         """Give a state to an object."""
-        self._charge(self.stack.pop().weight)
+        state, target = self.stack.pop(), self.stack[-1]
+        self._charge(state.weight)
+        filled = self.kinds.get(target.maker)
+        if filled == LIST or (filled == DICT and state.kind != "container"):
+            self.kinds[target.maker] = MIXED  # torch gives no state to such a thing
 
     def persistent(self, _: int) -> None:
         """Refer to a storage."""
@@ -234,10 +278,11 @@ class _Machine:
             if not function.startswith("torch._utils._rebuild_"):
                 raise UnpicklingError(f"it has a tensor made by {function or 'a value'}")
             name = function
+            self._is_a(args.parts[1].name, TENSOR)
         if _makes_more(name, args.parts):
             raise FormatError(f"it has {name} make what is not in the file")
         kind = "bytes" if name == "_codecs.encode" else "made"
-        self.stack.append(_Thing(kind, args.weight))
+        self.stack.append(_Thing(kind, args.weight, maker=called.name))
 
 
 def _makes_more(name: str, args: Sequence[_Thing]) -> bool:

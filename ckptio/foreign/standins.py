@@ -7,6 +7,11 @@ of it has no portable form, as little as the object itself would have: who wants
 refused by name, and who does not gets the rest. What torch blocks outright (functions of the
 operating system) stays refused with the file: nobody means that by an argument.
 
+torch puts items into lists and dicts alone, and makes subclasses of tensors of tensors alone. So
+what stands for a class that the pickle (see `scan`) treats so makes a list, a dict or such a
+tensor, and what it made is known by its identity. A subclass of list that has attributes, too, has
+no such thing: torch takes it from nobody.
+
 torch keeps what it allows for the whole process: while a file is loaded, another thread that
 loads an object of such a class gets a stand-in, too, where it would have got an error.
 """
@@ -14,18 +19,20 @@ loads an object of such a class gets a stand-in, too, where it would have got an
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.serialization import safe_globals
 
 from ckptio.foreign.pickles import UnpicklingError
-from ckptio.foreign.values import Unending, take_apart
+from ckptio.foreign.scan import DICT, LIST, MIXED, TENSOR
+from ckptio.foreign.values import Unending, Unkeyed, allowed, copied, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from ckptio.foreign.scan import Scanned
     from ckptio.state.flatten import FlatState
 
 _REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+) was not an allowed global")
@@ -53,41 +60,113 @@ class StandIn:
         """Keep nothing of that either."""
 
 
-def load_with_stand_ins(load: Callable[[], Any]) -> Any:
+class StandInTensor(torch.Tensor):
+    """Takes the place of a tensor of a class that torch refuses.
+
+    Attributes:
+        wanted: The class, as the file names it.
+    """
+
+    wanted = ""
+
+    def __setstate__(self, _: Any) -> None:
+        """Keep nothing of what the tensor had besides."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *called: Any, **_: Any) -> Any:
+        """Make another without memory, whatever is done: a parameter is made of one, say."""
+        (tensor,) = (arg for arg in called[2] if isinstance(arg, cls))
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype)  # noqa: SLF001  # the only way
+
+
+class _Makers:
+    """What torch is given to make for the classes that it refuses, in one load.
+
+    Args:
+        kinds: What has to be made for a class; see `Scanned`.
+
+    Attributes:
+        by_name: It, by the name of the class.
+    """
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.by_name: dict[str, type] = {}
+        self._kinds = kinds
+        self._stand_ins: dict[str, type[StandIn]] = {}
+        self._filled: dict[int, tuple[Any, StandIn]] = {}
+
+    def add(self, name: str) -> None:
+        """Make what goes by a name: torch finds it by its module and its own name.
+
+        Raises:
+            UnpicklingError: There is nothing that torch would take.
+        """
+        module, _, own = name.rpartition(".")
+        members: dict[str, Any] = {"wanted": name, "__module__": module}
+        stand_in = self._stand_ins[name] = type(own, (StandIn,), members)
+        kind = self._kinds.get(name, "")
+        if kind == MIXED:
+            raise UnpicklingError(f"{name} is a container with attributes, or not always one")
+        if name == "collections.defaultdict":  # a dict but for what it makes up
+            made = type(own, (StandIn,), {**members, "__new__": lambda *_: {}})
+        elif kind in (LIST, DICT):
+            new = list if kind == LIST else OrderedDict
+
+            def make(*_: Any) -> Any:
+                container: Any = new()
+                self._filled[id(container)] = container, stand_in()
+                return container
+
+            made = type(own, (StandIn,), {**members, "__new__": make})
+        elif kind == TENSOR:
+            # one that is made of no tensor would have room for as many elements as it is told
+            members["__new__"] = lambda *_: stand_in()
+            made = type(own, (StandInTensor,), members)
+        else:
+            made = stand_in
+        self.by_name[name] = made
+
+    def instead(self, value: Any) -> Any:
+        """Give the stand-in for what was made for torch; any other value as it is."""
+        if isinstance(value, StandInTensor):
+            return self._stand_ins[value.wanted]()
+        found = self._filled.get(id(value))
+        return value if found is None else found[1]
+
+    def forget(self) -> None:
+        """Let what was made go: it is made anew."""
+        self._filled.clear()
+
+
+def load_with_stand_ins(load: Callable[[], Any], scanned: Scanned) -> Any:
     """Load with `weights_only`, with stand-ins for objects that are more than data.
 
     Args:
         load: Loads; called again for each class that it refuses.
+        scanned: What its pickles are.
+
+    Returns:
+        What it loaded, as `copied` gives it.
 
     Raises:
         UnpicklingError: It refuses something else.
+        FormatError: Written out, it is far more than its pickles.
     """
-    makers: dict[str, Callable[..., Any]] = {}
+    makers = _Makers(scanned.kinds)
     while True:
         try:
-            with safe_globals(list(makers.values())):
-                return load()
+            makers.forget()
+            with allowed(makers.by_name.values()):
+                state = load()
+            return copied(state, scanned.nbytes, makers.instead if makers.by_name else None)
         except UnpicklingError as error:
             found = _REFUSED.search(str(error))
             name = "" if found is None else found[1]
             if "." not in name:
                 name = f"builtins.{name}"  # of which torch tells the name alone
-            if found is None or name in makers or len(makers) >= _MAX_CLASSES:
+            if found is None or name in makers.by_name or len(makers.by_name) >= _MAX_CLASSES:
                 raise
-            makers[name] = _maker_of(name)
-
-
-def _maker_of(name: str) -> Callable[..., Any]:
-    """Make what goes by a name: torch finds it by its module and its own name."""
-    module, _, own = name.rpartition(".")
-    if name == "collections.defaultdict":  # a dict but for what it makes up
-
-        def plain_dict(*_: Any) -> dict[Any, Any]:
-            return {}
-
-        plain_dict.__module__, plain_dict.__name__, plain_dict.__qualname__ = module, own, own
-        return plain_dict
-    return type(own, (StandIn,), {"wanted": name, "__module__": module})
+            makers.add(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +202,11 @@ def take_apart_data(state: Any) -> Taken:
 
 def _name_of(value: object) -> str:
     """Name the class of an object, or the one that a stand-in is for."""
-    if isinstance(value, StandIn):
-        return value.wanted
+    cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, (StandIn, StandInTensor)):
+        return cls.wanted
+    if isinstance(value, Unkeyed):
+        return f"a key of type {value.kind}"
     if isinstance(value, Unending):
         return "a container inside itself, or inside too many"
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +37,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What libraries of models called their files before they wrote safetensors.
+_INDEX_SUFFIX = ".bin.index.json"
+_TORCH_FILES = (
+    "pytorch_model.bin",
+    f"pytorch_model{_INDEX_SUFFIX}",
+    "diffusion_pytorch_model.bin",
+    "adapter_model.bin",
+)
+#: What DCP's writer for them calls a part that a rank wrote. `model-00001-of-00002.safetensors` is
+#: not looked for: without an index it is of a checkpoint that was not finished, and is none.
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
 #: How `torch.save` began before it wrote zip files: a pickled magic number.
@@ -242,7 +254,37 @@ def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
             return SafetensorsReader(folder, [single], block_nbytes=block_nbytes)
         if folder.status(index) is not None:
             return read_index(folder, index, block_nbytes)
+    _require_nothing_known(folder)
     return None
+
+
+def _require_nothing_known(folder: Folder) -> None:
+    """Refuse a directory with files that are read one by one, or not at all.
+
+    It is not "not there", after which a run would begin anew.
+
+    Raises:
+        FormatError: There is one. It says what to give.
+    """
+    for name, status in zip(_TORCH_FILES, folder.each(folder.status, _TORCH_FILES), strict=True):
+        if status is not None:
+            raise FormatError(_of_torch(folder, name))
+    if shards := folder.matching(_SHARD):
+        raise FormatError(
+            f"{folder.root!r} has parts of tensors as ranks of torch.distributed.checkpoint wrote"
+            f" them ({shards[0]!r}), and no index; have it consolidate them"
+            " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
+        )
+
+
+def _of_torch(folder: Folder, name: str) -> str:
+    """Say what to do with what libraries of models wrote with torch.save."""
+    if name.endswith(_INDEX_SUFFIX):
+        return (
+            f"{folder.join(name)!r} is an index of files that torch.save wrote; load each of them"
+            " by its own path, or write safetensors files (safe_serialization=True)"
+        )
+    return f"{folder.root!r} has {name!r}, which torch.save wrote; give its own path"
 
 
 def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader:
@@ -262,6 +304,9 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)
+    if name.endswith(_INDEX_SUFFIX):
+        raise FormatError(_of_torch(folder, name))
+    folder.require_no_pointer(name)
     if name == MANIFEST_NAME:
         raise FormatError(f"{name!r} is a checkpoint's manifest: give the directory that it is in")
     raise FormatError(

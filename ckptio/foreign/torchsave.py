@@ -35,6 +35,7 @@ from ckptio.foreign.archive import (
     is_pickle,
     name_in,
     own_header_nbytes,
+    read_member,
     require_plain,
     require_stored,
     stops_of,
@@ -43,9 +44,9 @@ from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.holes import NAME, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
-from ckptio.foreign.scan import scan_pickle
+from ckptio.foreign.scan import Scanned, scan_pickle, together
 from ckptio.foreign.standins import Taken, load_with_stand_ins, take_apart_data
-from ckptio.foreign.values import add_flat, copied, load_bytes, source_of
+from ckptio.foreign.values import add_flat, load_file, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
 
@@ -121,7 +122,7 @@ class TorchSaveReader:
         self._starts: dict[int, int] = {}
         self._members: list[_Member] = []
         self._memory: list[tuple[int, int, int]] = []
-        self._pickle_nbytes = 0
+        self._scanned: list[Scanned] = []
         try:
             try:
                 return self._load_outline(status.nbytes)
@@ -147,15 +148,17 @@ class TorchSaveReader:
         if self._folder.read(self._name, 0, len(ZIP)) != ZIP:
             if isinstance(self._folder, LocalFolder):
                 raise _NotByRangesError("it is no archive")
-            data = self._folder.read(self._name, 0, nbytes)
-            return take_apart_data(load_with_stand_ins(lambda: load_bytes(data)))
+            data = io.BytesIO(self._folder.read(self._name, 0, nbytes))
+            scanned = require_plain(data)
+            return take_apart_data(load_with_stand_ins(lambda: load_file(data), scanned))
         with self._with_holes(nbytes) as fd:
             file = f"/proc/self/fd/{fd}"
             state = load_with_stand_ins(
-                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True),
+                together(self._scanned),
             )
             self._memory = mapped(fd)
-        taken = take_apart_data(copied(state, self._pickle_nbytes))
+        taken = take_apart_data(state)
         self._require_places(taken)
         return taken
 
@@ -223,9 +226,9 @@ class TorchSaveReader:
                 continue
             if info.file_size > _MAX_MEMBER_NBYTES:
                 raise FormatError(f"member {name!r} has {info.file_size} bytes")
-            data = archive.read(info)
+            data = read_member(archive, info)
             if is_pickle(name):
-                self._pickle_nbytes += scan_pickle(io.BytesIO(data))
+                self._scanned.append(scan_pickle(io.BytesIO(data)))
             if name.endswith("/byteorder") and data != b"little":
                 raise _NotByRangesError("its bytes are in another order than this machine's")
             write_at(fd, data, start)
@@ -371,11 +374,8 @@ def _load_whole(path: str) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            nbytes = require_plain(file)
-        state = load_with_stand_ins(
-            lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-        )
-        return copied(state, nbytes)
+            scanned = require_plain(file)
+        return load_with_stand_ins(lambda: load_file(path), scanned)
     except (FormatError, UnpicklingError):
         raise
     except FileNotFoundError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import threading
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import safe_globals
 
 from ckptio.errors import FormatError, UnsupportedLeafError
 from ckptio.foreign.archive import require_plain
@@ -18,10 +21,10 @@ from ckptio.format.encode import MAX_DEPTH, TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
 from ckptio.state.flatten import flatten
-from ckptio.state.leaves import raw_bytes
+from ckptio.state.leaves import encode_key, raw_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import Source
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     Json = Any
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter)
+#: torch has one set of what is allowed, and makes a new one for each change of it.
+_ALLOWING = threading.Lock()
+_SETS = (set, frozenset)
+_KEYS = (str, int)
 
 
 def load_bytes(data: bytes) -> Any:
@@ -39,30 +46,73 @@ def load_bytes(data: bytes) -> Any:
         FormatError: It is not whole.
     """
     file = io.BytesIO(data)
-    nbytes = require_plain(file)
-    try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError:
-        raise
-    except Exception as error:  # a damaged archive raises anything
-        raise FormatError(f"torch.load cannot read it: {error}") from None
+    nbytes = require_plain(file).nbytes
+    with allowed():
+        value = load_file(file)
     return copied(value, nbytes)
 
 
-def copied(value: Any, nbytes: int) -> Any:
+@contextlib.contextmanager
+def allowed(makers: Iterable[Any] = ()) -> Iterator[None]:
+    """Have torch make some things, and no bytes: these are pickled as a call of `bytes`.
+
+    torch refuses that word, since with arguments it makes as many as it is told. What is allowed
+    here takes none.
+
+    Args:
+        makers: Classes and functions under the names that files have for them, of the caller's own:
+            another load may end meanwhile, and disallows what it allowed.
+    """
+
+    def no_bytes() -> bytes:
+        return b""
+
+    no_bytes.__module__, no_bytes.__qualname__ = "builtins", "bytes"
+    allowing = safe_globals([no_bytes, *makers])
+    with _ALLOWING:
+        allowing.__enter__()
+    try:
+        yield
+    finally:
+        with _ALLOWING:
+            allowing.__exit__(None, None, None)
+
+
+def load_file(file: io.BytesIO | str) -> Any:
+    """Have torch load a file whole that was looked through, in memory or at a path.
+
+    What it may make besides is `allowed` by the caller.
+
+    Raises:
+        UnpicklingError: It is more than data.
+        FormatError: It is not whole.
+    """
+    if not isinstance(file, str):
+        file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+    except (UnpicklingError, FileNotFoundError):
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise FormatError(f"torch.load cannot read it: {error}") from None
+
+
+def copied(value: Any, nbytes: int, instead: Callable[[Any], Any] | None = None) -> Any:
     """Copy the containers of a loaded value, so that what is in them can be stored.
 
     Files in memory, in which some modules keep what they pickled, become their bytes. What is
-    referred to in several places is copied for each.
+    referred to in several places is copied for each. What is under a key that has no portable
+    form is under a name of it, as something that has none either.
 
     Args:
         value: The value.
         nbytes: Bytes of the pickle that it comes from.
+        instead: Gives what to take for a value; itself, if it is what it should be.
 
     Raises:
         FormatError: Written out, it is far more than the pickle.
     """
-    return _Copier(most_of(nbytes)).copy(value)
+    return _Copier(most_of(nbytes), instead).copy(value)
 
 
 def take_apart(value: Any, instead: Callable[[str, Any], torch.Tensor] | None = None) -> FlatState:
@@ -89,15 +139,28 @@ class Unending:
     """Takes the place of a container that is inside itself, or inside too many others."""
 
 
+class Unkeyed:
+    """Takes the place of what is under a key that has no portable form, or of a set with one.
+
+    Args:
+        key: The key.
+    """
+
+    def __init__(self, key: object) -> None:
+        self.kind = f"{type(key).__module__}.{type(key).__qualname__}"
+
+
 class _Copier:
     """Copies containers.
 
     Args:
         num_left: Values that may be copied.
+        instead: See `copied`.
     """
 
-    def __init__(self, num_left: int) -> None:
+    def __init__(self, num_left: int, instead: Callable[[Any], Any] | None = None) -> None:
         self._num_left = num_left
+        self._instead = instead
         self._open: set[int] = set()
 
     def copy(self, value: Any) -> Any:
@@ -105,9 +168,13 @@ class _Copier:
         self._num_left -= 1
         if self._num_left < 0:
             raise FormatError("written out, its values are far more than its bytes")
+        if self._instead is not None:
+            value = self._instead(value)
         if isinstance(value, io.BytesIO):
             return value.getvalue()
         kind = type(value)
+        if kind in _SETS:
+            return next((Unkeyed(item) for item in value if not _is_key(item)), value)
         if kind not in _CONTAINERS:
             return value
         if id(value) in self._open or len(self._open) >= MAX_DEPTH:
@@ -116,13 +183,40 @@ class _Copier:
         try:
             if kind in (list, tuple):
                 return kind(self.copy(item) for item in value)
-            copied = kind({key: self.copy(item) for key, item in value.items()})
+            copied = kind(self._items(value))
             versions = getattr(value, "_metadata", None) if kind is OrderedDict else None
             if _are_versions(versions):  # of modules; whatever else is there has no use
                 copied._metadata = self.copy(versions)  # noqa: SLF001
             return copied
         finally:
             self._open.discard(id(value))
+
+    def _items(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        """Copy what is in a dict."""
+        found = {}
+        odd = []
+        for key, item in value.items():
+            if _is_key(key):
+                found[key] = self.copy(item)
+            else:
+                odd.append(Unkeyed(key))
+        for number, unkeyed in enumerate(odd, 1):
+            name = f"<{unkeyed.kind} {number}>"
+            while name in found:
+                name = f"<{name}>"
+            found[name] = unkeyed
+        return found
+
+
+def _is_key(key: Any) -> bool:
+    """Whether a key has a portable form."""
+    if type(key) in _KEYS:
+        return True
+    try:
+        encode_key("", key)
+    except UnsupportedLeafError:
+        return False
+    return True
 
 
 def _are_versions(found: Any) -> bool:

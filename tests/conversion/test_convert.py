@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime as dt
+import enum
 import json
 import os
 import re
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -513,3 +516,63 @@ def test_what_dcp_pickles_is_noted(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="more than data"):
         sync.load(tmp_path / "dcp")
     assert sync.load(tmp_path / "dcp", select="c") == {"c": 1}
+
+
+class Phase(enum.Enum):
+    """Of a run."""
+
+    WARM = "warm"
+
+
+class Place(NamedTuple):
+    """Of a reader."""
+
+    row: int
+
+
+@dataclasses.dataclass
+class Progress:
+    """Of a run."""
+
+    epoch: int
+
+
+#: What is in the way of each, if anything is.
+VALUES: dict[str, tuple[Any, str]] = {
+    "date": (dt.date(2020, 1, 1), "does not load"),
+    "datetime": (dt.datetime(2020, 1, 1, tzinfo=dt.UTC), "does not load"),
+    "time": ([dt.time(1)], "does not load"),
+    "timedelta": ((1, dt.timedelta(1)), "does not load"),
+    "path": (Path("a"), "does not load"),
+    "frozenset": ({"inner": frozenset([1])}, "does not load"),
+    "array": ((np.arange(3),), "does not load"),
+    "enum": (Phase.WARM, "as its value"),
+    "dataclass": (Progress(3), "as a dict"),
+    "dataclass inside": ((Progress(3),), "as a dict"),
+    "namedtuple": (Place(1), "as a tuple"),
+    "OrderedDict": (OrderedDict(a=1), "as a dict"),
+    "bytes": ([b"", b"a", bytearray(b"")], ""),
+    "set": ((1, {"a"}), ""),
+    "words": ([torch.float16, torch.Size([1]), 1j, float("inf"), 1 << 100], ""),
+}
+
+
+@pytest.mark.parametrize("case", list(VALUES))
+def test_what_dcp_does_not_give_back_is_noted(tmp_path: Path, case: str) -> None:
+    """And nothing else: what has no note comes back as it was."""
+    value, said = VALUES[case]
+    state = {"x": value, "w": torch.ones(2)}
+    sync.save(state, tmp_path / "ours")
+    notes = sync.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp").notes
+    if not said:
+        assert not notes
+        assert_same_state(sync.load(tmp_path / "dcp"), state)
+        return
+    (note,) = notes
+    assert note.startswith("x")
+    assert said in note
+    if said == "does not load":
+        with pytest.raises(FormatError, match="more than data"):
+            sync.load(tmp_path / "dcp")
+    else:
+        assert type(sync.load(tmp_path / "dcp")["x"]) is not type(value) or case.endswith("inside")

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptio import sync
+from ckptio.conversion.compare import run_diff
 from ckptio.errors import CorruptionError, FormatError, TargetError
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.rig import SMALL
@@ -264,6 +265,60 @@ def test_objects_are_refused_by_name_unless_allowed_or_left_out(tmp_path: Path) 
     with torch.serialization.safe_globals([io.BytesIO]):
         found = sync.load(folder, select=["w", "decoder"], config=SMALL)
     assert found["decoder._extra_state/shard_0_2"] == b"scales"
+
+
+def test_what_megatron_does_not_shard_is_said_to_lie_beside(tmp_path: Path) -> None:
+    """A load, a conversion and a comparison say where it is; it is taken by its own path."""
+    weights = {"decoder.weight": torch.ones(3), "optimizer.state.exp_avg": torch.zeros(3)}
+    folder = save_dcp(tmp_path / "iter_0000100", weights)
+    assert not sync.load_with_report(folder, config=SMALL).report.notes
+    torch.save({"iteration": 100, "args": argparse.Namespace(lr=1)}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    found = sync.load_with_report(folder, config=SMALL)
+    converted = sync.convert(folder, tmp_path / "ours", to="ckptio")
+    compared = run_diff(tmp_path / "ours", folder)
+    assert found.state.keys() == weights.keys()
+    assert compared.is_equal
+    for notes in (found.report.notes, converted.notes, compared.notes):
+        (note,) = notes
+        assert note.startswith(f"{folder}/common.pt: what Megatron-core does not shard")
+    assert sync.load(folder / "common.pt", select="iteration") == {"iteration": 100}
+    assert not sync.load_with_report(tmp_path / "ours").report.notes
+
+
+def test_no_bytes_come_back(tmp_path: Path) -> None:
+    """They are pickled as a call of `bytes`; one with arguments would make room for as many."""
+    state = {"none": b"", "few": [b"", 1], "w": torch.ones(2)}
+    folder = save_dcp(tmp_path / "dcp", state)
+    torch.save(state, tmp_path / "x.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for path in (folder, tmp_path / "x.pt", tmp_path / "old.pt"):
+        assert_same_state(sync.load(path, config=SMALL), state)
+    assert bytes not in torch.serialization.get_safe_globals()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_data_that_dcp_wrote_and_does_not_read_is_called_what_it_is(
+    tmp_path: Path, num: int
+) -> None:
+    """Its metadata has all items of a safetensors file begin where the file does."""
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("this torch writes one format")
+    weights = {f"w{i}": torch.arange(3.0) + i for i in range(num)}
+    writer = filesystem.FileSystemWriter(
+        tmp_path / "dcp", serialization_format=filesystem.SerializationFormat.SAFETENSORS
+    )
+    folder = save_dcp(tmp_path / "dcp", weights, storage_writer=writer)
+    with pytest.raises(FormatError, match=r"as a safetensors file has them.*its own path"):
+        sync.load(folder, config=SMALL)
+    assert_same_state(sync.load(folder / "__0_0.distcp", config=SMALL), weights)
+    writer = filesystem.FileSystemWriter(
+        tmp_path / "more", serialization_format=filesystem.SerializationFormat.SAFETENSORS
+    )
+    folder = save_dcp(tmp_path / "more", weights | {"n": 3}, storage_writer=writer)
+    with pytest.raises(FormatError, match="as a safetensors file has them"):
+        sync.load(folder, config=SMALL)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse and quantised tensors

@@ -232,6 +232,7 @@ _WIDE = call(
 HUNGRY = {
     "bytearray": call("builtins", "bytearray", number(1 << 33)),
     "bytearray by its old name": call("__builtin__", "bytearray", number(1 << 33)),
+    "bytes": call("builtins", "bytes", number(1 << 33)),
     "bytearray of a tensor": call("builtins", "bytearray", _WIDE),
     "bytes of bytes": call("_codecs", "encode", call("_codecs", "encode", text("a"), text("hex"))),
     "Tensor": call("torch", "Tensor", number(1 << 31)),

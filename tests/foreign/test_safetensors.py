@@ -221,7 +221,7 @@ def test_an_index_that_leaves_its_folder_is_refused(folder: Path, name: str) -> 
 
 
 def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
-    """A missing shard, a tensor that is elsewhere, one that is twice, no index at all."""
+    """A missing shard, a tensor that is elsewhere, another's copy, no index at all."""
     index = folder / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
     first, second = sorted(set(whole["weight_map"].values()))
@@ -232,7 +232,7 @@ def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
     index.write_text(json.dumps(whole))
     (folder / "kept").write_bytes((folder / second).read_bytes())
     (folder / second).write_bytes((folder / first).read_bytes())
-    with pytest.raises(FormatError, match="is in"):
+    with pytest.raises(FormatError, match="does not have it"):
         sync.load(folder, config=SMALL)
     (folder / second).unlink()
     with pytest.raises(CorruptionError, match="the index names"):
@@ -240,6 +240,76 @@ def test_an_index_and_its_files_have_to_agree(folder: Path) -> None:
     index.write_text("{")
     with pytest.raises(FormatError, match="no index"):
         sync.load(folder, config=SMALL)
+
+
+def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) -> None:
+    """As for Hugging Face's libraries; one that the index does not have is in one file."""
+    save_file({"w": torch.ones(2), "d": torch.zeros(3)}, tmp_path / "a.safetensors")
+    save_file({"v": torch.ones(2), "d": torch.ones(3)}, tmp_path / "b.safetensors")
+    weight_map = {"w": "a.safetensors", "v": "b.safetensors", "d": "b.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    found = sync.load(tmp_path, config=SMALL)
+    assert found.keys() == {"w", "v", "d"}
+    assert torch.equal(found["d"], torch.ones(3))
+    del weight_map["d"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FormatError, match=r"'d' is in 'a.*' and in 'b"):
+        sync.load(tmp_path, config=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pytorch_model.bin", "give its own path"),
+        ("pytorch_model.bin.index.json", "each of them by its own path"),
+        ("adapter_model.bin", "give its own path"),
+        ("shard-00001-model-00001-of-00001.safetensors", "consolidate them"),
+    ],
+)
+def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """Who takes a missing checkpoint for the beginning of a run would begin anew."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(FormatError, match=said):
+        sync.load(tmp_path, config=SMALL)
+    sync.save({"a": 1}, tmp_path, config=SMALL)
+    assert sync.load(tmp_path, config=SMALL) == {"a": 1}
+
+
+def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Its data files are safetensors files, too; and what has an index, the index makes one."""
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load(folder, config=SMALL)
+    sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load(tmp_path / "c", config=SMALL)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.bin", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str) -> None:
+    """It is what a repository has where nobody fetched the file."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(FormatError, match="'git lfs pull'"):
+        sync.load(tmp_path / name, config=SMALL)
+
+
+def test_what_a_file_says_of_itself_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """By a load and a conversion; but for what every writer says."""
+    file = tmp_path / "x.safetensors"
+    said = {"format": "pt", "ckptio.source": "x", "epoch": "3"}
+    save_file({"w": torch.ones(2)}, file, metadata=said)
+    for notes in (
+        sync.load_with_report(file, config=SMALL).report.notes,
+        sync.convert(file, tmp_path / "y.safetensors", to="safetensors").notes,
+        sync.convert(file, tmp_path / "ours", to="ckptio").notes,
+    ):
+        assert notes == (f"{file}: its metadata is no part of this: 'epoch'",)
+    assert not sync.convert(tmp_path / "y.safetensors", tmp_path / "dcp", to="dcp").notes
 
 
 def test_what_is_nothing_known_is_no_checkpoint(tmp_path: Path) -> None:

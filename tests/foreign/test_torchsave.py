@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import os
+import re
 import struct
 import types
 import zipfile
 from collections import OrderedDict
 from pathlib import Path  # fixtures are annotated with it
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,9 +18,12 @@ import torch
 
 from ckptio import sync
 from ckptio.errors import FormatError
-from tests.foreign.rig import assert_same_state, make_training_state
+from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.foreign.test_dcp import Payload
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(params=[True, False], ids=["zip", "old"])
@@ -113,6 +118,108 @@ def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
     assert not mark.exists()
 
 
+class Options(dict[str, Any]):
+    """A dict with attributes, as libraries of options have them."""
+
+
+class Names(list[str]):
+    """A list of another class."""
+
+
+class Scaled(torch.Tensor):
+    """A tensor of another class, with something beside its elements."""
+
+
+class Packed(torch.Tensor):
+    """A tensor that has another one in it, as quantised ones have."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(Packed, inner.shape, dtype=inner.dtype)
+        made._inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *called: Any, **_: Any) -> Any:
+        raise NotImplementedError(called)
+
+
+class Phase(enum.Enum):
+    """A key of tables."""
+
+    WARM = 1
+
+
+class Place(NamedTuple):
+    """Another one."""
+
+    row: int
+
+
+def make_options() -> Options:
+    options = Options(lr=1, inner=[torch.ones(2)])
+    options.frozen = True  # type: ignore[attr-defined]  # that is what they are for
+    return options
+
+
+OBJECTS: dict[str, tuple[Any, str]] = {
+    "dict": (make_options(), f"'x' ({__name__}.Options)"),
+    "list": (Names("ab"), f"'x' ({__name__}.Names)"),
+    "deque": (collections.deque([1, 2]), "'x' (collections.deque)"),
+    "tensor": (torch.ones(3).as_subclass(Scaled), f"'x' ({__name__}.Scaled)"),
+    "parameter": (
+        torch.nn.Parameter(torch.ones(3).as_subclass(Scaled)),
+        f"'x' ({__name__}.Scaled)",
+    ),
+    "tensor in a tensor": (Packed.of(torch.ones(3)), f"'x' ({__name__}.Packed)"),
+    "key": ({"a": 1, Phase.WARM: 2}, f"(a key of type {__name__}.Phase)"),
+    "keys": ({Place(1): 1, Place(2): 2, (3, Phase.WARM): 3}, "(a key of type builtins.tuple)"),
+    "set": ({"a", Phase.WARM}, f"'x' (a key of type {__name__}.Phase)"),
+    "frozenset": ({frozenset([1]): 2}, "(a key of type builtins.frozenset)"),
+    "function": (print, "'x' (builtins.print)"),
+    "class": (Phase, f"'x' ({__name__}.Phase)"),
+}
+
+
+@pytest.mark.parametrize("case", list(OBJECTS))
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_whatever_an_object_is_it_does_not_cost_the_rest(
+    tmp_path: Path, case: str, *, is_zip: bool
+) -> None:
+    """Also one that torch fills, or makes of a tensor, and one that is a key."""
+    value, said = OBJECTS[case]
+    state = {"w": torch.arange(6.0), "x": value, "n": 3}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    found = sync.load(tmp_path / "x.pt", config=SMALL, select=["w", "n"])
+    assert torch.equal(found["w"], state["w"])
+    assert found["n"] == 3
+    with pytest.raises(FormatError, match=re.escape(said)):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_a_key_without_a_portable_form_does_not_cost_its_neighbours(tmp_path: Path) -> None:
+    """They are beside it in one dict, which may be the state itself."""
+    state: dict[Any, Any] = {"w": torch.ones(2), Phase.WARM: 1, Place(1): torch.ones(1)}
+    torch.save(state, tmp_path / "x.pt")
+    assert list(sync.load(tmp_path / "x.pt", config=SMALL, select="w")) == ["w"]
+    with pytest.raises(FormatError, match=r"'<.*Phase 1>' .*'<.*Place 2>' "):
+        sync.load(tmp_path / "x.pt", config=SMALL)
+
+
+def test_what_torch_takes_from_nobody_is_refused_with_the_file_and_by_its_name(
+    tmp_path: Path,
+) -> None:
+    """A list with attributes, or a function of the system."""
+    names = Names("ab")
+    names.frozen = True  # type: ignore[attr-defined]  # that is what they are for
+    for value, said in ((names, f"{__name__}.Names is a container with"), (os.system, "posix.sys")):
+        torch.save({"w": torch.ones(2), "x": value}, tmp_path / "x.pt")
+        with pytest.raises(FormatError, match=f"more than data.*{re.escape(said)}"):
+            sync.load(tmp_path / "x.pt", config=SMALL, select="w")
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_container_inside_itself_or_too_many_is_left_out_if_nobody_wants_it(
     tmp_path: Path, *, is_zip: bool
@@ -147,6 +254,46 @@ def test_a_file_that_was_cut_is_a_format_error(file: Path) -> None:
         os.truncate(file, nbytes)
         with pytest.raises(FormatError):
             sync.load(file, config=SMALL)
+
+
+@pytest.fixture
+def without_sums() -> Iterator[None]:
+    """Have torch write no sums of members, as newer versions do when they are told to."""
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes sums")
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("without_sums")
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_was_written_without_sums_loads(tmp_path: Path, kind: str) -> None:
+    """As torch loads it, which looks at none; what was cut off is found all the same."""
+    state = make_training_state()
+    path = tmp_path / kind
+    if kind == "directory":
+        save_dcp(path, state)
+    else:
+        torch.save(state, path)
+    assert_same_state(sync.load(path, config=SMALL), state)
+    (file,) = path.glob("*.distcp") if kind == "directory" else [path]
+    os.truncate(file, file.stat().st_size - 300)
+    with pytest.raises(FormatError):
+        sync.load(path, config=SMALL)
+
+
+def test_a_sum_that_is_there_has_to_be_right(tmp_path: Path) -> None:
+    """A value that was damaged is not loaded as another one."""
+    torch.save({"epoch": "eleven"}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    assert data.count(b"eleven") == 1
+    (tmp_path / "x.pt").write_bytes(data.replace(b"eleven", b"twelve"))
+    assert torch.load(tmp_path / "x.pt") == {"epoch": "twelve"}
+    with pytest.raises(FormatError, match="CRC"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # as torch 2.15 says
