@@ -269,7 +269,8 @@ class Engine:
         """Load a state, and say what was found: `result.state` and `result.report`.
 
         With `strict="report"` what fits is loaded, and the report lists what was missing,
-        unexpected and mismatched. Its notes name values that came back as plain ones.
+        unexpected and mismatched. Its notes name values that came back as plain ones, and what
+        lies beside a checkpoint of another program and is no part of it.
         Everything else is as with `load`.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
