@@ -24,9 +24,10 @@ from ckptio.state.fills import names_of
 from ckptio.state.flatten import is_stateful
 from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
+from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
-from ckptio.state.tree import prune, read_tree, tensor_index, walk
+from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

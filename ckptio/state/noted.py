@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
-from ckptio.state.tree import names_kept
+from ckptio.state.tree import names_kept, orders_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
@@ -31,6 +31,12 @@ class Noted:
     def __init__(self, keep: Predicate | None) -> None:
         self._keep = keep
         self.match = Match()
+
+    def _take(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Assemble:
+        """Take a node as it is stored, in classes of those given."""
+        self.match.num_values += 1
+        self.match.make(orders_in(node))
+        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
 
     def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
         if self._keep is None or self._keep(fqn):

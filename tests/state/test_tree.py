@@ -13,9 +13,10 @@ from ckptio.errors import ConfigError, FormatError
 from ckptio.format.encode import MAX_DEPTH, join_fqn
 from ckptio.format.manifest import Manifest, TensorEntry
 from ckptio.state.flatten import flatten
+from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
-from ckptio.state.tree import is_absent, is_ranks, prune, read_tree, tensor_index, walk
+from ckptio.state.tree import is_absent, is_ranks, read_tree, tensor_index, walk
 from tests.strategies import Point, Settings, keys, states
 
 
