@@ -187,6 +187,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         hint = hint_for(match, _names_in(request.into))
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     num_notes = len(notes)
+    notes += match.doubles
     fills = settle_overlaps(match.fills, notes)
     if request.strict != "report":  # whoever gets no report has to hear of it, too
         for note in notes[num_notes:]:

@@ -160,6 +160,7 @@ class Match:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
         wrapped: Tensors of the target whose memory is filled behind their back.
+        doubles: One line for each place of an object that takes what another place has.
         kept: Values kept for each rank that the checkpoint has for other ranks only; they
             stay as they are.
         missing: Names of the target that the checkpoint does not have.
@@ -175,6 +176,7 @@ class Match:
     fills: list[Fill] = field(default_factory=list)
     fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wrapped: list[torch.Tensor] = field(default_factory=list)
+    doubles: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

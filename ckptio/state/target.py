@@ -7,7 +7,8 @@ Rules: tensors and arrays of the target are filled in place, and must have the s
 element type of the checkpoint. Of a tensor that is held in parts, the target's blocks are
 filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
-in place, dataclasses and named tuples by the names of their fields. A stateful object gives
+in place, dataclasses and named tuples by the names of their fields; one that stands at two
+places, which have different values in the checkpoint, becomes two. A stateful object gives
 its state as a template, its tensors are filled in place, and what else the checkpoint has
 under it is made new (but a module takes no names that it does not have, and lacks none that
 is tied to one it is given); then it takes the whole, unless nothing of it was selected. Any
@@ -27,10 +28,7 @@ import torch
 
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import (
-    classes_in,
-    take_state,
-)
+from ckptio.state.fills import classes_in, take_state
 from ckptio.state.fits import other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.looks import PLAIN_TENSORS
@@ -38,7 +36,7 @@ from ckptio.state.members import identity_of_key, in_order, members_of, take_mem
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
 from ckptio.state.prune import prune_at
-from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
+from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import is_absent, is_ranks, sequence_in
@@ -91,14 +89,24 @@ class Matcher(TensorMatcher):
     def _container(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match what has parts, or is a placeholder."""
         if (tag := record_tag(target)) is not None and tag == tag_of(node):
-            return self._record(fqn, target, node)
+            return self._record(fqn, self._own(fqn, target, node), node)
         if is_stateful(target):
             return self._stateful(fqn, target, node)
         if isinstance(target, dict):
-            return self._dict(fqn, target, node, closed=True)
+            return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
         if isinstance(target, (list, tuple)) and target and not isinstance(target, torch.Size):
-            return self._sequence(fqn, target, node)
+            return self._sequence(fqn, self._own(fqn, target, node), node)
         return self._value(fqn, target, node)
+
+    def _own(self, fqn: str, target: Any, node: Json) -> Any:
+        """Give what a place of the target fills: a copy of what another fills with something else.
+
+        One list may stand at two places (a scheduler's state has such). The last of them would
+        have its values in both; so each has a list of its own, as it has in the checkpoint.
+        """
+        if isinstance(target, tuple) or self._place_before(fqn, target, node) is None:
+            return target
+        return copied(fqn, target)
 
     def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
         """Take whatever the checkpoint has, in classes of the target and in those given."""
@@ -142,7 +150,7 @@ class Matcher(TensorMatcher):
         return wrap
 
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
-        if not self._selects(fqn, node):
+        if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
             return lambda _: target
         if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
             require_parameters(fqn, target, node := numbered(node))

@@ -120,6 +120,8 @@ class TensorMatcher(Noted):
             self.match.num_filled += 1
             self.match.fills.append(Fill(node["t"], tensor, name=fqn))
             return lambda _: target
+        if self._is_taken(fqn, target, node):
+            return lambda _: target
         assemble = self._take(fqn, node)  # strings, dates, other byte orders: made, copied
 
         def fill(rebuilder: Rebuilder) -> Any:
