@@ -9,10 +9,11 @@ filled, however the checkpoint is cut; shapes are those of whole tensors. A tens
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
 in place, dataclasses and named tuples by the names of their fields; one that stands at two
 places, which have different values in the checkpoint, becomes two. A stateful object gives
-its state as a template, its tensors are filled in place, and what else the checkpoint has
-under it is made new (but a module takes no names that it does not have, and lacks none that
-is tied to one it is given); then it takes the whole, unless nothing of it was selected. Any
-other value of the target is a placeholder; an enum comes back as its class.
+its state as a template, its tensors are filled in place (those that code of others takes are
+made new, see `handed`), and what else the checkpoint has under it is made new (but a module
+takes no names that it does not have, and lacks none that is tied to one it is given); then it
+takes the whole, unless nothing of it was selected. Any other value of the target is a
+placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -28,9 +29,10 @@ import torch
 
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import classes_in, take_state
+from ckptio.state.fills import classes_in
 from ckptio.state.fits import other
 from ckptio.state.flatten import is_stateful
+from ckptio.state.handed import handed_to, take_state
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
 from ckptio.state.numbered import numbered
@@ -160,17 +162,23 @@ class Matcher(TensorMatcher):
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
         template = template_of(fqn, target, node, is_whole=self._keep is None)
-        self.match.num_before = len(self.match.fills)
+        self.match.num_before, num_left = len(self.match.fills), self.match.num_left
+        handed = None
         if isinstance(template, dict):
+            self._handed = handed = handed_to(fqn, target, template)
             assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+            self._handed = None
         else:  # it has nothing yet, or something of its own
             assemble = self._value(fqn, None, node)
+        is_partial = self._keep is not None or self.match.num_left > num_left
         if is_module:
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
         has_blanks = self._num_blanks > num_blanks
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             values = assemble(rebuilder)
+            if handed is not None and is_partial:
+                values = handed.without_own(values, template)
             rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             return target
 

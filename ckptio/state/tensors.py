@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptio.format.manifest import TensorEntry
+    from ckptio.state.handed import Handed
     from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
 
@@ -54,11 +55,13 @@ class TensorMatcher(Noted):
         self._blanks: dict[Hashable, Blank] = {}
         self._num_blanks = 0
         self._describer = Describer()
+        self._handed: Handed | None = None
 
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        if (fill := find_plain(self._tensors, fqn, node, target)) is not None:
+        is_new = self._handed is not None and self._handed.is_new(fqn)
+        if not is_new and (fill := find_plain(self._tensors, fqn, node, target)) is not None:
             self.match.num_filled += 1
             self.match.fills.append(fill)
             return lambda _: target
@@ -72,6 +75,10 @@ class TensorMatcher(Noted):
             self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
         check_fillable(fqn, target)
+        if self._handed is not None and is_new:
+            blank = self._handed.blank(fqn, target, found, view)
+            self.match.fills.append(Fill(found, blank, view, None, fqn))
+            return lambda _: blank.value()
         self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
         return lambda _: target
 
@@ -114,6 +121,8 @@ class TensorMatcher(Noted):
             return self._mismatch(fqn, target, other("an array"))
         if found := array_differs(target, node):
             return self._mismatch(fqn, target, found)
+        if self._handed is not None and self._handed.is_new(fqn):
+            return self._take(fqn, node)
         check_array(fqn, target)
         tensor = as_tensor(target)
         if tensor is not None and is_like(self._tensors[node["t"]], tensor):
