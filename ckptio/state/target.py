@@ -156,12 +156,13 @@ class Matcher(TensorMatcher):
             return lambda _: target
         if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
             require_parameters(fqn, target, node := numbered(node))
-            found = optimizer_differs(fqn, target, node, self._tensors)
-            if found and self._keep is None:
-                return self._mismatch(fqn, target, found)
+            found = optimizer_differs(fqn, target, node, self._tensors, self._keep)
+            if found:
+                self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
+                return lambda _: target
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
-        template = template_of(fqn, target, node, is_whole=self._keep is None)
+        template = template_of(fqn, target, node, self._keep)
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
         handed = None
         if isinstance(template, dict):

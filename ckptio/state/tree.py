@@ -267,6 +267,11 @@ def names_kept(fqn: str, node: Json, keep: Predicate | None) -> list[str]:
     return [name for name, _ in leaves(fqn, node) if keep is None or keep(name)]
 
 
+def is_kept(fqn: str, node: Json, keep: Predicate | None) -> bool:
+    """Whether `keep` accepts everything in a node."""
+    return keep is None or all(keep(name) for name, _ in leaves(fqn, node))
+
+
 def names_kept_for_ranks(manifest: Manifest) -> list[str]:
     """Name what was kept for each rank, as the ranks that have it name it.
 
