@@ -17,7 +17,7 @@ from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.flatten import is_stateful
-from ckptio.state.leaves import is_convertible
+from ckptio.state.leaves import SCALAR_TYPES, is_convertible
 from ckptio.state.rebuild import device_of
 from ckptio.state.select import make_predicate
 
@@ -114,11 +114,13 @@ def require_values(name: str, target: object) -> None:
     """
     if isinstance(target, dict):
         for key, value in target.items():
-            if not isinstance(value, torch.Tensor):  # most are, and there are thousands
+            # nearly all are so, and there are thousands
+            if type(value) not in SCALAR_TYPES and not isinstance(value, torch.Tensor):
                 require_values(join_fqn(name, key), value)
     elif isinstance(target, (list, tuple)):
         for number, value in enumerate(target):
-            require_values(join_fqn(name, number), value)
+            if type(value) not in SCALAR_TYPES:
+                require_values(join_fqn(name, number), value)
     elif isinstance(target, _NO_VALUES):
         what = "a class" if isinstance(target, type) else "a function"
         is_getter = getattr(target, "__name__", "") == "state_dict"

@@ -17,7 +17,7 @@ import torch
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.leaves import DTYPE_NAMES, TORCH_DTYPES, as_integers
+from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_integers
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
@@ -280,7 +280,7 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
 
 
 def classes_in(target: Any) -> Iterator[type]:
-    """Give the classes of dataclasses and enums in a value of a target."""
+    """Give the classes of dataclasses, named tuples and enums in a value of a target."""
     if isinstance(target, enum.Enum):
         yield type(target)
         yield from classes_in(target.value)
@@ -293,8 +293,11 @@ def classes_in(target: Any) -> Iterator[type]:
             yield from classes_in(key)
             yield from classes_in(item)
     elif isinstance(target, (list, tuple, set, frozenset)):
+        if hasattr(type(target), "_fields"):
+            yield type(target)
         for item in target:
-            yield from classes_in(item)
+            if type(item) not in SCALAR_TYPES:
+                yield from classes_in(item)
 
 
 def names_of(fqn: str, target: Any) -> list[str]:

@@ -8,12 +8,14 @@ element type of the checkpoint. Of a tensor that is held in parts, the target's 
 filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
 in place, dataclasses and named tuples by the names of their fields; one that stands at two
-places, which have different values in the checkpoint, becomes two. A stateful object gives
-its state as a template, its tensors are filled in place (those that code of others takes are
-made new, see `handed`), and what else the checkpoint has under it is made new (but a module
-takes no names that it does not have, and lacks none that is tied to one it is given); then it
-takes the whole, unless nothing of it was selected. Any other value of the target is a
-placeholder; an enum comes back as its class.
+places, which have different values in the checkpoint, becomes two. A list or a tuple that holds
+nothing to fill is one value, of any length, and a list stays the one that it is.
+
+A stateful object gives its state as a template, its tensors are filled in place (those that
+code of others takes are made new, see `handed`), and what else the checkpoint has under it is
+made new (but a module takes no names that it does not have, and lacks none that is tied to one
+it is given); then it takes the whole, unless nothing of it was selected. Any other value of the
+target is a placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -30,9 +32,10 @@ import torch
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
-from ckptio.state.fits import other
+from ckptio.state.fits import is_filled, other
 from ckptio.state.flatten import is_stateful
 from ckptio.state.handed import handed_to, take_state
+from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
 from ckptio.state.numbered import numbered
@@ -41,7 +44,7 @@ from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.tensors import TensorMatcher
-from ckptio.state.tree import is_absent, is_ranks, sequence_in
+from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
 
 if TYPE_CHECKING:
@@ -73,6 +76,8 @@ class Matcher(TensorMatcher):
         Raises:
             TargetError: The target holds something that cannot be filled.
         """
+        if type(node) in SCALAR_TYPES and type(target) in SCALAR_TYPES:
+            return self._scalar(fqn, target, node)
         if isinstance(target, PerRank):
             return self._ranks(fqn, target, node)
         if is_ranks(node):
@@ -109,6 +114,13 @@ class Matcher(TensorMatcher):
         if isinstance(target, tuple) or self._place_before(fqn, target, node) is None:
             return target
         return copied(fqn, target)
+
+    def _scalar(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Take a number or a word instead of another; some states have a hundred thousand."""
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        self.match.num_values += 1
+        return lambda _: node
 
     def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
         """Take whatever the checkpoint has, in classes of the target and in those given."""
@@ -261,6 +273,13 @@ class Matcher(TensorMatcher):
             found = other(f"a {type(target).__name__}")
             return self._mismatch(fqn, target, found)
         _, names, items = stored
+        if (
+            type(target) in (list, tuple)
+            and not is_filled(target, records=len(items) == len(target))
+            and is_kept(fqn, node, self._keep)
+            and not holds_absent(node)
+        ):
+            return self._replaced(fqn, target, node)
         merged = [
             self.merge(name, value, item)
             for name, value, item in zip(names, target, items, strict=False)
@@ -277,6 +296,23 @@ class Matcher(TensorMatcher):
                 return target
             values += target[len(values) :]
             return type(target)(*values) if hasattr(target, "_fields") else tuple(values)
+
+        return update
+
+    def _replaced(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Take a list or a tuple that holds nothing that is filled as one value, of any length.
+
+        As a rule it is a history, of another time than the checkpoint's. A list stays the very
+        list; a tuple stays one, whatever the checkpoint has for it.
+        """
+        assemble = self._take(fqn, node, tuple(classes_in(target)))
+
+        def update(rebuilder: Rebuilder) -> Any:
+            values = assemble(rebuilder)
+            if isinstance(target, tuple):
+                return tuple(values)
+            target[:] = values
+            return target
 
         return update
 

@@ -17,7 +17,7 @@ from ckptio.plan.differences import RANKS_TAG
 from ckptio.plan.trees import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptio.format.manifest import Manifest
 
@@ -97,6 +97,17 @@ def is_ranks(node: Json) -> bool:
 def is_absent(node: Json) -> bool:
     """Whether a node of one rank's tree is a value that only other ranks had."""
     return type(node) is dict and node.get(TAG) == RANKS_TAG and node["v"] == [ABSENT]
+
+
+def holds_absent(node: Json) -> bool:
+    """Whether anything in a node of one rank's tree is a value that only other ranks had."""
+    if type(node) is dict:
+        return is_absent(node) or any(map(holds_absent, _containers(node.values())))
+    return type(node) is list and any(map(holds_absent, _containers(node)))
+
+
+def _containers(items: Iterable[Json]) -> Iterator[Json]:
+    return (item for item in items if type(item) in (dict, list))
 
 
 def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool:

@@ -303,3 +303,11 @@ def test_an_optimizer_of_parameters_on_meta_is_refused(path: str) -> None:
     with pytest.raises(TargetError, match="its parameters are on the meta device"):
         ckptio.sync.load(path, into={"model": mine, "opt": torch.optim.AdamW(mine.parameters())})
     assert mine.weight.is_meta
+
+
+def test_a_list_of_another_length_is_of_its_classes(path: str) -> None:
+    """Those of what it holds now: none of them is passed."""
+    saved = {"x": [Pair(1, 2), Pair(3, 4)], "p": [Phase.WARM], "s": (Pair(5, 6),)}
+    ckptio.sync.save(saved, path)
+    target = {"x": [Pair(0, 0)], "p": [Phase.DONE, Phase.DONE], "s": (Pair(0, 0), Pair(0, 0))}
+    assert repr(ckptio.sync.load(path, into=target)) == repr(saved)
