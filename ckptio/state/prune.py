@@ -43,18 +43,28 @@ def prune_at(fqn: str, node: Json, keep: Predicate) -> tuple[Json, ...]:
 def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
     """Prune one node; `_MISSING` if nothing in it was selected."""
     if type(node) is list:
+        if not _reaches(keep, fqn):
+            return _MISSING
         items = [_prune(join_fqn(fqn, i), item, keep) for i, item in enumerate(node)]
         return _in_place(items, kept_empty=not node and keep(fqn))
     if type(node) is not dict or tensor_index(node) is not None:
         return node if keep(fqn) else _MISSING
     tag = node.get(TAG)
     if tag is None:
+        if not _reaches(keep, fqn):
+            return _MISSING
         found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
         left = {key: item for key, item in found.items() if item is not _MISSING}
         return left if left or (not node and keep(fqn)) else _MISSING
     if tag not in (*MAPPING_TAGS, "tuple", RANKS_TAG):
         return node if keep(fqn) else _MISSING
     return _prune_tagged(fqn, node, keep)
+
+
+def _reaches(keep: Predicate, fqn: str) -> bool:
+    """Whether anything in a container could be accepted: nobody else knows but what says so."""
+    reaches: Predicate | None = getattr(keep, "reaches", None)
+    return reaches is None or reaches(fqn)
 
 
 def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
