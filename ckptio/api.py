@@ -196,8 +196,9 @@ class Engine:
 
         Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
         With it, tensors and arrays of the target are filled in place, with no second
-        copy of the state in memory; dicts and lists are updated; stateful objects are
-        given their state; and the target is returned. Where two names of it are one tensor
+        copy of the state in memory; dicts and lists are updated (a list that holds nothing to
+        fill takes all that is stored, of any length); stateful objects are given their state;
+        and the target is returned. Where two names of it are one tensor
         (tied weights), or one stateful object, and two in the checkpoint, the first is loaded,
         and a note of the report, or the log, says so: nobody knows which of them was meant. A
         list, a dict or a dataclass of that kind becomes two.
