@@ -196,10 +196,19 @@ class Engine:
 
         Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
         With it, tensors and arrays of the target are filled in place, with no second
-        copy of the state in memory; dicts and lists are updated; stateful objects are
-        given their state; and the target is returned. Where two names of it are one tensor
-        (tied weights) and two in the checkpoint, the first is loaded, and a note of the
-        report, or the log, says so: nobody knows which of them was meant.
+        copy of the state in memory; dicts and lists are updated (a list that holds nothing to
+        fill takes all that is stored, of any length); stateful objects are given their state;
+        and the target is returned. Where two names of it are one tensor
+        (tied weights), or one stateful object, and two in the checkpoint, the first is loaded,
+        and a note of the report, or the log, says so: nobody knows which of them was meant. A
+        list, a dict or a dataclass of that kind becomes two.
+
+        An object whose `load_state_dict` is not torch's own is given new tensors, since it may
+        write to its own while it reads them: until it returns, there are two of each, on their
+        device. So it is with what a module has below a hook that runs before
+        `load_state_dict`, or a `_load_from_state_dict`, that is not torch's. Name the modules
+        and optimizers that such an object wraps in `into` themselves, where that is too much.
+        Blocks of sharded tensors are filled in place there, too.
 
         No byte of the target changes before the sizes of all files that are needed (without
         `select`, of all) were checked, and no block lands before its checksum was. If a later

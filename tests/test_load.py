@@ -402,6 +402,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"into": "cpu"}, "not 'cpu'; device= says where new tensors go"),
     ({"into": torch.device("cpu")}, "device= says where new tensors go"),
     ({"into": "model"}, "into= takes what can be filled, not 'model'; without into= all is made"),
+    ({"into": 2**63}, "into= takes what can be filled, not 9223372036854775808; without into="),
+    ({"into": "m" * 10_000}, r"not 'm{30,50}\.\.\.m{30,50}'; without into="),
     ({"into": torch.Size([2])}, r"into= takes what can be filled, not torch.Size"),
     ({"strict": "ignore"}, "strict='ignore' has no effect without into="),
     ({"into": {}, "strict": "report"}, "use load_with_report"),

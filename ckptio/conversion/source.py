@@ -15,9 +15,10 @@ from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
+from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
 from ckptio.state.select import make_predicate
-from ckptio.state.tree import children, indices_in, prune, read_tree, tensor_index, walk
+from ckptio.state.tree import children, indices_in, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

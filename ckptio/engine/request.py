@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import reprlib
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.flatten import is_stateful
-from ckptio.state.leaves import is_convertible
+from ckptio.state.leaves import SCALAR_TYPES, is_convertible
 from ckptio.state.rebuild import device_of
 from ckptio.state.select import make_predicate
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 #: What `save` refuses, and nobody means in a target.
 _NO_VALUES = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
+#: Characters of a value in a message.
+_MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,8 @@ def make_request(
     if into is not None and not is_target(into):
         way_out = "device= says where new tensors go, " if _is_device(into) else ""
         raise ConfigError(
-            f"into= takes what can be filled, not {into!r}; {way_out}without into= all is made new"
+            f"into= takes what can be filled, not {_shown(into)}; {way_out}without into= all is"
+            " made new"
         )
     if into is None and strict == "ignore":
         raise ConfigError("strict='ignore' has no effect without into=")
@@ -114,11 +118,13 @@ def require_values(name: str, target: object) -> None:
     """
     if isinstance(target, dict):
         for key, value in target.items():
-            if not isinstance(value, torch.Tensor):  # most are, and there are thousands
+            # nearly all are so, and there are thousands
+            if type(value) not in SCALAR_TYPES and not isinstance(value, torch.Tensor):
                 require_values(join_fqn(name, key), value)
     elif isinstance(target, (list, tuple)):
         for number, value in enumerate(target):
-            require_values(join_fqn(name, number), value)
+            if type(value) not in SCALAR_TYPES:
+                require_values(join_fqn(name, number), value)
     elif isinstance(target, _NO_VALUES):
         what = "a class" if isinstance(target, type) else "a function"
         is_getter = getattr(target, "__name__", "") == "state_dict"
@@ -139,9 +145,16 @@ def _is_device(value: Any) -> bool:
     """Whether somebody means `torch.load(path, "cpu")`."""
     try:
         torch.device(value)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # the last two: of numbers
         return False
     return True
+
+
+def _shown(value: object) -> str:
+    """Write a value in a line: what is passed by mistake may be as large as a state."""
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = short.maxlong = _MAX_SHOWN
+    return short.repr(value)
 
 
 def check_types(types: Sequence[type]) -> None:

@@ -24,9 +24,10 @@ from ckptio.state.fills import names_of
 from ckptio.state.flatten import is_stateful
 from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
+from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.target import Matcher
-from ckptio.state.tree import prune, read_tree, tensor_index, walk
+from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -187,6 +188,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         hint = hint_for(match, _names_in(request.into))
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     num_notes = len(notes)
+    notes += match.doubles
     fills = settle_overlaps(match.fills, notes)
     if request.strict != "report":  # whoever gets no report has to hear of it, too
         for note in notes[num_notes:]:

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, TargetError
 from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
 
 if TYPE_CHECKING:
@@ -56,10 +56,11 @@ class ObjectDecoder:
 
         Raises:
             FormatError: It is not what `ObjectEncoder` writes.
+            TargetError: Keys are equal without their classes, which `types` lacks.
         """
         try:
             return self._decode(fqn, node, 0)
-        except FormatError:
+        except (FormatError, TargetError):
             raise
         except (
             KeyError, ValueError, TypeError, OverflowError, AttributeError,
@@ -167,12 +168,24 @@ class ObjectDecoder:
 
     def _whole(self, fqn: str, node: Json, value: Any) -> Any:
         """Refuse to lose what has equal keys now, which it had not when it was saved."""
-        if len(value) != len(node["v"]):
-            raise FormatError(
-                f"keys of the {node[TAG]} at {fqn!r} are equal as plain values; pass their"
-                " classes in types="
-            )
-        return value
+        if len(value) == len(node["v"]):
+            return value
+        is_set = node[TAG] in ("set", "frozenset")
+        keys = [item if is_set else item[0] for item in node["v"]]
+        if len(set(map(repr, keys))) < len(keys) or not any(map(self._lacks_class, keys)):
+            raise FormatError(f"two equal keys in the {node[TAG]} at {fqn!r} in the manifest")
+        raise TargetError(
+            f"keys of the {node[TAG]} at {fqn!r} are equal as plain values; pass their"
+            " classes in types="
+        )
+
+    def _lacks_class(self, node: Json) -> bool:
+        """Whether anything in a node comes back as a plain value."""
+        if type(node) is list:
+            return any(map(self._lacks_class, node))
+        if type(node) is not dict:
+            return False
+        return ("c" in node and node["c"] not in self.types) or self._lacks_class(node.get("v"))
 
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
         items = enumerate(_list_of(node))

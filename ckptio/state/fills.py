@@ -17,7 +17,7 @@ import torch
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.leaves import DTYPE_NAMES, TORCH_DTYPES, as_integers
+from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_integers
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
@@ -160,6 +160,7 @@ class Match:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
         wrapped: Tensors of the target whose memory is filled behind their back.
+        doubles: One line for each place of an object that takes what another place has.
         kept: Values kept for each rank that the checkpoint has for other ranks only; they
             stay as they are.
         missing: Names of the target that the checkpoint does not have.
@@ -175,6 +176,7 @@ class Match:
     fills: list[Fill] = field(default_factory=list)
     fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wrapped: list[torch.Tensor] = field(default_factory=list)
+    doubles: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -182,6 +184,11 @@ class Match:
     num_filled: int = 0
     num_values: int = 0
     num_before: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """What stays as it is, though it was asked for; as far as it is counted."""
+        return len(self.missing) + len(self.mismatched) + len(self.kept)
 
     @property
     def num_taken(self) -> int:
@@ -234,72 +241,6 @@ class Match:
         torch.autograd.graph.increment_version(self.wrapped)
 
 
-def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:
-    """Let a stateful object take its state.
-
-    Args:
-        fqn: Its name.
-        target: The object.
-        values: Its state; tensors of it that were filled are the object's own.
-        assigns: Whether it is a module with tensors on the meta device, which others replace.
-
-    Returns:
-        Notes for the report.
-
-    Raises:
-        TargetError: It does not take it.
-    """
-    try:
-        if not assigns:
-            target.load_state_dict(values)
-            return []
-        names = take_over(target, values)
-    except Exception as error:  # of the caller's class, which raises anything
-        raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
-    return [
-        f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
-        for name in names
-    ]
-
-
-def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
-    """Let a module take new tensors for those it has on the meta device, and for no others.
-
-    What was one parameter under several names stays one: torch's own `assign=True` makes
-    a parameter of each name, and an optimizer would step their common memory twice.
-
-    Returns:
-        Names of what is on the meta device still.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    stays = {n: held for n, held in _tensors_of(module) if n in values and not held.is_meta}
-    module.load_state_dict(values, assign=True)
-    made = dict(_tensors_of(module))
-    with torch.no_grad():
-        for path, held in stays.items():  # an optimizer may have them
-            parent, _, attribute = path.rpartition(".")
-            held.copy_(made[path])
-            setattr(module.get_submodule(parent), attribute, held)
-    for tied in names.values():
-        if len(tied) == 1:
-            continue
-        taken = [module.get_parameter(name) for name in tied]
-        one = next((parameter for parameter in taken if not parameter.is_meta), taken[0])
-        for name in tied:
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, one)
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta]
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and buffers, those of several names under each."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def check_fillable(fqn: str, target: torch.Tensor) -> None:
     """Refuse targets whose memory cannot take every element.
 
@@ -339,7 +280,7 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
 
 
 def classes_in(target: Any) -> Iterator[type]:
-    """Give the classes of dataclasses and enums in a value of a target."""
+    """Give the classes of dataclasses, named tuples and enums in a value of a target."""
     if isinstance(target, enum.Enum):
         yield type(target)
         yield from classes_in(target.value)
@@ -352,8 +293,11 @@ def classes_in(target: Any) -> Iterator[type]:
             yield from classes_in(key)
             yield from classes_in(item)
     elif isinstance(target, (list, tuple, set, frozenset)):
+        if hasattr(type(target), "_fields"):
+            yield type(target)
         for item in target:
-            yield from classes_in(item)
+            if type(item) not in SCALAR_TYPES:
+                yield from classes_in(item)
 
 
 def names_of(fqn: str, target: Any) -> list[str]:

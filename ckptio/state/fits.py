@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
+from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import Fill
-from ckptio.state.leaves import TORCH_DTYPES, is_convertible
+from ckptio.state.flatten import is_stateful
+from ckptio.state.leaves import SCALAR_TYPES, TORCH_DTYPES, is_convertible
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import check_view, torch_dtype
+from ckptio.state.records import fields_of
 from ckptio.state.tree import tensor_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from ckptio.format.manifest import TensorEntry
 
@@ -92,6 +95,29 @@ def array_differs(target: np.ndarray[Any, Any], node: Json) -> str:
         return ""
     found = f"{target.dtype.str} {list(target.shape)} in the target, {node['d']} {node['s']}"
     return f"{found} in the checkpoint"
+
+
+def is_filled(target: Any, *, records: bool) -> bool:
+    """Whether a value holds anything that is filled, and not replaced.
+
+    Args:
+        target: The value.
+        records: Whether dataclasses and named tuples are so, whatever they hold: they are
+            matched by the names of their fields, which is of use for as many as are stored.
+    """
+    if type(target) in SCALAR_TYPES:
+        return False
+    if isinstance(target, dict):
+        return any(is_filled(item, records=records) for item in target.values())
+    if isinstance(target, (list, tuple)):
+        if records and hasattr(type(target), "_fields"):
+            return True
+        return any(is_filled(item, records=records) for item in target)
+    if isinstance(target, (torch.Tensor, np.ndarray, Shard, PerRank)):
+        return True
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        return records or any(is_filled(item, records=False) for item in fields_of(target).values())
+    return is_stateful(target)
 
 
 def other(kind: str) -> str:

@@ -27,6 +27,7 @@ from ckptio.shards import LeafSpec, PerRank, Shard
 from ckptio.state.leaves import (
     DTYPE_NAMES,
     NUMPY_KINDS,
+    PLAIN_TYPES,
     TORCH_DTYPES,
     WORDS,
     as_bytes,
@@ -68,8 +69,8 @@ class Stateful(Protocol):
 
 def is_stateful(value: object) -> bool:
     """Whether a value is saved through its `state_dict` and restored through its twin."""
-    if isinstance(value, (torch.Tensor, type)):
-        return False
+    if type(value) in PLAIN_TYPES or isinstance(value, (torch.Tensor, type)):
+        return False  # most are, and to look for methods takes fifty times as long
     try:
         return isinstance(value, Stateful)
     except Exception:  # a `__getattr__` of the caller's, which raises anything

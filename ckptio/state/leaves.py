@@ -26,6 +26,13 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+#: What a document has without a tag, as it is.
+SCALAR_TYPES = frozenset((int, float, str, bool, type(None)))
+#: Exact types of Python's own.
+PLAIN_TYPES = SCALAR_TYPES | {
+    *(bytes, bytearray, complex, list, tuple, dict, set, frozenset),
+    *(collections.OrderedDict, collections.Counter),
+}
 #: Kinds of numpy's element types that can be stored.
 NUMPY_KINDS = "biufcSUmM"
 

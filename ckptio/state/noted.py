@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
-from ckptio.state.tree import names_kept
+from ckptio.state.prune import prune_at
+from ckptio.state.tree import names_kept, orders_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
@@ -31,6 +32,37 @@ class Noted:
     def __init__(self, keep: Predicate | None) -> None:
         self._keep = keep
         self.match = Match()
+        #: What was matched, its name and its node, by its id, which nobody else has meanwhile.
+        self._firsts: dict[int, tuple[Any, str, Json]] = {}
+
+    def _take(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Assemble:
+        """Take a node as it is stored, in classes of those given."""
+        self.match.num_values += 1
+        self.match.make(orders_in(node))
+        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
+
+    def _place_before(self, fqn: str, target: Any, node: Json) -> str | None:
+        """Name the place at which the same object takes something else; `None` if there is none.
+
+        Where both take the same, it may stay one: whoever comes first is noted.
+        """
+        _, name, before = self._firsts.setdefault(id(target), (target, fqn, node))
+        if before is node or (self._keep is None and before == node):
+            return None
+        return None if self._selected(name, before) == self._selected(fqn, node) else name
+
+    def _selected(self, fqn: str, node: Json) -> Json:
+        return node if self._keep is None else prune_at(fqn, node, self._keep)
+
+    def _is_taken(self, fqn: str, target: Any, node: Json) -> bool:
+        """Whether an object that can hold one state alone takes another; then that is noted."""
+        name = self._place_before(fqn, target, node)
+        if name is not None:
+            self.match.doubles.append(
+                f"{fqn}: is one object with {name!r} in the target and another in the checkpoint;"
+                f" {name!r} was loaded"
+            )
+        return name is not None
 
     def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
         if self._keep is None or self._keep(fqn):

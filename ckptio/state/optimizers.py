@@ -1,11 +1,13 @@
 """Optimizers as targets: what they would take and then fail on, or train nothing with.
 
 They give their state as dicts like everything stateful, but what it is good for depends on
-their parameters, which are not in it. What does not fit is said before anything changes.
+their parameters, which are not in it. What does not fit is said before anything changes, as far
+as it was selected: groups if all of them are, moments one by one.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +17,13 @@ from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.members import members_of
 from ckptio.state.numbered import groups_of
 from ckptio.state.sharded import is_dtensor
-from ckptio.state.tree import children, leaves, tensor_index
+from ckptio.state.tree import children, is_kept, leaves, names_kept, tensor_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.format.manifest import TensorEntry
+    from ckptio.state.tree import Predicate
 
     Json = Any
 
@@ -63,7 +66,11 @@ def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -
 
 
 def optimizer_differs(
-    fqn: str, optimizer: torch.optim.Optimizer, node: Json, entries: Sequence[TensorEntry]
+    fqn: str,
+    optimizer: torch.optim.Optimizer,
+    node: Json,
+    entries: Sequence[TensorEntry],
+    keep: Predicate | None = None,
 ) -> str:
     """Say what an optimizer would fail on at its next step; empty if nothing tells.
 
@@ -72,32 +79,43 @@ def optimizer_differs(
         optimizer: The target.
         node: What the checkpoint has of it.
         entries: Tensors of the manifest.
+        keep: Accepts the names to load; everything if not given.
     """
     members = dict(children(fqn, node))
-    stored = groups_of(members.get(join_fqn(fqn, "param_groups")))
+    groups_fqn, state_fqn = join_fqn(fqn, "param_groups"), join_fqn(fqn, "state")
+    groups = members.get(groups_fqn)
+    stored = groups_of(groups)
     if stored is None:
         return ""
     ids = [group["params"] for group in stored]
     here, there = [len(g["params"]) for g in optimizer.param_groups], [len(p) for p in ids]
-    if here != there:
+    takes_groups = is_kept(groups_fqn, groups, keep) or any(
+        names_kept(f"{groups_fqn}.{number}.params", params, keep)
+        for number, params in enumerate(ids)
+    )
+    if takes_groups and here != there:
         return f"groups of {here} parameters in the target, of {there} in the checkpoint"
     if not type(optimizer).__module__.startswith("torch.optim"):
         return ""  # nobody knows what it is made of
     lacking = sorted(optimizer.defaults.keys() - _LATE_OPTIONS - set[str]().union(*stored))
-    if lacking and stored:
+    state = members.get(state_fqn)
+    if lacking and stored and (takes_groups or names_kept(state_fqn, state, keep)):
         kind = type(optimizer).__name__
         return f"{kind} in the target, one without {lacking[0]!r} in the checkpoint"
-    names = [join_fqn(join_fqn(fqn, "state"), key) for params in ids for key in params]
+    keys = [key for params in ids for key in params]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = members.get(join_fqn(fqn, "state"))
-    moments = dict(children(join_fqn(fqn, "state"), state)) if type(state) is dict else {}
-    for name, parameter in zip(names, parameters, strict=True):
-        if found := _moments_differ(name, parameter, moments.get(name), entries):
+    moments = dict(children(state_fqn, state)) if type(state) is dict else {}
+    # without the groups, the state goes to the parameters that have the numbers here
+    for key, parameter in zip(
+        keys if takes_groups else itertools.count(), parameters, strict=False
+    ):
+        name = join_fqn(state_fqn, key)
+        if found := _moments_differ(name, parameter, moments.get(name), entries, keep):
             return found
     return ""
 
 
-def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[str, Any]:
+def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None = None) -> dict[str, Any]:
     """Ask a stateful object what it has, to fill it in place.
 
     Args:
@@ -106,7 +124,7 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
             since, for parameters of which the checkpoint has none, is left out, and what is
             another kind of value there.
         node: What the checkpoint has of it.
-        is_whole: Whether all of it is loaded.
+        keep: Accepts the names to load; everything if not given.
 
     Raises:
         TargetError: It does not say.
@@ -118,11 +136,12 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
             f"the state_dict() of {fqn or 'the target'!r}, which says what to fill, fails:"
             f" {error!r}; give what load() returns without into= to its load_state_dict()"
         ) from error
-    if not (is_whole and isinstance(target, torch.optim.Optimizer)):
+    if not isinstance(target, torch.optim.Optimizer):
         return template
     moments = node.get("state") if type(node) is dict else None
     made = template.get("state") if isinstance(template, dict) else None
-    if type(moments) is dict and isinstance(made, dict):
+    is_whole = is_kept(join_fqn(fqn, "state"), moments, keep)
+    if is_whole and type(moments) is dict and isinstance(made, dict):
         stored = members_of("", moments)
         kept = {}
         for key, item in made.items():
@@ -134,9 +153,11 @@ def template_of(fqn: str, target: Any, node: Json, *, is_whole: bool) -> dict[st
 
 
 def _like(item: Any, node: Json) -> Any:
-    """Leave out tensors of a parameter's state that are plain values in the checkpoint, and lists.
+    """Leave out of a parameter's state what the checkpoint has not, or as a plain value; and lists.
 
-    L-BFGS has a number in the first step what is a tensor in later ones, and lists that grow.
+    It has less of a state where an option was switched on since, or a copy of the weights is made
+    only every few steps: as in torch, that is gone. L-BFGS has a number in the first step what is
+    a tensor in later ones, and lists that grow.
     """
     if not isinstance(item, dict) or type(node) is not dict:
         return item
@@ -144,20 +165,25 @@ def _like(item: Any, node: Json) -> Any:
     return {
         key: value
         for key, value in item.items()
-        if not isinstance(value, list)
-        and not (
-            isinstance(value, torch.Tensor) and key in stored and type(stored[key][2]) is not dict
-        )
+        if key in stored
+        and not isinstance(value, list)
+        and not (isinstance(value, torch.Tensor) and type(stored[key][2]) is not dict)
     }
 
 
 def _moments_differ(
-    name: str, parameter: torch.Tensor, node: Json, entries: Sequence[TensorEntry]
+    name: str,
+    parameter: torch.Tensor,
+    node: Json,
+    entries: Sequence[TensorEntry],
+    keep: Predicate | None,
 ) -> str:
     """Say which part of a parameter's state has another shape than it."""
     for part, item in children(name, node) if type(node) is dict else ():
         index = tensor_index(item)
         if index is None or part.removeprefix(f"{name}.") not in _ELEMENTWISE:
+            continue
+        if keep is not None and not keep(part):
             continue
         shape = entries[index].shape
         if item[TAG] != "view" and shape != tuple(parameter.shape):

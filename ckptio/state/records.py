@@ -1,11 +1,16 @@
-"""Dataclasses and named tuples of a target: fields by name, in place where they can change."""
+"""Dataclasses and named tuples of a target: fields by name, in place where they can change.
+
+And copies of containers that stand at two places of a target, and would have to hold two states.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 
 if TYPE_CHECKING:
@@ -49,3 +54,21 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
     for name, value in changed.items():
         object.__setattr__(target, name, value)
     return target
+
+
+def copied(fqn: str, container: Any) -> Any:
+    """Copy a list, a dict or a dataclass, and nothing that it holds.
+
+    Raises:
+        TargetError: A class of the caller's does not let itself be copied.
+    """
+    try:
+        made = copy.copy(container)
+    except Exception as error:  # of the caller's class, which raises anything
+        raise TargetError(
+            f"{fqn!r} is one {type(container).__name__} with another name of the target, has values"
+            f" of its own in the checkpoint, and cannot be copied: {error!r}"
+        ) from error
+    if type(made) is OrderedDict:
+        vars(made).update(vars(container))  # versions of modules, which its copy() leaves out
+    return made

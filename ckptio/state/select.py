@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError
@@ -12,7 +13,10 @@ from ckptio.state.tree import Predicate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+Matches = Callable[[str], object]
 Select = str | Predicate | Sequence[str]
+
+_GLOB_SIGN = re.compile(r"[*?[]")
 
 
 def make_predicate(select: Select) -> Predicate:
@@ -43,14 +47,31 @@ def make_predicate(select: Select) -> Predicate:
 class Patterns:
     """Accepts the names that one of several patterns matches.
 
+    There may be thousands of either, so no name is compared with every pattern: prefixes are
+    looked up by what a name begins with, up to each of its dots, and so are globs that are a
+    prefix and `.*`; other globs by what they have before their first sign.
+
     Args:
         patterns: Prefixes and globs.
     """
 
     def __init__(self, patterns: Collection[str]) -> None:
-        self._globs = [p for p in patterns if any(c in p for c in "*?[")]
-        self._prefixes = {p.removesuffix("."): p for p in patterns if p not in self._globs}
         self._unmatched = dict.fromkeys(patterns)
+        self._prefixes: dict[str, list[str]] = {}
+        self._below: dict[str, str] = {}
+        #: By the length of their heads, and these.
+        self._globs: dict[int, dict[str, list[tuple[str, Matches]]]] = {}
+        for pattern in self._unmatched:
+            head = _GLOB_SIGN.split(pattern, maxsplit=1)[0]
+            if head == pattern:
+                self._prefixes.setdefault(pattern.removesuffix("."), []).append(pattern)
+            elif pattern == f"{head}*" and head.endswith("."):
+                self._below[head[:-1]] = pattern
+            else:
+                matches = re.compile(fnmatch.translate(pattern)).match
+                heads = self._globs.setdefault(len(head), {})
+                heads.setdefault(head, []).append((pattern, matches))
+        self._above = {up for name in (*self._prefixes, *self._below) for up in _outwards(name)}
 
     @property
     def unmatched(self) -> list[str]:
@@ -65,14 +86,27 @@ class Patterns:
             self._unmatched.pop(pattern, None)
         return is_accepted
 
+    def reaches(self, fqn: str) -> bool:
+        """Whether a name could be accepted, or one that begins with it and a dot; any with ""."""
+        if not fqn or self._globs or fqn in self._above:
+            return True
+        return any(up in self._prefixes or up in self._below for up in _outwards(fqn))
+
     def _matching(self, fqn: str) -> Iterator[str]:
-        """Give the patterns that match a name; of prefixes, there may be thousands."""
-        for pattern in self._globs:
-            if fnmatch.fnmatchcase(fqn, pattern):
-                yield pattern
-        end = len(fqn)
-        while end >= 0:
-            prefix = self._prefixes.get(fqn[:end])
-            if prefix is not None:
-                yield prefix
-            end = fqn.rfind(".", 0, end)
+        """Give the patterns that match a name."""
+        for up in _outwards(fqn):
+            yield from self._prefixes.get(up, ())
+            if len(up) < len(fqn) and (below := self._below.get(up)) is not None:
+                yield below
+        for length, heads in self._globs.items():
+            for pattern, matches in heads.get(fqn[:length], ()):
+                if matches(fqn):
+                    yield pattern
+
+
+def _outwards(fqn: str) -> Iterator[str]:
+    """Give a name, and what it begins with up to each of its dots, the longest first."""
+    end = len(fqn)
+    while end >= 0:
+        yield fqn[:end]
+        end = fqn.rfind(".", 0, end)

@@ -7,11 +7,15 @@ Rules: tensors and arrays of the target are filled in place, and must have the s
 element type of the checkpoint. Of a tensor that is held in parts, the target's blocks are
 filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
 meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
-in place, dataclasses and named tuples by the names of their fields. A stateful object gives
-its state as a template, its tensors are filled in place, and what else the checkpoint has
-under it is made new (but a module takes no names that it does not have, and lacks none that
-is tied to one it is given); then it takes the whole, unless nothing of it was selected. Any
-other value of the target is a placeholder; an enum comes back as its class.
+in place, dataclasses and named tuples by the names of their fields; one that stands at two
+places, which have different values in the checkpoint, becomes two. A list or a tuple that holds
+nothing to fill is one value, of any length, and a list stays the one that it is.
+
+A stateful object gives its state as a template, its tensors are filled in place (those that
+code of others takes are made new, see `handed`), and what else the checkpoint has under it is
+made new (but a module takes no names that it does not have, and lacks none that is tied to one
+it is given); then it takes the whole, unless nothing of it was selected. Any other value of the
+target is a placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -19,43 +23,34 @@ when the checkpoint was saved), the name is missing and the target's value stays
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
-from ckptio.state.fills import (
-    Blank,
-    Fill,
-    check_array,
-    check_fillable,
-    classes_in,
-    take_state,
-)
-from ckptio.state.fits import array_differs, find_plain, find_tensor, is_like, other, shape_of
+from ckptio.state.fills import classes_in
+from ckptio.state.fits import is_filled, other
 from ckptio.state.flatten import is_stateful
-from ckptio.state.leaves import as_tensor
+from ckptio.state.handed import handed_to, take_state
+from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
-from ckptio.state.noted import Noted
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
-from ckptio.state.records import fields_of, record_tag, tag_of, with_fields
-from ckptio.state.sharded import Describer, is_dtensor, is_sharded, memory_of
-from ckptio.state.tree import is_absent, is_ranks, orders_in, prune_at, sequence_in
+from ckptio.state.prune import prune_at
+from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
+from ckptio.state.sharded import is_sharded
+from ckptio.state.tensors import TensorMatcher
+from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from ckptio.format.manifest import TensorEntry
     from ckptio.state.rebuild import Rebuilder
-    from ckptio.state.tree import Predicate
 
     Json = Any
     Assemble = Callable[[Rebuilder], Any]
@@ -64,32 +59,8 @@ _DICTS = (dict, OrderedDict, Counter)
 _DICT_TAGS = (None, "dict", "odict", "counter")
 
 
-class Matcher(Noted):
-    """Matches one target with one tree.
-
-    Args:
-        tensors: The manifest's tensors.
-        dtype: Floating-point element type that targets may have instead of the stored one.
-        keep: Accepts the names to load; everything if not given.
-        device: Where tensors are made for those on the meta device; the CPU if not given.
-            DTensors are made where their mesh is.
-    """
-
-    def __init__(
-        self,
-        tensors: tuple[TensorEntry, ...],
-        *,
-        dtype: torch.dtype | None = None,
-        keep: Predicate | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._tensors = tensors
-        self._find = functools.partial(find_tensor, tensors, converted=dtype)
-        super().__init__(keep)
-        self._device = device
-        self._blanks: dict[Hashable, Blank] = {}
-        self._num_blanks = 0
-        self._describer = Describer()
+class Matcher(TensorMatcher):
+    """Matches one target with one tree."""
 
     def merge(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a value of the target with a node of the tree.
@@ -105,6 +76,8 @@ class Matcher(Noted):
         Raises:
             TargetError: The target holds something that cannot be filled.
         """
+        if type(node) in SCALAR_TYPES and type(target) in SCALAR_TYPES:
+            return self._scalar(fqn, target, node)
         if isinstance(target, PerRank):
             return self._ranks(fqn, target, node)
         if is_ranks(node):
@@ -123,14 +96,31 @@ class Matcher(Noted):
     def _container(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match what has parts, or is a placeholder."""
         if (tag := record_tag(target)) is not None and tag == tag_of(node):
-            return self._record(fqn, target, node)
+            return self._record(fqn, self._own(fqn, target, node), node)
         if is_stateful(target):
             return self._stateful(fqn, target, node)
         if isinstance(target, dict):
-            return self._dict(fqn, target, node, closed=True)
+            return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
         if isinstance(target, (list, tuple)) and target and not isinstance(target, torch.Size):
-            return self._sequence(fqn, target, node)
+            return self._sequence(fqn, self._own(fqn, target, node), node)
         return self._value(fqn, target, node)
+
+    def _own(self, fqn: str, target: Any, node: Json) -> Any:
+        """Give what a place of the target fills: a copy of what another fills with something else.
+
+        One list may stand at two places (a scheduler's state has such). The last of them would
+        have its values in both; so each has a list of its own, as it has in the checkpoint.
+        """
+        if isinstance(target, tuple) or self._place_before(fqn, target, node) is None:
+            return target
+        return copied(fqn, target)
+
+    def _scalar(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Take a number or a word instead of another; some states have a hundred thousand."""
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        self.match.num_values += 1
+        return lambda _: node
 
     def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
         """Take whatever the checkpoint has, in classes of the target and in those given."""
@@ -141,10 +131,7 @@ class Matcher(Noted):
             if kept[0] != node and (part := self._part(fqn, target, node)) is not None:
                 return part
             node = kept[0]
-        self.match.num_values += 1
-        self.match.make(orders_in(node))
-        own = (*own, *classes_in(target))
-        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
+        return self._take(fqn, node, (*own, *classes_in(target)))
 
     def _part(self, fqn: str, target: Any, node: Json) -> Assemble | None:
         """Take some of a container, and leave the rest as the target has it."""
@@ -176,101 +163,35 @@ class Matcher(Noted):
 
         return wrap
 
-    def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
-        if self._keep is not None and not self._keep(fqn):
-            return lambda _: target
-        if (fill := find_plain(self._tensors, fqn, node, target)) is not None:
-            self.match.num_filled += 1
-            self.match.fills.append(fill)
-            return lambda _: target
-        found = self._find(node, shape_of(fqn, target), target.dtype)
-        if isinstance(found, str):
-            return self._mismatch(fqn, target, found)
-        view = node if node[TAG] == "view" else None
-        self.match.num_filled += 1
-        if target.is_meta:
-            blank = self._blank(fqn, target, memory_of(target))
-            self.match.fills.append(Fill(found, blank, view, None, fqn))
-            return lambda _: blank.value()
-        check_fillable(fqn, target)
-        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
-        return lambda _: target
-
-    def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
-        """Match a tensor of which this rank holds blocks."""
-        if self._keep is not None and not self._keep(fqn):
-            return lambda _: target
-        sharded = self._describer.describe(
-            target,
-            lambda problem, way_out: TargetError(f"cannot fill {fqn!r}: {problem}; {way_out}"),
-        )
-        found = self._find(node, sharded.global_shape, sharded.dtype)
-        if isinstance(found, str):
-            return self._mismatch(fqn, target, found)
-        blank = None
-        if len(sharded.local) == 1 and sharded.local[0].is_meta:
-            blank = self._blank(fqn, target, sharded.identity)
-        for local in sharded.local if blank is None else ():
-            check_fillable(fqn, local)
-        view = node if node[TAG] == "view" else None
-        self.match.num_filled += 1
-        self.match.fills += [
-            Fill(found, blank or block.local, view, block, fqn) for block in sharded.blocks
-        ]
-        if blank is not None:
-            return lambda _: blank.value()
-        if is_dtensor(target):
-            self.match.wrapped.append(target)
-        return lambda _: target
-
-    def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
-        """Give what takes the place of a tensor on the meta device; tied ones get one."""
-        self._num_blanks += 1
-        return self._blanks.setdefault(identity, Blank(fqn, target, self._device))
-
-    def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
-        if self._keep is not None and not self._keep(fqn):
-            return lambda _: target
-        if type(node) is not dict or node.get(TAG) != "np":
-            return self._mismatch(fqn, target, other("an array"))
-        if found := array_differs(target, node):
-            return self._mismatch(fqn, target, found)
-        check_array(fqn, target)
-        tensor = as_tensor(target)
-        if tensor is not None and is_like(self._tensors[node["t"]], tensor):
-            self.match.num_filled += 1
-            self.match.fills.append(Fill(node["t"], tensor, name=fqn))
-            return lambda _: target
-        assemble = self._value(fqn, target, node)  # strings, dates, other byte orders: made, copied
-
-        def fill(rebuilder: Rebuilder) -> Any:
-            np.copyto(target, assemble(rebuilder), casting="no")
-            return target
-
-        return fill
-
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
-        if not self._selects(fqn, node):
+        if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
             return lambda _: target
         if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
             require_parameters(fqn, target, node := numbered(node))
-            found = optimizer_differs(fqn, target, node, self._tensors)
-            if found and self._keep is None:
-                return self._mismatch(fqn, target, found)
+            found = optimizer_differs(fqn, target, node, self._tensors, self._keep)
+            if found:
+                self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
+                return lambda _: target
         is_module = isinstance(target, torch.nn.Module)
         num_blanks = self._num_blanks
-        template = template_of(fqn, target, node, is_whole=self._keep is None)
-        self.match.num_before = len(self.match.fills)
+        template = template_of(fqn, target, node, self._keep)
+        self.match.num_before, num_left = len(self.match.fills), self.match.num_left
+        handed = None
         if isinstance(template, dict):
+            self._handed = handed = handed_to(fqn, target, template)
             assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+            self._handed = None
         else:  # it has nothing yet, or something of its own
             assemble = self._value(fqn, None, node)
+        is_partial = self._keep is not None or self.match.num_left > num_left
         if is_module:
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
         has_blanks = self._num_blanks > num_blanks
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             values = assemble(rebuilder)
+            if handed is not None and is_partial:
+                values = handed.without_own(values, template)
             rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             return target
 
@@ -352,6 +273,13 @@ class Matcher(Noted):
             found = other(f"a {type(target).__name__}")
             return self._mismatch(fqn, target, found)
         _, names, items = stored
+        if (
+            type(target) in (list, tuple)
+            and not is_filled(target, records=len(items) == len(target))
+            and is_kept(fqn, node, self._keep)
+            and not holds_absent(node)
+        ):
+            return self._replaced(fqn, target, node)
         merged = [
             self.merge(name, value, item)
             for name, value, item in zip(names, target, items, strict=False)
@@ -368,6 +296,23 @@ class Matcher(Noted):
                 return target
             values += target[len(values) :]
             return type(target)(*values) if hasattr(target, "_fields") else tuple(values)
+
+        return update
+
+    def _replaced(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Take a list or a tuple that holds nothing that is filled as one value, of any length.
+
+        As a rule it is a history, of another time than the checkpoint's. A list stays the very
+        list; a tuple stays one, whatever the checkpoint has for it.
+        """
+        assemble = self._take(fqn, node, tuple(classes_in(target)))
+
+        def update(rebuilder: Rebuilder) -> Any:
+            values = assemble(rebuilder)
+            if isinstance(target, tuple):
+                return tuple(values)
+            target[:] = values
+            return target
 
         return update
 

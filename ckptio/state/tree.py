@@ -1,4 +1,4 @@
-"""Read, walk and prune the tree of a manifest, without torch."""
+"""Read and walk the tree of a manifest, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptio.plan.differences import RANKS_TAG
 from ckptio.plan.trees import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptio.format.manifest import Manifest
 
@@ -97,6 +97,17 @@ def is_ranks(node: Json) -> bool:
 def is_absent(node: Json) -> bool:
     """Whether a node of one rank's tree is a value that only other ranks had."""
     return type(node) is dict and node.get(TAG) == RANKS_TAG and node["v"] == [ABSENT]
+
+
+def holds_absent(node: Json) -> bool:
+    """Whether anything in a node of one rank's tree is a value that only other ranks had."""
+    if type(node) is dict:
+        return is_absent(node) or any(map(holds_absent, _containers(node.values())))
+    return type(node) is list and any(map(holds_absent, _containers(node)))
+
+
+def _containers(items: Iterable[Json]) -> Iterator[Json]:
+    return (item for item in items if type(item) in (dict, list))
 
 
 def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool:
@@ -267,6 +278,11 @@ def names_kept(fqn: str, node: Json, keep: Predicate | None) -> list[str]:
     return [name for name, _ in leaves(fqn, node) if keep is None or keep(name)]
 
 
+def is_kept(fqn: str, node: Json, keep: Predicate | None) -> bool:
+    """Whether `keep` accepts everything in a node."""
+    return keep is None or all(keep(name) for name, _ in leaves(fqn, node))
+
+
 def names_kept_for_ranks(manifest: Manifest) -> list[str]:
     """Name what was kept for each rank, as the ranks that have it name it.
 
@@ -319,19 +335,6 @@ def identity_of(encoded_key: Json) -> Hashable:
     return (frozenset, frozenset(items)) if tag == "frozenset" else (tuple, *items)
 
 
-def prune(tree: Json, keep: Predicate) -> Json:
-    """Keep the values whose names `keep` accepts, and the containers around them.
-
-    Dicts lose the other keys. Lists, tuples and fields keep their places, with `None`
-    for what was not selected.
-
-    Returns:
-        A new tree; `{}` if nothing was selected.
-    """
-    found = prune_at("", tree, keep)
-    return found[0] if found else {}
-
-
 def sequence_in(fqn: str, node: Json) -> tuple[bool, list[str], list[Json]] | None:
     """Take the list or tuple at `fqn` apart: whether it is a tuple, names, items."""
     if type(node) is list:
@@ -340,59 +343,3 @@ def sequence_in(fqn: str, node: Json) -> tuple[bool, list[str], list[Json]] | No
         return None
     names, items = zip(*children(fqn, node), strict=True) if node["v"] else ((), ())
     return True, list(names), list(items)
-
-
-def prune_at(fqn: str, node: Json, keep: Predicate) -> tuple[Json, ...]:
-    """Prune the node at `fqn` like a tree.
-
-    Returns:
-        The new node; nothing if nothing in it was selected.
-    """
-    kept = _prune(fqn, node, keep)
-    return () if kept is _MISSING else (kept,)
-
-
-def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
-    """Prune one node; `_MISSING` if nothing in it was selected."""
-    if type(node) is list:
-        items = [_prune(join_fqn(fqn, i), item, keep) for i, item in enumerate(node)]
-        return _in_place(items, kept_empty=not node and keep(fqn))
-    if type(node) is not dict or tensor_index(node) is not None:
-        return node if keep(fqn) else _MISSING
-    tag = node.get(TAG)
-    if tag is None:
-        found = {key: _prune(join_fqn(fqn, key), item, keep) for key, item in node.items()}
-        left = {key: item for key, item in found.items() if item is not _MISSING}
-        return left if left or (not node and keep(fqn)) else _MISSING
-    if tag not in (*MAPPING_TAGS, "tuple", RANKS_TAG):
-        return node if keep(fqn) else _MISSING
-    return _prune_tagged(fqn, node, keep)
-
-
-def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
-    """Prune a container that has a tag."""
-    value = node["v"]
-    kept_empty = not value and keep(fqn)
-    items = [_prune(name, item, keep) for name, item in children(fqn, node)]
-    if node[TAG] == RANKS_TAG:
-        kept = [ABSENT if item is _MISSING else item for item in items]
-        return _MISSING if all(item is _MISSING for item in items) else {**node, "v": kept}
-    if node[TAG] in ("tuple", "namedtuple", "dataclass"):
-        found = _in_place(items, kept_empty=kept_empty)
-        if found is _MISSING:
-            return _MISSING
-        if node[TAG] != "tuple":
-            found = [[pair[0], item] for pair, item in zip(value, found, strict=True)]
-        return {**node, "v": found}
-    keys = list(value) if type(value) is dict else [pair[0] for pair in value]
-    pairs = [[k, i] for k, i in zip(keys, items, strict=True) if i is not _MISSING]
-    if not pairs and not kept_empty:
-        return _MISSING
-    return {**node, "v": dict(pairs) if type(value) is dict else pairs}
-
-
-def _in_place(items: list[Json], *, kept_empty: bool) -> Json:
-    """Keep a sequence if anything in it was selected, with `None` for the rest."""
-    if all(item is _MISSING for item in items) and not kept_empty:
-        return _MISSING
-    return [None if item is _MISSING else item for item in items]

@@ -55,7 +55,7 @@ class Versions:
         self._own: dict[Any, Any] = own if isinstance(own, dict) else {}
         #: Name and stored version of each module of another version, by its bare name.
         self._others: dict[str, tuple[str, Any]] = {}
-        self._names = _Names(target)
+        self._names = Names(target)
         self._match = match
         self._num_taken = match.num_taken
         #: What is below each module: whether some of it is taken, and some is not.
@@ -67,9 +67,9 @@ class Versions:
             if not self._own:
                 self._stored = stored
             elif stored != self._own:
-                self._compare(stored, _Names(keys_of(node)))
+                self._compare(stored, Names(keys_of(node)))
 
-    def _compare(self, stored: dict[Any, Any], names: _Names) -> None:
+    def _compare(self, stored: dict[Any, Any], names: Names) -> None:
         """Find the modules of another version."""
         found = names.innermost(stored)
         for bare, name in self._names.innermost(self._own).items():
@@ -81,7 +81,7 @@ class Versions:
         """Note that a key was matched: whether anything was taken since the one before."""
         if self._others:
             before, self._num_taken = self._num_taken, self._match.num_taken
-            for bare in _above(self._names.bare(str(key))):
+            for bare in above(self._names.bare(str(key))):
                 self._taken.setdefault(bare, set()).add(self._num_taken > before)
 
     def settle(self, fqn: str) -> None:
@@ -128,13 +128,13 @@ class Versions:
         for key in state if self._others else ():
             value = state[key]
             if isinstance(value, torch.Tensor) and any(
-                bare in self._others for bare in _above(self._names.bare(str(key)))
+                bare in self._others for bare in above(self._names.bare(str(key)))
             ):
                 state[key] = value.detach().clone()
         return state
 
 
-class _Names:
+class Names:
     """Names of a state, and of its modules, without those of wrappers.
 
     Args:
@@ -173,7 +173,7 @@ def _around(bare: str) -> Iterator[str]:
         yield bare
 
 
-def _above(key: str) -> Iterator[str]:
+def above(key: str) -> Iterator[str]:
     """Give the modules that a key of a state is in, outwards."""
     return _around(key.rpartition(".")[0])
 

@@ -73,3 +73,29 @@ def test_one_more_tensor_costs_a_few_calls(work: Work, budget: int, tmp_path: Pa
         for number in (500, 1500)
     )
     assert (many - few) / 1000 <= budget
+
+
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [(lambda n: {f"k{i}": i / 2 for i in range(n)}, 16), (lambda n: list(range(n)), 20)],
+    ids=["dict", "list"],
+)
+def test_one_more_number_in_a_target_costs_a_few_calls(
+    make: Callable[[int], Any], budget: int, tmp_path: Path
+) -> None:
+    """It was looked at for methods, and rebuilt by a decoder of its own: 100 calls for each."""
+
+    def count(number: int) -> int:
+        state, path = make(number), tmp_path / str(number)
+        seen: list[str] = []
+        sync.save(state, path, overwrite=True)
+        with sync.Engine() as engine:
+            sys.setprofile(lambda _, event, __: seen.append(event) if "call" in event else None)
+            try:
+                engine.load(path, into=state)
+            finally:
+                sys.setprofile(None)
+        return len(seen)
+
+    few, many = (min(count(number) for _ in range(2)) for number in (500, 1500))
+    assert (many - few) / 1000 <= budget

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio.errors import FormatError, UnsupportedLeafError
+from ckptio.errors import FormatError, TargetError, UnsupportedLeafError
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import MAX_DEPTH, ObjectEncoder, encode_bytes, join_fqn
 from ckptio.format.words import Word, decode_word
@@ -173,10 +173,27 @@ def test_without_its_class_a_key_is_still_a_key() -> None:
 
 @pytest.mark.parametrize("value", [{Color.RED: 1, "red": 2}, {Level.LOW, Key(1, 2), (1, 2)}])
 def test_keys_that_would_be_lost_are_an_error(value: Any) -> None:
-    """If keys are equal without their classes, the message asks for the classes."""
-    with pytest.raises(FormatError, match="pass their classes in types="):
+    """If keys are equal without their classes, the message asks for the classes.
+
+    Nothing is damaged, so that no older checkpoint is of any use.
+    """
+    with pytest.raises(TargetError, match="pass their classes in types="):
         decode(encode(value))
     assert decode(encode(value), CLASSES)[0] == value
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"~": "set", "v": [1, 1]},
+        {"~": "dict", "v": [[1, "a"], [{"~": "int", "v": "1"}, "b"]]},
+        {"~": "dict", "v": [[{"~": "enum", "c": "x.Y", "v": 1}, "a"]] * 2},
+    ],
+)
+def test_keys_that_are_equal_whatever_is_passed_are_damage(node: Any) -> None:
+    """No dict or set has two of them."""
+    with pytest.raises(FormatError, match="two equal keys"):
+        decode(msgspec.json.encode(node))
 
 
 def test_some_classes_are_enough_for_some_values() -> None:

@@ -106,8 +106,66 @@ def test_of_a_class_of_ones_own_nothing_is_asked(tmp_path: Path) -> None:
         sync.load(tmp_path / "d", target, config=SMALL)
 
 
+@pytest.mark.parametrize("select", ["opt", ["model", "opt"], "opt.*", lambda name: name[0] in "mo"])
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (lambda: fresh("SGD", 4, 3, momentum=0.9), "SGD in the target, one without 'dampening'"),
+        (lambda: fresh("AdamW", 5, 3), r"'opt.state.0.exp_avg' is of a parameter of shape"),
+        (
+            lambda: torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]),
+            r"groups of \[2\] parameters in the target, of \[1\]",
+        ),
+    ],
+)
+def test_another_optimizer_is_a_mismatch_though_it_is_selected(
+    tmp_path: Path, other: Any, problem: str, select: Any
+) -> None:
+    """Before anything changes, the model beside it among them."""
+    saved = {"model": torch.ones(2), "opt": stepped("AdamW", 4, 3), "step": 1}
+    sync.save(saved, tmp_path / "c", config=SMALL)
+    target = {"model": torch.zeros(2), "opt": other()}
+    before = copy.deepcopy(target["opt"].state_dict())
+    with pytest.raises(MismatchError, match=problem):
+        sync.load(tmp_path / "c", target, select=select, config=SMALL)
+    assert not target["model"].any()
+    report = sync.load_with_report(tmp_path / "c", target, select=select, config=SMALL).report
+    assert len(report.mismatched) == 1
+    assert_same(target["opt"].state_dict(), before)
+
+
+@pytest.mark.parametrize("select", ["opt.state", "opt.state.0", "opt.state.0.exp_avg"])
+def test_moments_that_are_selected_have_to_fit(tmp_path: Path, select: str) -> None:
+    """By the numbers of the parameters here, where the groups stay as they are."""
+    sync.save({"opt": stepped("AdamW", 4, 3)}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"of shape \(5,\) in the target"):
+        sync.load(tmp_path / "c", {"opt": fresh("AdamW", 5)}, select=select, config=SMALL)
+    target = fresh("AdamW", 4, 3)
+    target.param_groups[0]["lr"] = 7.0
+    sync.load(tmp_path / "c", {"opt": target}, select="opt.state", config=SMALL)
+    assert target.param_groups[0]["lr"] == 7.0
+    assert len(target.state) == 1
+
+
+def test_an_option_of_another_optimizer_may_be_selected(tmp_path: Path) -> None:
+    """It is a number, whoever had it."""
+    sync.save({"opt": stepped("AdamW", 4, 3)}, tmp_path / "c", config=SMALL)
+    target = fresh("SGD", 5, momentum=0.9)
+    target.param_groups[0]["lr"] = 7.0
+    sync.load(tmp_path / "c", {"opt": target}, select="opt.param_groups.0.lr", config=SMALL)
+    assert target.param_groups[0]["lr"] == 0.1
+    assert target.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(MismatchError, match="groups of"):
+        two = torch.optim.SGD([torch.nn.Parameter(torch.ones(3)) for _ in range(2)])
+        select = "opt.param_groups.0.params"
+        sync.load(tmp_path / "c", {"opt": two}, select=select, config=SMALL)
+
+
+@pytest.mark.parametrize("select", [None, "opt"])
 @pytest.mark.parametrize("saved", ["before a step", "before a layer was thawed"])
-def test_an_optimizer_goes_back_to_less_state(tmp_path: Path, saved: str) -> None:
+def test_an_optimizer_goes_back_to_less_state(
+    tmp_path: Path, saved: str, select: str | None
+) -> None:
     """What it has made since is gone, as with its own `load_state_dict`."""
     layers = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = torch.optim.AdamW(layers)
@@ -119,8 +177,43 @@ def test_an_optimizer_goes_back_to_less_state(tmp_path: Path, saved: str) -> Non
     for layer in layers:
         layer.grad = torch.ones(3)
     optimizer.step()
-    sync.load(tmp_path / "c", {"opt": optimizer}, config=SMALL)
+    sync.load(tmp_path / "c", {"opt": optimizer}, select=select, config=SMALL)
     assert_same(optimizer.state_dict(), before)
+
+
+class Lookahead(torch.optim.SGD):
+    """Copies the weights when it has stepped twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["n"] = state.get("n", 0) + 1
+            if state["n"] == 2:
+                state["slow"] = parameter.detach().clone()
+        return loss
+
+
+@pytest.mark.parametrize("select", [None, "opt"])
+def test_what_a_parameter_has_since_is_gone(tmp_path: Path, select: str | None) -> None:
+    """A part of its state that the checkpoint has not: torch drops it, too."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Lookahead([parameter], lr=0.1, momentum=0.9)
+    optimizer.step()
+    sync.save({"opt": optimizer}, tmp_path / "c", config=SMALL)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    sync.load(tmp_path / "c", {"opt": optimizer}, select=select, config=SMALL)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_an_option_with_a_state_of_its_own_goes_back(tmp_path: Path) -> None:
+    """AdamW's `amsgrad` has one, and is off again."""
+    saved, target = stepped("AdamW", 4), stepped("AdamW", 4, amsgrad=True)
+    sync.save({"opt": saved}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"opt": target}, config=SMALL)
+    assert_same(target.state_dict(), saved.state_dict())
 
 
 class Bare(torch.optim.SGD):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
 from ckptio.state.target import Matcher
-from tests.strategies import CLASSES, Color, Key, Point, assert_same, plain_states
+from tests.strategies import CLASSES, Color, Key, Point, Settings, assert_same, plain_states
 
 if TYPE_CHECKING:
     from ckptio.state.fills import Match
@@ -168,11 +169,62 @@ def test_tuples_and_named_tuples_come_back_with_their_tensors() -> None:
 
 def test_a_longer_and_a_shorter_list_are_listed() -> None:
     """Places that only one of them has; the others are filled."""
-    assert match_of([1, 2, 3], [0]).unexpected == ["1", "2"]
+    assert match_of([zeros(1), 2, 3], [zeros(1)]).unexpected == ["1", "2"]
     match, result = matched([1], [0, zeros(1), {"a": 1}])
     assert match.missing == ["1", "2.a"]
     assert result[0] == 1
     assert len(result) == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ([0.5, 0.25], [0.5, 0.25, 9.0]),
+        ([0.5, 0.25], [7.0]),
+        ([], [7.0]),
+        ([0.5], []),
+        ((1, 2), (1, 2, 3)),
+        ([{"loss": 0.5, "lr": 1.0}, {"eval": 0.25}], [{"loss": 0.5, "lr": 1.0}]),
+        ([{"eval": 0.25}], [{"loss": 0.5}]),
+        ([[1], (2, {3})], [[1, 2]]),
+        ([Point(1, 2), Point(3, 4)], [Point(5, 6)]),
+        ([Color.RED, Color.RED], [Color.RED]),
+        ([zeros(1), 2], [0, 0]),
+        ([zeros(1), zeros(2), 2], [None]),
+    ],
+    ids=str,
+)
+def test_a_list_that_holds_nothing_to_fill_is_one_value(saved: Any, target: Any) -> None:
+    """A history, say, which has grown since: it is neither refused nor mixed of two times."""
+    into: dict[str, Any] = {"x": copy.copy(target), "w": zeros(1)}
+    held = into["x"]
+    match, result = matched({"x": saved, "w": zeros(1)}, into)
+    assert match.agrees
+    assert_same(result["x"], saved)
+    assert (result["x"] is held) == (bool(target) and type(target) is list)
+
+
+def test_a_list_of_records_is_filled_field_by_field() -> None:
+    """Where there are as many, each is the very one that it was; otherwise all are new."""
+    first = Settings(1, [2])
+    target = {"x": [first, Settings(3, [4])]}
+    match, result = matched({"x": [Settings(5, [6, 7]), Settings(8, [])]}, target)
+    assert match.agrees
+    assert result["x"][0] is first
+    assert (first.rate, first.name) == (5, [6, 7])
+    match, result = matched({"x": [Settings(5, [6, 7])]}, target)
+    assert match.agrees
+    assert result["x"] == [Settings(5, [6, 7])]
+    assert match_of({"x": [Settings(5, zeros(1))]}, {"x": [Settings(5, zeros(1)), 1]}).missing
+
+
+def test_a_list_of_which_a_part_is_selected_keeps_the_rest() -> None:
+    """Item by item, as long as there are as many."""
+    target = {"x": [1, 2]}
+    match, result = matched({"x": [5, 6]}, target, "x.1")
+    assert match.agrees
+    assert result["x"] == [1, 6]
+    assert match_of({"x": [5, 6]}, {"x": [1]}, "x.1").unexpected == ["x.1"]
 
 
 def test_an_array_is_filled_in_place() -> None:
@@ -280,13 +332,14 @@ class Holder:
 
 
 def test_a_stateful_object_is_given_its_state() -> None:
-    """Its tensors filled in place, new ones made, and its own dict left alone."""
+    """New tensors, and its own left alone: it may write to them before it reads these."""
     holder = Holder({"w": zeros(2), "n": 0, "sub": {"a": 1}})
     saved = {"w": zeros(2), "n": 5, "sub": {"a": 2, "b": [zeros(1)]}, "moment": zeros(3)}
     match, result = matched(Holder(saved), holder)
     assert match.agrees
     assert result is holder
-    assert holder.given["w"] is holder.state["w"]
+    assert holder.given["w"].shape == (2,)
+    assert holder.given["w"] is not holder.state["w"]
     assert (holder.given["n"], holder.given["sub"]["a"]) == (5, 2)
     assert holder.given["moment"].shape == (3,)
     assert holder.state == {"w": holder.state["w"], "n": 0, "sub": {"a": 1}}

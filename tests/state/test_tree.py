@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fnmatch
 import json
+import sys
 from typing import Any
 
 import msgspec
@@ -13,9 +15,10 @@ from ckptio.errors import ConfigError, FormatError
 from ckptio.format.encode import MAX_DEPTH, join_fqn
 from ckptio.format.manifest import Manifest, TensorEntry
 from ckptio.state.flatten import flatten
+from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder
-from ckptio.state.select import make_predicate
-from ckptio.state.tree import is_absent, is_ranks, prune, read_tree, tensor_index, walk
+from ckptio.state.select import Patterns, make_predicate
+from ckptio.state.tree import is_absent, is_ranks, read_tree, tensor_index, walk
 from tests.strategies import Point, Settings, keys, states
 
 
@@ -155,6 +158,70 @@ def test_names_of_a_tree_are_those_of_the_state(names: list[Any]) -> None:
     tree = msgspec.json.decode(msgspec.json.encode(flat.tree))
     expected = [join_fqn(str(i), key) for i, key in enumerate(names)]
     assert [name for name, _ in walk("", tree)] == expected
+
+
+segments = st.sampled_from(["a", "b", "ab", "", "*", "?", "[ab]", "[", "a*", "*b"])
+
+
+@given(
+    names=st.lists(st.lists(segments, min_size=1, max_size=4).map(".".join), max_size=8),
+    patterns=st.lists(st.lists(segments, min_size=1, max_size=4).map(".".join), min_size=1),
+)
+def test_patterns_match_as_they_would_one_by_one(names: list[str], patterns: list[str]) -> None:
+    """However they are looked up; and what is said to be out of reach has nothing to match."""
+    patterns = [pattern for pattern in patterns if pattern.strip(".")] or ["a"]
+
+    def matches(pattern: str, name: str) -> bool:
+        if any(sign in pattern for sign in "*?["):
+            return fnmatch.fnmatchcase(name, pattern)
+        prefix = pattern.removesuffix(".")
+        return name == prefix or name.startswith(f"{prefix}.")
+
+    keep = Patterns(patterns)
+    unmatched = set(patterns)
+    for name in names:
+        found = {pattern for pattern in patterns if matches(pattern, name)}
+        assert keep(name) == bool(found)
+        unmatched -= found
+        ups = [name[:end] for end, sign in enumerate(name) if sign == "."]
+        assert not found or all(map(keep.reaches, [*ups, name]))
+    assert set(keep.unmatched) == unmatched
+
+
+@pytest.mark.parametrize("kind", ["layers.{}.*", "layers.{}.p[01]", "layers.{}.p0", "layers.{}"])
+def test_a_name_is_not_compared_with_every_pattern(kind: str) -> None:
+    """A thousand of them cost a name as many calls as ten."""
+
+    def count(number: int) -> int:
+        keep = Patterns([kind.format(i) for i in range(number)])
+        seen: list[str] = []
+        sys.setprofile(lambda _, event, __: seen.append(event) if "call" in event else None)
+        try:
+            assert keep("layers.5.p0")
+            assert not keep("other.5.p0")
+        finally:
+            sys.setprofile(None)
+        return len(seen)
+
+    assert count(1000) <= count(10) + 8
+
+
+def test_what_no_name_of_reaches_is_not_walked() -> None:
+    """Of many layers one is looked at, where that one is selected by its name."""
+
+    class Counting(Patterns):
+        num_asked = 0
+
+        def __call__(self, fqn: str) -> bool:
+            self.num_asked += 1
+            return super().__call__(fqn)
+
+    state = {f"l{i}": {"w": 1, "more": [1, (2, {"k": 3})]} for i in range(100)}
+    keep = Counting(["l7.more.1", "l8.w"])
+    assert prune(flatten(state).tree, keep) == prune(flatten(state).tree, keep.__call__)
+    keep = Counting(["l7.more.1", "l8.w"])
+    prune(flatten(state).tree, keep)
+    assert keep.num_asked <= 8
 
 
 @pytest.mark.parametrize("select", ["", [], [""], [1], 5, ["a", None]])

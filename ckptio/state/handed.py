@@ -1,0 +1,208 @@
+"""Hand a state over to the object that takes it.
+
+What the `state_dict()` of an object gives is its own memory, as a rule, and its
+`load_state_dict()` may write to that while it reads what it was given: it resets itself first,
+puts rows into another order, swaps two of them, or adds to what it has. Torch's modules and
+optimizers copy each tensor to itself, and no more. So theirs are filled where they are, with no
+second copy of a model; what has code of others to take its state is given new tensors, as
+`torch.load` gives them, and does with its own what it likes. Of a module that is what is below
+each module with such code: a hook that runs before, or a `_load_from_state_dict` of its own.
+
+Blocks of tensors that are held in parts are filled where they are, whoever has them: nothing but
+the object's own says which part of them to load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ckptio.errors import TargetError
+from ckptio.format.encode import join_fqn
+from ckptio.state.fills import Blank
+from ckptio.state.records import copied
+from ckptio.state.sharded import is_sharded, memory_of
+from ckptio.state.versions import Names, above
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+
+    Json = Any
+
+
+class Handed:
+    """What one object is given.
+
+    Args:
+        fqn: Its name.
+        is_new: Whether a name of its state gets a new tensor.
+    """
+
+    def __init__(self, fqn: str, is_new: Callable[[str], bool]) -> None:
+        self._start = len(fqn) + 1 if fqn else 0
+        self._is_new = is_new
+        self._blanks: dict[Hashable, Blank] = {}
+        #: The first that was made for a tensor of the object, by its memory.
+        self._firsts: dict[Hashable, Blank] = {}
+
+    def is_new(self, fqn: str) -> bool:
+        """Whether what has a whole name gets a new tensor."""
+        return self._is_new(fqn[self._start :])
+
+    def blank(self, fqn: str, target: torch.Tensor, stored: int, view: Json) -> Blank:
+        """Give the new tensor for one of the object: one for what is one here and there."""
+        memory = memory_of(target)
+        key = (memory, stored, msgspec.json.encode(view))
+        blank = self._blanks.setdefault(key, Blank(fqn, target, target.device))
+        self._firsts.setdefault(memory, blank)
+        return blank
+
+    def without_own(self, values: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
+        """Copy what was not loaded, and is the object's own still.
+
+        Args:
+            values: A state.
+            template: What the object has.
+        """
+        own: set[int] = set()
+        for key, value in template.items():
+            if self._is_new(str(key)):
+                _note_own(value, own)
+        return self._apart(values, own)  # type: ignore[no-any-return]  # a dict like it
+
+    def _apart(self, value: Any, own: set[int]) -> Any:
+        is_own = id(value) in own
+        if isinstance(value, torch.Tensor):
+            return self._tensor_apart(value) if is_own and not is_sharded(value) else value
+        if isinstance(value, np.ndarray):
+            return value.copy() if is_own else value
+        if type(value) in (dict, OrderedDict, Counter):
+            made = copied("", value) if is_own else value
+            for key, item in value.items():
+                made[key] = self._apart(item, own)
+            return made
+        if type(value) in (list, tuple):
+            return type(value)([self._apart(item, own) for item in value])
+        return value
+
+    def _tensor_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give what another name of the same tensor is given, or a copy of it."""
+        twin = self._firsts.get(memory_of(tensor))
+        if twin is not None:
+            return twin.local()
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
+    """Say what an object is given new tensors for; `None` if all it has are filled.
+
+    Args:
+        fqn: Its name.
+        target: The object.
+        keys: Of its state.
+    """
+    if not _is_of_torch(target.load_state_dict):
+        return Handed(fqn, lambda _: True)
+    if isinstance(target, torch.optim.Optimizer):
+        hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", {})
+        return None if all(map(_is_of_torch, hooks.values())) else Handed(fqn, lambda _: True)
+    if not isinstance(target, torch.nn.Module):
+        return None
+    names = Names(keys)
+    rewritten = {names.bare(name) for name, part in target.named_modules() if _rewrites(part)}
+    if not rewritten:
+        return None
+    return Handed(fqn, lambda key: any(bare in rewritten for bare in above(names.bare(key))))
+
+
+def _rewrites(module: torch.nn.Module) -> bool:
+    """Whether a module runs code of others on a state before it takes it."""
+    hooks = getattr(module, "_load_state_dict_pre_hooks", {})
+    functions = (module._load_from_state_dict, *hooks.values())  # noqa: SLF001  # made to be overridden
+    return not all(map(_is_of_torch, functions))
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether torch itself has a function, or a hook that it has wrapped."""
+    function = getattr(function, "hook", function)
+    name = getattr(function, "__module__", None) or type(function).__module__
+    return name == "torch" or name.startswith("torch.")
+
+
+def _note_own(value: Any, own: set[int]) -> None:
+    """Note what can be written to, by its id."""
+    if isinstance(value, (torch.Tensor, np.ndarray, dict, list, tuple)):
+        own.add(id(value))
+        items = value.values() if isinstance(value, dict) else value
+        for item in () if isinstance(value, (torch.Tensor, np.ndarray)) else items:
+            _note_own(item, own)
+
+
+def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:
+    """Let a stateful object take its state.
+
+    Args:
+        fqn: Its name.
+        target: The object.
+        values: Its state; tensors of it that were filled are the object's own.
+        assigns: Whether it is a module with tensors on the meta device, which others replace.
+
+    Returns:
+        Notes for the report.
+
+    Raises:
+        TargetError: It does not take it.
+    """
+    try:
+        if not assigns:
+            target.load_state_dict(values)
+            return []
+        names = take_over(target, values)
+    except Exception as error:  # of the caller's class, which raises anything
+        raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
+    return [
+        f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
+        for name in names
+    ]
+
+
+def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
+    """Let a module take new tensors for those it has on the meta device, and for no others.
+
+    What was one parameter under several names stays one: torch's own `assign=True` makes
+    a parameter of each name, and an optimizer would step their common memory twice.
+
+    Returns:
+        Names of what is on the meta device still.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    stays = {n: held for n, held in _tensors_of(module) if n in values and not held.is_meta}
+    module.load_state_dict(values, assign=True)
+    made = dict(_tensors_of(module))
+    with torch.no_grad():
+        for path, held in stays.items():  # an optimizer may have them
+            parent, _, attribute = path.rpartition(".")
+            held.copy_(made[path])
+            setattr(module.get_submodule(parent), attribute, held)
+    for tied in names.values():
+        if len(tied) == 1:
+            continue
+        taken = [module.get_parameter(name) for name in tied]
+        one = next((parameter for parameter in taken if not parameter.is_meta), taken[0])
+        for name in tied:
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, one)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta]
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give parameters and buffers, those of several names under each."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,140 @@
+"""Match tensors and arrays of a target with what a checkpoint has: they are filled in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptio.errors import TargetError
+from ckptio.format.encode import TAG
+from ckptio.state.fills import Blank, Fill, check_array, check_fillable
+from ckptio.state.fits import array_differs, find_plain, find_tensor, is_like, other, shape_of
+from ckptio.state.leaves import as_tensor
+from ckptio.state.noted import Noted
+from ckptio.state.sharded import Describer, is_dtensor, memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import torch
+
+    from ckptio.format.manifest import TensorEntry
+    from ckptio.state.handed import Handed
+    from ckptio.state.rebuild import Rebuilder
+    from ckptio.state.tree import Predicate
+
+    Json = Any
+    Assemble = Callable[[Rebuilder], Any]
+
+
+class TensorMatcher(Noted):
+    """Matches what has elements; what it is in, whoever extends it.
+
+    Args:
+        tensors: The manifest's tensors.
+        dtype: Floating-point element type that targets may have instead of the stored one.
+        keep: Accepts the names to load; everything if not given.
+        device: Where tensors are made for those on the meta device; the CPU if not given.
+            DTensors are made where their mesh is.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[TensorEntry, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        keep: Predicate | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._find = functools.partial(find_tensor, tensors, converted=dtype)
+        super().__init__(keep)
+        self._device = device
+        self._blanks: dict[Hashable, Blank] = {}
+        self._num_blanks = 0
+        self._describer = Describer()
+        self._handed: Handed | None = None
+
+    def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        is_new = self._handed is not None and self._handed.is_new(fqn)
+        if not is_new and (fill := find_plain(self._tensors, fqn, node, target)) is not None:
+            self.match.num_filled += 1
+            self.match.fills.append(fill)
+            return lambda _: target
+        found = self._find(node, shape_of(fqn, target), target.dtype)
+        if isinstance(found, str):
+            return self._mismatch(fqn, target, found)
+        view = node if node[TAG] == "view" else None
+        self.match.num_filled += 1
+        if target.is_meta:
+            blank = self._blank(fqn, target, memory_of(target))
+            self.match.fills.append(Fill(found, blank, view, None, fqn))
+            return lambda _: blank.value()
+        check_fillable(fqn, target)
+        if self._handed is not None and is_new:
+            blank = self._handed.blank(fqn, target, found, view)
+            self.match.fills.append(Fill(found, blank, view, None, fqn))
+            return lambda _: blank.value()
+        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
+        return lambda _: target
+
+    def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Match a tensor of which this rank holds blocks."""
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        sharded = self._describer.describe(
+            target,
+            lambda problem, way_out: TargetError(f"cannot fill {fqn!r}: {problem}; {way_out}"),
+        )
+        found = self._find(node, sharded.global_shape, sharded.dtype)
+        if isinstance(found, str):
+            return self._mismatch(fqn, target, found)
+        blank = None
+        if len(sharded.local) == 1 and sharded.local[0].is_meta:
+            blank = self._blank(fqn, target, sharded.identity)
+        for local in sharded.local if blank is None else ():
+            check_fillable(fqn, local)
+        view = node if node[TAG] == "view" else None
+        self.match.num_filled += 1
+        self.match.fills += [
+            Fill(found, blank or block.local, view, block, fqn) for block in sharded.blocks
+        ]
+        if blank is not None:
+            return lambda _: blank.value()
+        if is_dtensor(target):
+            self.match.wrapped.append(target)
+        return lambda _: target
+
+    def _blank(self, fqn: str, target: Any, identity: Hashable) -> Blank:
+        """Give what takes the place of a tensor on the meta device; tied ones get one."""
+        self._num_blanks += 1
+        return self._blanks.setdefault(identity, Blank(fqn, target, self._device))
+
+    def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
+        if self._keep is not None and not self._keep(fqn):
+            return lambda _: target
+        if type(node) is not dict or node.get(TAG) != "np":
+            return self._mismatch(fqn, target, other("an array"))
+        if found := array_differs(target, node):
+            return self._mismatch(fqn, target, found)
+        if self._handed is not None and self._handed.is_new(fqn):
+            return self._take(fqn, node)
+        check_array(fqn, target)
+        tensor = as_tensor(target)
+        if tensor is not None and is_like(self._tensors[node["t"]], tensor):
+            self.match.num_filled += 1
+            self.match.fills.append(Fill(node["t"], tensor, name=fqn))
+            return lambda _: target
+        if self._is_taken(fqn, target, node):
+            return lambda _: target
+        assemble = self._take(fqn, node)  # strings, dates, other byte orders: made, copied
+
+        def fill(rebuilder: Rebuilder) -> Any:
+            np.copyto(target, assemble(rebuilder), casting="no")
+            return target
+
+        return fill

@@ -1,0 +1,196 @@
+"""What an object is given to load: never the memory that it may write to meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptio import PerRank, sync
+from ckptio.state.handed import handed_to
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def loaded_both(tmp_path: Path, saved: Any, target: Any, **options: Any) -> tuple[Any, Any]:
+    """Load into a target, and into a copy of it as torch does."""
+    other, file = copy.deepcopy(target), io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=False))
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL, overwrite=True)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL, **options)
+    return target, other
+
+
+class Mean:
+    """A mean that starts anew before it takes another."""
+
+    def __init__(self, *values: float) -> None:
+        self.total, self.parts = torch.tensor(values, dtype=torch.float32), np.array(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "parts": PerRank(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total.zero_()
+        self.parts[:] = 0
+        self.total += state["total"]
+        parts = state["parts"]
+        self.parts += parts.value if isinstance(parts, PerRank) else parts
+
+
+class Sum(Mean):
+    """One that adds what it is given to what it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total += state["total"]
+
+
+class Pair:
+    """Two that are swapped when they are loaded."""
+
+    def __init__(self, one: float, two: float) -> None:
+        self.total = torch.tensor([one, two])
+        self.one, self.two = self.total[:1], self.total[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"both": {"one": self.one, "two": [self.two], "own": self.one}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.one.copy_(state["both"]["two"][0])
+        self.two.copy_(state["both"]["one"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [(Mean(1, 2), Mean(3, 4)), (Sum(1, 2), Sum(3, 4)), (Pair(1, 2), Pair(3, 4))],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_may_write_to_its_own(tmp_path: Path, saved: Any, target: Any) -> None:
+    """Before it reads what it is given: that is as it is with `torch.load`."""
+    target, other = loaded_both(tmp_path, saved, target)
+    assert target.total.tolist() == other.total.tolist()
+
+
+def test_what_is_not_loaded_is_given_as_a_copy(tmp_path: Path) -> None:
+    """It would be gone, too."""
+    sync.save({"x": {"total": torch.ones(2)}}, tmp_path / "c", config=SMALL)
+    target = Mean(3, 4)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL, strict="ignore")
+    assert target.total.tolist() == [1.0, 1.0]
+    sync.save({"x": Pair(1, 2)}, tmp_path / "d", config=SMALL)
+    pair = Pair(3, 4)
+    sync.load(tmp_path / "d", {"x": pair}, config=SMALL, select="x.both.two")
+    assert pair.total.tolist() == [2.0, 3.0]
+
+
+def swap(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    one, two = state[f"{prefix}weight"], state[f"{prefix}twin"]
+    state[f"{prefix}weight"], state[f"{prefix}twin"] = two, one
+
+
+class Turned(torch.nn.Module):
+    """A module whose older releases had other names and other dimensions."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(4.0).reshape(2, 2) + start)
+        self.twin = torch.nn.Parameter(torch.arange(4.0).reshape(2, 2) - start)
+
+
+class Overriding(Turned):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Whole(Turned):
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        turned = {name: value.t() for name, value in state_dict.items()}
+        return super().load_state_dict(turned, *args, **options)
+
+
+def hooked(start: float = 0.0) -> torch.nn.Module:
+    module = Turned(start)
+    register: Any = module.register_load_state_dict_pre_hook
+    register(lambda _, *args: swap(*args))
+    return module
+
+
+@pytest.mark.parametrize("make", [hooked, Overriding, Whole], ids=["hook", "override", "whole"])
+def test_a_module_may_turn_what_it_is_given(
+    tmp_path: Path, make: Callable[[float], torch.nn.Module]
+) -> None:
+    """By a hook, or by code of its own; and what has none beside it is filled where it is."""
+    saved = torch.nn.ModuleDict({"turned": Turned(10), "plain": torch.nn.Linear(2, 2)})
+    target = torch.nn.ModuleDict({"turned": make(0), "plain": torch.nn.Linear(2, 2)})
+    if make is Whole:
+        saved, target = Turned(10), make(0)  # type: ignore[assignment]  # such is called at the root
+    else:
+        handed = handed_to("x", target, target.state_dict())
+        assert handed is not None
+        names = ("x.turned.weight", "x.plain.weight")
+        assert [handed.is_new(name) for name in names] == [True, False]
+    target, other = loaded_both(tmp_path, saved, target)
+    for name, value in other.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("name", ["weight", "twin"])
+def test_tied_parameters_under_a_hook_need_one_name(tmp_path: Path, name: str) -> None:
+    """The other is given what that one is, not what it had."""
+    target = Turned()
+    target.twin = target.weight
+    register: Any = target.register_load_state_dict_pre_hook
+    register(lambda *_: None)
+    value = torch.full((2, 2), 7.0)
+    sync.save({"x": {name: value}}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert torch.equal(target.weight, value)
+    assert target.twin is target.weight
+
+
+def test_an_optimizer_may_turn_what_it_is_given(tmp_path: Path) -> None:
+    """By a hook that runs before."""
+
+    def stepped(*, hooked: bool) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.arange(2.0) + hooked
+        optimizer = torch.optim.Adam([weight])
+        optimizer.step()
+
+        def turn(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+            for own in optimizer.state.values():
+                own["exp_avg"].zero_()
+            moments = state["state"][0]
+            moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg_sq"], moments["exp_avg"]
+
+        if hooked:
+            optimizer.register_load_state_dict_pre_hook(turn)
+        return optimizer
+
+    saved, target = stepped(hooked=False), stepped(hooked=True)
+    expected = saved.state_dict()["state"][0]
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    state = target.state_dict()["state"][0]
+    assert torch.equal(state["exp_avg"], expected["exp_avg_sq"])
+    assert torch.equal(state["exp_avg_sq"], expected["exp_avg"])
+
+
+def test_torchs_own_are_filled_where_they_are() -> None:
+    """No second copy of them is made."""
+    norm = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), norm, torch.nn.LSTM(2, 2))
+    optimizer = torch.optim.AdamW(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for target in (module, optimizer, scheduler):
+        assert handed_to("x", target, target.state_dict()) is None
