@@ -88,8 +88,9 @@ class Checkpointer:
             later than that is not held back: whoever is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
             nothing was written there for this many seconds, and in an object store for an
-            hour at least; `None` for never. A save that is alive, here or elsewhere, is
-            never touched.
+            hour at least; `None` for never. Looked for on entering the block, and after a
+            commit when that long has passed since. A save that is alive, here or elsewhere,
+            is never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.
@@ -297,11 +298,15 @@ class Checkpointer:
             StorageError: They cannot be listed.
         """
         core = self._core
-        return tuple(await core.engine.call(core.asking(core.agreed_steps), "list steps"))
+        return tuple(await core.engine.call(core.asking(core.questions.steps), "list steps"))
 
     async def latest(self) -> int | None:
         """Give the highest committed step; `None` if there is none."""
-        return max(await self.steps(), default=None)
+        core = self._core
+        question = functools.partial(core.questions.newest, 1)
+        return max(
+            await core.engine.call(core.asking(question), "find the latest step"), default=None
+        )
 
     async def discard_after(self, step: int) -> tuple[int, ...]:
         """Remove the steps above one: those of a run that went back to it.
@@ -325,7 +330,7 @@ class Checkpointer:
         """
         core = self._core
         step_name(step)
-        question = functools.partial(core.agreed_discard, step)
+        question = functools.partial(core.questions.discard, step)
         return tuple(await core.engine.call(core.asking(question), "discard steps"))
 
     async def records(self) -> tuple[StepRecord, ...]:
@@ -334,7 +339,7 @@ class Checkpointer:
         Steps whose manifests cannot be read are left out.
         """
         core = self._core
-        return tuple(await core.engine.call(core.asking(core.agreed_records), "list records"))
+        return tuple(await core.engine.call(core.asking(core.questions.records), "list records"))
 
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""

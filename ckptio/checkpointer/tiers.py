@@ -92,6 +92,16 @@ class SecondTier:
         """List the steps that either tier has, lowest first."""
         return sorted({*first, *await self.keeper.steps()})
 
+    async def newest(self, count: int, first: Sequence[int]) -> list[int]:
+        """List the highest steps that either tier has, lowest first.
+
+        Args:
+            count: How many, at the most.
+            first: The highest of the first tier, as many.
+        """
+        above = first[0] if len(first) == count else -1  # no more can be among them
+        return sorted({*first, *await self.keeper.newest(count, above=above)})[-count:]
+
     async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
         """Read what is known of the steps that either tier has, lowest first."""
         found = {record.step: record for record in await self.keeper.records()}
@@ -110,8 +120,11 @@ class SecondTier:
         """
         if self._keep_local is None:
             return
-        there = set(await self.keeper.steps())
-        for step in (await first.steps())[: -self._keep_local]:
+        old = (await first.steps())[: -self._keep_local]
+        if not any(step not in exempt() for step in old):
+            return
+        there = await self.keeper.listed()
+        for step in old:
             await asyncio.sleep(0)
             if step in there and step not in exempt():
                 path = first.root.join(step_name(step))
