@@ -67,10 +67,13 @@ class Questions:
                 raise ConfigError(
                     f"step {min(busy)} is being saved, copied or read: wait for that, then discard"
                 )
+            second = self._second
+            if second is None:
+                return sorted(await self._discard(self._keeper, after))
+            copies_ended = await second.copies(self._keeper, above=after)
             gone = await self._discard(self._keeper, after)
-            if self._second is not None:
-                gone |= await self._discard(self._second.keeper, after)
-            return sorted(gone)
+            await copies_ended()  # else one of them brings its step back
+            return sorted(gone | await self._discard(second.keeper, after))
 
         return await agreed_steps(key, context, discard)
 

@@ -19,7 +19,7 @@ from ckptio.errors import CheckpointError, ConfigError, EngineClosedError
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from ckptio.engine.core import EngineCore
     from ckptio.plan.retention import StepRecord
@@ -87,6 +87,19 @@ class SecondTier:
     async def owes(self, path: str) -> bool:
         """Whether a step on the first tier is still to be copied."""
         return await is_owed(self.engine.storage(path), self.engine.context)
+
+    async def copies(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
+        """Give what waits for the end of all copies of steps above one that are under way.
+
+        Those that earlier runs owed, too, which nobody has a handle of. To be called when the
+        first tier has none of these steps any more: then none begins, and those that have
+        begun end with that, unless they are being committed.
+        """
+        storage, copies = self.engine.storage, self.engine.context.copies
+        listed = {*await first.listed(), *await self.keeper.listed()}
+        names = [step_name(step) for step in listed if step > above]
+        places = {storage(first.root.join(name)).identity for name in names}
+        return lambda: copies.parted(places)
 
     async def steps(self, first: Sequence[int]) -> list[int]:
         """List the steps that either tier has, lowest first."""
