@@ -264,7 +264,13 @@ class CheckpointerCore:
         upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
         try:
             handle = begin_save(
-                engine, state, path, overwrite=overwrite, then=then, metadata=metadata
+                engine,
+                state,
+                path,
+                overwrite=overwrite,
+                then=then,
+                metadata=metadata,
+                permit=None if overwrite else self._permit(step),
             )
             upkeep.add(step, handle)
         finally:
@@ -273,6 +279,13 @@ class CheckpointerCore:
         self._last_step, self._asked_s = step, self.clock()
         upkeep.follow(step, handle)
         return handle
+
+    def _permit(self, step: int) -> Callable[[], Awaitable[None]] | None:
+        """Give what checks, before a step is committed, that the second tier has none."""
+        if self._second is None or self.engine.context.ranks.rank != 0:
+            return None
+        looking = self._second.look_for(step)
+        return functools.partial(self._second.require_free, step, looking)
 
     def _refuse_save(self, error: Exception) -> None:
         from ckptio.engine.together import fail_together  # noqa: PLC0415  # where it is needed

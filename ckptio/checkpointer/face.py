@@ -224,8 +224,9 @@ class Checkpointer:
             step: Its number, at least 0.
             metrics: What was measured, kept with the checkpoint, for `records` and for
                 `KeepBest`. Those of rank 0 count.
-            overwrite: Replace the step if it is there, as after going back to an earlier
-                one.
+            overwrite: Replace the step if it is there, on either tier, as after going back
+                to an earlier one. The save fails else, before its commit; but a second tier
+                that does not say within seconds what it has is not waited for.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written.

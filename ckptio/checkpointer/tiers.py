@@ -15,16 +15,26 @@ from typing import TYPE_CHECKING
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.tier_saves import finish_copies, is_copied, is_owed
-from ckptio.errors import CheckpointError, ConfigError, EngineClosedError
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    EngineClosedError,
+)
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
+    from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
+    from ckptio.engine.running import Running
     from ckptio.plan.retention import StepRecord
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
+
+#: How long a commit waits to hear whether the second tier has the step already.
+_LOOK_S = 5.0
 
 
 class SecondTier:
@@ -87,6 +97,36 @@ class SecondTier:
     async def owes(self, path: str) -> bool:
         """Whether a step on the first tier is still to be copied."""
         return await is_owed(self.engine.storage(path), self.engine.context)
+
+    def look_for(self, step: int) -> Running[bool]:
+        """Begin to look whether this tier has a step already. From any thread."""
+        storage = self.engine.own_storage(self.path(step))
+
+        async def look(_: EngineContext) -> bool:
+            try:
+                await storage.version()
+            except CheckpointError:  # none, or nobody can tell: whoever copies it will see
+                return False
+            return True
+
+        return self.engine.submit(look, f"look for {storage.path}")
+
+    async def require_free(self, step: int, looking: Running[bool]) -> None:
+        """Check that this tier has no such step, before it is committed on the first.
+
+        Its copy could never be made, and the first tier would keep it for ever. A tier that
+        does not answer for a while is away, and is nothing that a save waits for.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        answer = looking.end.wrapped()
+        await asyncio.wait((answer,), timeout=_LOOK_S)
+        if not answer.done() or answer.cancelled() or not answer.result():
+            return
+        error = CheckpointExistsError(self.path(step))
+        error.add_note("or discard_after(...) the steps that this run went back from, first")
+        raise error
 
     async def copies(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
         """Give what waits for the end of all copies of steps above one that are under way.

@@ -65,8 +65,8 @@ async def remove(root: object, step: int) -> None:
         await ckpt.engine._core.call(lambda _: ckpt._core.keeper.remove(step), "remove")
 
 
-async def owe(near: Path, far: str, step: int) -> None:
-    """Save a step whose copy fails: something is in its place, and goes then."""
+async def owe(near: Path, far: str, step: int, *, stays: bool = False) -> None:
+    """Save a step whose copy fails: something is in its place, and goes then unless it stays."""
     there = f"{far}/{step_name(step)}"
     async with Engine(SMALL) as engine:
         await engine.save({"in the way": 1}, there)
@@ -75,7 +75,8 @@ async def owe(near: Path, far: str, step: int) -> None:
         with pytest.raises(CheckpointExistsError):
             await handle.durable
     assert [name for name in names_in(near / step_name(step)) if name.startswith(NOTE_PREFIX)]
-    await remove(far, step)
+    if not stays:
+        await remove(far, step)
 
 
 async def test_steps_are_copied_and_found_on_both_tiers(tmp_path: Path, far: str) -> None:
@@ -133,8 +134,7 @@ async def test_a_step_that_is_still_to_be_copied_stays(tmp_path: Path, far: str)
 async def test_retention_leaves_what_is_owed(tmp_path: Path, far: str) -> None:
     """Where the copy cannot be made, the first tier's step is the only one there is."""
     near = tmp_path / "near"
-    await owe(near, far, 1)
-    await asyncio.to_thread(sync.save, {"in the way": 1}, f"{far}/{step_name(1)}", config=SMALL)
+    await owe(near, far, 1, stays=True)
     await asyncio.to_thread(sync.save, {"no": "copy"}, near / step_name(2), config=SMALL)
     async with Checkpointer(near, keep=KeepLast(1), then=far, config=SMALL) as ckpt:
         await ckpt.save(state_of(3), 3).durable
@@ -158,6 +158,33 @@ async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path
     async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
         await ckpt.save(state_of(5), 5)
     assert await steps_in(near) == (5,)
+
+
+async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
+    tmp_path: Path, far: str
+) -> None:
+    """As with one tier: its copy could not be made, and would be owed for ever."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            await ckpt.save(state_of(step), step).durable
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        assert names_in(near) == [step_name(3)]
+        handle = ckpt.save(state_of(10), 1)
+        with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+            await handle
+        assert "discard_after" in caught.value.__notes__[0]
+        assert f"{far}/{step_name(1)}" in str(caught.value)
+        with pytest.raises(CheckpointExistsError):
+            await handle.durable
+        assert names_in(near) == [step_name(3)]
+        assert_same(await ckpt.load(step=1), state_of(1))
+        await ckpt.save(state_of(11), 1, overwrite=True).durable
+        assert_same(await ckpt.load(step=1), state_of(11))
+        assert await ckpt.discard_after(1) == (2, 3)
+        await ckpt.save(state_of(12), 2).durable
+        assert_same(await ckpt.load(), state_of(12))
+    assert await steps_in(far) == (1, 2)
 
 
 async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> None:
@@ -233,17 +260,15 @@ def age(fs: Any, path: str) -> None:
         os.utime(name, (0, 0))
 
 
-async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(
-    tmp_path: Path, far: str
-) -> None:
+async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(tmp_path: Path) -> None:
     """On an engine of its own, and on one that stays open."""
-    near = tmp_path / "near"
+    near, far = tmp_path / "near", tmp_path / "far"
     async with Engine(SMALL) as engine:
         async with Checkpointer(near, then=far, engine=engine) as ckpt:
             handle = ckpt.save(state_of(1), 1)
         assert handle.durable.done()
-        await engine.save({"in the way": 1}, f"{far}/{step_name(2)}")
-        with pytest.raises(CheckpointExistsError):
+        (far / step_name(2)).write_text("in the way")
+        with pytest.raises(StorageError):
             async with Checkpointer(near, then=far, engine=engine) as ckpt:
                 await ckpt.save(state_of(2), 2)
     assert await steps_in(near) == (1, 2)
