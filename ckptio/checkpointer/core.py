@@ -371,7 +371,17 @@ class CheckpointerCore:
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                result = yield from flow.load_flow(self.engine, self.path(step), make_request, then)
+                load = functools.partial(
+                    flow.load_flow, self.engine, self.path(step), make_request, then
+                )
+                try:
+                    result = yield from load()
+                except (CheckpointNotFoundError, CheckpointChangedError):
+                    # a tier may just be losing it, as `keep_local` wants: the other one has it
+                    # (ranks do not all see that at the same place: they raise)
+                    if then is None or self.engine.context.ranks.world_size > 1:
+                        raise
+                    result = yield from load()
         except CheckpointNotFoundError as error:
             if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
                 steps = yield self.asking(self.questions.steps)

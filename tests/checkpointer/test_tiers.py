@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import os
+import shutil
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.storage.files import PosixFiles
 from ckptio.storage.names import NOTE_PREFIX
 from ckptio.testing import EventLog
+from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -197,6 +200,40 @@ async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> Non
     assert await steps_in(far) == (2, 3, 4)
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
         assert_same(await ckpt.load(step=2), state_of(2))
+
+
+class _Vanishing(PosixFiles):
+    """A step goes from the first tier when its data has been opened a few times."""
+
+    def __init__(self, num_opened: int) -> None:
+        self.left = num_opened
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        directory, _, name = path.rpartition("/")
+        if "/near/" in path and name.startswith("data-"):
+            if self.left == 0:
+                shutil.rmtree(directory)
+            self.left -= 1
+        return super().open(path, direct=direct, writable=writable)
+
+
+@pytest.mark.parametrize("step", [1, None])
+@pytest.mark.parametrize("num_opened", range(3))
+async def test_a_step_that_goes_from_the_first_tier_is_read_from_the_second(
+    tmp_path: Path, num_opened: int, step: int | None
+) -> None:
+    """Its removal may have begun just before the load did, wherever that is by then."""
+    near, far, files, log = tmp_path / "near", tmp_path / "far", _Vanishing(num_opened), EventLog()
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for saved in (1, 2):
+            await ckpt.save(state_of(saved), saved).durable
+    async with (
+        engines(files=files, log=log) as (engine,),
+        checkpointer_on(engine, near, then=far) as ckpt,
+    ):
+        assert_same(await ckpt.load(step=step), state_of(step or 2))
+    assert files.left < 0
+    assert [event.to for event in log.of(TierPassedOver)] == [f"{far}/{step_name(step or 2)}"]
 
 
 async def test_a_step_stays_that_the_second_tier_has_not(tmp_path: Path, far: str) -> None:
