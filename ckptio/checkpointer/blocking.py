@@ -230,23 +230,27 @@ class Checkpointer:
     def steps(self) -> tuple[int, ...]:
         """List the committed steps; see `ckptio.Checkpointer.steps`."""
         core = self._core
-        return tuple(core.engine.call_blocking(core.asking(core.agreed_steps), "list steps"))
+        return tuple(core.engine.call_blocking(core.asking(core.questions.steps), "list steps"))
 
     def latest(self) -> int | None:
         """Give the highest committed step; `None` if there is none."""
-        return max(self.steps(), default=None)
+        core = self._core
+        question = functools.partial(core.questions.newest, 1)
+        return max(
+            core.engine.call_blocking(core.asking(question), "find the latest step"), default=None
+        )
 
     def discard_after(self, step: int) -> tuple[int, ...]:
         """Remove the steps above one; see `ckptio.Checkpointer.discard_after`."""
         core = self._core
         step_name(step)
-        question = functools.partial(core.agreed_discard, step)
+        question = functools.partial(core.questions.discard, step)
         return tuple(core.engine.call_blocking(core.asking(question), "discard steps"))
 
     def records(self) -> tuple[StepRecord, ...]:
         """Give number, time and metrics of steps; see `ckptio.Checkpointer.records`."""
         core = self._core
-        return tuple(core.engine.call_blocking(core.asking(core.agreed_records), "list records"))
+        return tuple(core.engine.call_blocking(core.asking(core.questions.records), "list records"))
 
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""

@@ -11,8 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice, missing
-from ckptio.checkpointer.finding import agreed_records, agreed_steps, meet
+from ckptio.checkpointer.finding import meet
 from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ckptio.engine.flow import LoadResult
     from ckptio.engine.request import LoadRequest
     from ckptio.handle import SaveHandle
-    from ckptio.plan.retention import StepRecord
     from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
 
@@ -96,6 +96,7 @@ class CheckpointerCore:
         self._keeper: Keeper | None = None
         self._stops: Stops | None = None
         self._upkeep: Upkeep | None = None
+        self._questions: Questions | None = None
         self._watching: Running[None] | None = None
         self._last_step = 0
         self._has_begun = False  # whether `should_save` or `save` was called
@@ -130,6 +131,13 @@ class CheckpointerCore:
         assert self._upkeep is not None  # noqa: S101  # they come together
         return self._upkeep
 
+    @property
+    def questions(self) -> Questions:
+        """What all ranks ask at once; see `engine`."""
+        self.engine  # noqa: B018  # raises if there is none
+        assert self._questions is not None  # noqa: S101  # they come together
+        return self._questions
+
     def require_new(self) -> None:
         """Check that this was not entered before: what it knows is of one block.
 
@@ -161,7 +169,9 @@ class CheckpointerCore:
             keep=self._keep,
             sweep_after_s=self._sweep_after_s,
             is_ending=lambda: self._is_ending,
+            clock=self.clock,
         )
+        self._questions = Questions(keeper, self._second, self._upkeep)
         self._asked_s = self.clock()
         self._stops = Stops(key, self._due_in_s, self._stopped)
         self._signals.start()
@@ -254,7 +264,13 @@ class CheckpointerCore:
         upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
         try:
             handle = begin_save(
-                engine, state, path, overwrite=overwrite, then=then, metadata=metadata
+                engine,
+                state,
+                path,
+                overwrite=overwrite,
+                then=then,
+                metadata=metadata,
+                permit=None if overwrite else self._permit(step),
             )
             upkeep.add(step, handle)
         finally:
@@ -263,6 +279,13 @@ class CheckpointerCore:
         self._last_step, self._asked_s = step, self.clock()
         upkeep.follow(step, handle)
         return handle
+
+    def _permit(self, step: int) -> Callable[[], Awaitable[None]] | None:
+        """Give what checks, before a step is committed, that the second tier has none."""
+        if self._second is None or self.engine.context.ranks.rank != 0:
+            return None
+        looking = self._second.look_for(step)
+        return functools.partial(self._second.require_free, step, looking)
 
     def _refuse_save(self, error: Exception) -> None:
         from ckptio.engine.together import fail_together  # noqa: PLC0415  # where it is needed
@@ -313,45 +336,6 @@ class CheckpointerCore:
 
     # finding and loading
 
-    async def agreed_records(self, key: str, context: EngineContext) -> list[StepRecord]:
-        """Read what is known of the committed steps; rank 0, for all."""
-
-        async def read() -> Sequence[StepRecord]:
-            first = await self.keeper.records()
-            return first if self._second is None else await self._second.records(first)
-
-        return await agreed_records(key, context, read)
-
-    async def agreed_steps(self, key: str, context: EngineContext) -> list[int]:
-        """List the committed steps; rank 0, for all."""
-
-        async def read() -> Sequence[int]:
-            first = await self.keeper.steps()
-            return first if self._second is None else await self._second.steps(first)
-
-        return await agreed_steps(key, context, read)
-
-    async def agreed_discard(self, after: int, key: str, context: EngineContext) -> list[int]:
-        """Remove the steps above one, from both tiers; rank 0, for all."""
-        first, second = self.keeper, self._second
-        keepers = [first] if second is None else [first, second.keeper]
-
-        async def discard() -> Sequence[int]:
-            busy = [step for step in self.upkeep.under_way() if step > after]
-            if busy:
-                raise ConfigError(
-                    f"step {min(busy)} is being saved, copied or read: wait for that, then discard"
-                )
-            gone = set()
-            for keeper in keepers:
-                for step in reversed(await keeper.steps()):
-                    if step > after:
-                        await self.upkeep.discard(keeper, step)
-                        gone.add(step)
-            return sorted(gone)
-
-        return await agreed_steps(key, context, discard)
-
     def asking(
         self, question: Callable[[str, EngineContext], Awaitable[T]]
     ) -> Callable[[EngineContext], Awaitable[T]]:
@@ -364,14 +348,15 @@ class CheckpointerCore:
         """Load a step; the newest if none is given."""
         if step is not None:
             return (yield from self._load_one(step, [], make_request))
-        steps: list[int] = yield self.asking(self.agreed_steps)
+        newest = functools.partial(self.questions.newest, 2)  # the one before it is for advice
+        steps: list[int] = yield self.asking(newest)
         while steps:
             try:
                 return (yield from self._load_one(steps[-1], steps, make_request))
             except (CheckpointNotFoundError, CheckpointChangedError):
                 if self.engine.context.ranks.world_size > 1:  # others may not ask
                     raise
-                listed, steps = steps, (yield self.asking(self.agreed_steps))
+                listed, steps = steps, (yield self.asking(newest))
                 if steps[-1:] == listed[-1:]:  # else it was removed, as there is a newer one
                     raise
         raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
@@ -386,10 +371,20 @@ class CheckpointerCore:
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                result = yield from flow.load_flow(self.engine, self.path(step), make_request, then)
+                load = functools.partial(
+                    flow.load_flow, self.engine, self.path(step), make_request, then
+                )
+                try:
+                    result = yield from load()
+                except (CheckpointNotFoundError, CheckpointChangedError):
+                    # a tier may just be losing it, as `keep_local` wants: the other one has it
+                    # (ranks do not all see that at the same place: they raise)
+                    if then is None or self.engine.context.ranks.world_size > 1:
+                        raise
+                    result = yield from load()
         except CheckpointNotFoundError as error:
             if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
-                steps = yield self.asking(self.agreed_steps)
+                steps = yield self.asking(self.questions.steps)
                 error.add_note(missing(steps))
             raise
         finally:

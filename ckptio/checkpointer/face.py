@@ -88,8 +88,9 @@ class Checkpointer:
             later than that is not held back: whoever is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
             nothing was written there for this many seconds, and in an object store for an
-            hour at least; `None` for never. A save that is alive, here or elsewhere, is
-            never touched.
+            hour at least; `None` for never. Looked for on entering the block, and after a
+            commit when that long has passed since. A save that is alive, here or elsewhere,
+            is never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.
@@ -223,8 +224,9 @@ class Checkpointer:
             step: Its number, at least 0.
             metrics: What was measured, kept with the checkpoint, for `records` and for
                 `KeepBest`. Those of rank 0 count.
-            overwrite: Replace the step if it is there, as after going back to an earlier
-                one.
+            overwrite: Replace the step if it is there, on either tier, as after going back
+                to an earlier one. The save fails else, before its commit; but a second tier
+                that does not say within seconds what it has is not waited for.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written.
@@ -297,16 +299,21 @@ class Checkpointer:
             StorageError: They cannot be listed.
         """
         core = self._core
-        return tuple(await core.engine.call(core.asking(core.agreed_steps), "list steps"))
+        return tuple(await core.engine.call(core.asking(core.questions.steps), "list steps"))
 
     async def latest(self) -> int | None:
         """Give the highest committed step; `None` if there is none."""
-        return max(await self.steps(), default=None)
+        core = self._core
+        question = functools.partial(core.questions.newest, 1)
+        return max(
+            await core.engine.call(core.asking(question), "find the latest step"), default=None
+        )
 
     async def discard_after(self, step: int) -> tuple[int, ...]:
         """Remove the steps above one: those of a run that went back to it.
 
-        Else they are what `load` takes after the next restart, and what `keep` counts.
+        Else they are what `load` takes after the next restart, and what `keep` counts. A copy
+        that an earlier run owed of such a step ends first: there is nothing left to copy.
 
             state = await ckpt.load(step=800)  # the loss blew up after it
             await ckpt.discard_after(800)
@@ -325,7 +332,7 @@ class Checkpointer:
         """
         core = self._core
         step_name(step)
-        question = functools.partial(core.agreed_discard, step)
+        question = functools.partial(core.questions.discard, step)
         return tuple(await core.engine.call(core.asking(question), "discard steps"))
 
     async def records(self) -> tuple[StepRecord, ...]:
@@ -334,7 +341,7 @@ class Checkpointer:
         Steps whose manifests cannot be read are left out.
         """
         core = self._core
-        return tuple(await core.engine.call(core.asking(core.agreed_records), "list records"))
+        return tuple(await core.engine.call(core.asking(core.questions.records), "list records"))
 
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""

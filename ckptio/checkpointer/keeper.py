@@ -15,9 +15,11 @@ from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
+from ckptio.storage.interface import SupportsLooks
+from ckptio.storage.names import QUIET_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from ckptio.events import Event
@@ -63,15 +65,67 @@ class Keeper:
         """
         return await self.root.find(_is_step)
 
-    async def steps(self) -> list[int]:
+    async def listed(self) -> dict[int, bool | None]:
+        """List what has the name of a step, and whether it is committed, if that is known.
+
+        Raises:
+            StorageError: It cannot be listed.
+        """
+        if isinstance(self.root, SupportsLooks):
+            return dict.fromkeys(_steps_of(await self.root.names(_is_step)))
+        return _told(await self.find())
+
+    async def steps(self, *, above: int = -1) -> list[int]:
         """List the committed steps, lowest first.
+
+        Args:
+            above: Only those above it; no other is looked at where that takes a request.
 
         Raises:
             StorageError: They cannot be listed.
         """
-        found = await self.find()
-        steps = [parse_name(item.name) for item in found if item.version is not None]
-        return sorted(step for step in steps if step is not None)
+        return await self._committed(
+            {step: known for step, known in (await self.listed()).items() if step > above}
+        )
+
+    async def newest(
+        self,
+        count: int,
+        *,
+        above: int = -1,
+        but: Collection[int] = frozenset(),
+        found: Sequence[Found] | None = None,
+    ) -> list[int]:
+        """List the highest committed steps, lowest first.
+
+        From the highest name down, so that no more is looked at than has to be.
+
+        Args:
+            count: How many, at the most.
+            above: Only those above it.
+            but: Steps to pass over.
+            found: What `find` gave just now, if it was asked.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        listed = await self.listed() if found is None else _told(found)
+        newest: list[int] = []
+        for step in sorted(listed, reverse=True):
+            if step <= above or len(newest) == count:
+                break
+            if step not in but:
+                newest += await self._committed({step: listed[step]})
+        return newest[::-1]
+
+    async def _committed(self, listed: Mapping[int, bool | None]) -> list[int]:
+        """Say which are committed, lowest first; looks where that is not known."""
+        known = [step for step, is_committed in listed.items() if is_committed]
+        unknown = [step_name(step) for step, told in listed.items() if told is None]
+        if unknown and isinstance(self.root, SupportsLooks):
+            looked = await self.root.look(unknown)
+            known += _steps_of(item.name for item in looked if item.version is not None)
+        return sorted(known)
 
     async def records(self) -> list[StepRecord]:
         """Read what is known of each committed step, lowest first.
@@ -162,6 +216,14 @@ class Keeper:
         self._emit(CheckpointRemoved(path=self.root.join(name), step=step, nbytes=nbytes))
         return Removal(step=step, nbytes=nbytes)
 
+    def sweep_pause_s(self, quiet_s: float) -> float:
+        """Say after how many seconds another sweep is worth what it costs.
+
+        Nothing is due sooner than it takes to be quiet; and in an object store, where every
+        step is looked at by a request, an hour at least.
+        """
+        return max(quiet_s, QUIET_S) if isinstance(self.root, SupportsLooks) else quiet_s
+
     async def sweep(
         self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]
     ) -> None:
@@ -184,3 +246,14 @@ class Keeper:
 def _is_step(name: str) -> bool:
     """Whether something is called as a step is."""
     return parse_name(name) is not None
+
+
+def _told(found: Sequence[Found]) -> dict[int, bool | None]:
+    """Give the steps that were looked at, and whether each is committed."""
+    told = {item.name: item.version is not None for item in found}
+    return dict(zip(_steps_of(told), told.values(), strict=True))
+
+
+def _steps_of(names: Iterable[str]) -> list[int]:
+    """Give the steps of names that are all some step's."""
+    return [step for name in names if (step := parse_name(name)) is not None]

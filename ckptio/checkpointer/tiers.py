@@ -15,16 +15,26 @@ from typing import TYPE_CHECKING
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.tier_saves import finish_copies, is_copied, is_owed
-from ckptio.errors import CheckpointError, ConfigError, EngineClosedError
+from ckptio.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    EngineClosedError,
+)
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
+    from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
+    from ckptio.engine.running import Running
     from ckptio.plan.retention import StepRecord
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
+
+#: How long a commit waits to hear whether the second tier has the step already.
+_LOOK_S = 5.0
 
 
 class SecondTier:
@@ -88,9 +98,62 @@ class SecondTier:
         """Whether a step on the first tier is still to be copied."""
         return await is_owed(self.engine.storage(path), self.engine.context)
 
+    def look_for(self, step: int) -> Running[bool]:
+        """Begin to look whether this tier has a step already. From any thread."""
+        storage = self.engine.own_storage(self.path(step))
+
+        async def look(_: EngineContext) -> bool:
+            try:
+                await storage.version()
+            except CheckpointError:  # none, or nobody can tell: whoever copies it will see
+                return False
+            return True
+
+        return self.engine.submit(look, f"look for {storage.path}")
+
+    async def require_free(self, step: int, looking: Running[bool]) -> None:
+        """Check that this tier has no such step, before it is committed on the first.
+
+        Its copy could never be made, and the first tier would keep it for ever. A tier that
+        does not answer for a while is away, and is nothing that a save waits for.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        answer = looking.end.wrapped()
+        await asyncio.wait((answer,), timeout=_LOOK_S)
+        if not answer.done() or answer.cancelled() or not answer.result():
+            return
+        error = CheckpointExistsError(self.path(step))
+        error.add_note("or discard_after(...) the steps that this run went back from, first")
+        raise error
+
+    async def copies(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
+        """Give what waits for the end of all copies of steps above one that are under way.
+
+        Those that earlier runs owed, too, which nobody has a handle of. To be called when the
+        first tier has none of these steps any more: then none begins, and those that have
+        begun end with that, unless they are being committed.
+        """
+        storage, copies = self.engine.storage, self.engine.context.copies
+        listed = {*await first.listed(), *await self.keeper.listed()}
+        names = [step_name(step) for step in listed if step > above]
+        places = {storage(first.root.join(name)).identity for name in names}
+        return lambda: copies.parted(places)
+
     async def steps(self, first: Sequence[int]) -> list[int]:
         """List the steps that either tier has, lowest first."""
         return sorted({*first, *await self.keeper.steps()})
+
+    async def newest(self, count: int, first: Sequence[int]) -> list[int]:
+        """List the highest steps that either tier has, lowest first.
+
+        Args:
+            count: How many, at the most.
+            first: The highest of the first tier, as many.
+        """
+        above = first[0] if len(first) == count else -1  # no more can be among them
+        return sorted({*first, *await self.keeper.newest(count, above=above)})[-count:]
 
     async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
         """Read what is known of the steps that either tier has, lowest first."""
@@ -110,8 +173,11 @@ class SecondTier:
         """
         if self._keep_local is None:
             return
-        there = set(await self.keeper.steps())
-        for step in (await first.steps())[: -self._keep_local]:
+        old = (await first.steps())[: -self._keep_local]
+        if not any(step not in exempt() for step in old):
+            return
+        there = await self.keeper.listed()
+        for step in old:
             await asyncio.sleep(0)
             if step in there and step not in exempt():
                 path = first.root.join(step_name(step))

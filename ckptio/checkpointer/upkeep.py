@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.checkpointer.steps import step_name
 from ckptio.engine.unseen import end_saves, unsettled
 from ckptio.events import HigherStepFound, RetentionFailed
 
@@ -41,6 +41,7 @@ class Upkeep:
         keep: What is kept; everything if not given.
         sweep_after_s: When what dead saves left goes; `None` for never.
         is_ending: Whether the last save was asked for.
+        clock: Gives seconds.
 
     Attributes:
         saves: Those under way, or of which nobody has seen that they failed, by step.
@@ -57,6 +58,7 @@ class Upkeep:
         keep: Retention | None,
         sweep_after_s: float | None,
         is_ending: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._keeper = keeper
@@ -64,6 +66,8 @@ class Upkeep:
         self._keep = keep
         self._sweep_after_s = sweep_after_s
         self._is_ending = is_ending
+        self._clock = clock
+        self._swept_s: dict[Keeper, float] = {}
         self.saves: list[tuple[int, SaveHandle]] = []
         self.passes: list[Running[None]] = []
         self.busy: Counter[int] = Counter()
@@ -138,32 +142,53 @@ class Upkeep:
             await self._tidy(self._keeper, handle)
 
     async def _tidy(self, keeper: Keeper, handle: SaveHandle | None) -> None:
-        """Look after one tier."""
+        """Look after one tier.
+
+        All its steps are looked at only where that is needed: in an object store, it takes a
+        request for each of them, and this is done for each that is saved.
+        """
         async with self._one_pass:
             try:
-                found = await keeper.find()
-                self._look_ahead(found)
-                if self._keep is not None and handle is not None:
-                    await self._remove(keeper, self._keep, found)
+                policy = None if handle is None else self._keep
+                sweeps = self._is_sweep_due(keeper)
+                found = await keeper.find() if sweeps or policy is not None else None
+                await self._look_ahead(keeper, found)
+                if policy is not None and found is not None:
+                    await self._remove(keeper, policy, found)
                 if self._second is not None and keeper is self._keeper and handle is not None:
                     await self._second.thin_out(keeper, self.exempt)
-                if self._sweep_after_s is not None and not self._is_in_a_hurry():
-                    exempt = self.exempt
-                    if self._second is not None and keeper is self._second.keeper:
-                        exempt = await self._second.sparing(exempt, found, self._keeper.root)
-                    await keeper.sweep(self._sweep_after_s, exempt, found)
+                if sweeps and found is not None and not self._is_in_a_hurry():
+                    await self._sweep(keeper, found)
             except Exception as error:  # the observer is told; the run goes on
                 self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
 
-    def _look_ahead(self, found: Sequence[Found]) -> None:
+    def _is_sweep_due(self, keeper: Keeper) -> bool:
+        """Whether a tier is to be swept now: the first time, and then after a while."""
+        if self._sweep_after_s is None or self._is_in_a_hurry():
+            return False
+        last_s = self._swept_s.get(keeper)
+        pause_s = keeper.sweep_pause_s(self._sweep_after_s)
+        return last_s is None or self._clock() - last_s >= pause_s
+
+    async def _sweep(self, keeper: Keeper, found: Sequence[Found]) -> None:
+        """Remove what dead saves left."""
+        assert self._sweep_after_s is not None  # noqa: S101  # it is due
+        began_s, exempt = self._clock(), self.exempt
+        if self._second is not None and keeper is self._second.keeper:
+            exempt = await self._second.sparing(exempt, found, self._keeper.root)
+        await keeper.sweep(self._sweep_after_s, exempt, found)
+        self._swept_s[keeper] = began_s
+
+    async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
         """Say, once, that a load will take another step than the one that was saved last."""
-        steps = {parse_name(item.name) for item in found if item.version is not None}
-        higher = [step for step in steps - self._steps if step is not None]
-        if self._committed is None or self._is_warned or max(higher, default=0) <= self._committed:
+        saved = self._committed
+        if saved is None or self._is_warned:
             return
-        self._is_warned = True
-        path, saved = self._keeper.root.path, self._committed
-        self._engine.emit(HigherStepFound(path=path, step=saved, highest=max(higher)))
+        higher = await keeper.newest(1, above=saved, but=self._steps, found=found)
+        if higher and not self._is_warned:
+            self._is_warned = True
+            path, highest = self._keeper.root.path, higher[0]
+            self._engine.emit(HigherStepFound(path=path, step=saved, highest=highest))
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""

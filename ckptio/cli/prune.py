@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import Threads, run_blocking
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 _NUM_THREADS = 4
+_BEST = re.compile(r"(.+?)(?::([0-9]+)(?::(min|max)?)?)?", re.DOTALL)
 
 
 def run(
@@ -110,13 +112,17 @@ def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
 
 
 def _best(text: str) -> KeepBest:
-    """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`."""
-    metric, _, rest = text.partition(":")
-    number, _, mode = rest.partition(":")
-    if mode not in ("", "min", "max") or not ((number.isascii() and number.isdigit()) or not rest):
+    """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`.
+
+    What is neither number nor mode belongs to the name, as in `val:loss`; a mistyped one is a
+    name that nobody measured, which is refused.
+    """
+    match = _BEST.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"--keep-best is METRIC, METRIC:NUMBER or METRIC:NUMBER:max, not {text!r}"
         )
+    metric, number, mode = match.groups()
     return KeepBest(int(number or 1), metric, "max" if mode == "max" else "min")
 
 

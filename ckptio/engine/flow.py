@@ -42,7 +42,7 @@ from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
@@ -76,6 +76,7 @@ def begin_save(
     overwrite: bool,
     then: PathLike | None = None,
     metadata: Metadata | None = None,
+    permit: Callable[[], Awaitable[None]] | None = None,
     close_after: bool = False,
 ) -> SaveHandle:
     """Take a state apart and start saving it. On the caller's thread; copies nothing.
@@ -87,6 +88,7 @@ def begin_save(
         overwrite: Whether a checkpoint that is there may be replaced; on both tiers.
         then: Where to copy it when it is committed.
         metadata: What the manifest says beside the state.
+        permit: Awaited before the commit, on rank 0; raises if there must be none.
         close_after: Close the engine when the save has ended, before the handle says so.
 
     Raises:
@@ -132,6 +134,7 @@ def begin_save(
             started_s=started,
             metadata=metadata,
             note=b"" if copy is None else copy.note(),
+            permit=permit,
         )
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         _fail(core, key, error)

@@ -42,7 +42,7 @@ from ckptio.storage.names import data_file_name
 from ckptio.storage.streams import AwaitedSink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
@@ -76,6 +76,7 @@ class SaveJob:
             there; and whether what this one leaves when it is stopped stays for the next.
         metadata: What to say of it in the manifest; that of rank 0 counts.
         note: To be left beside the checkpoint: that it is to be copied, and where to.
+        permit: Awaited before the commit, by the rank that commits; raises if there must be none.
         staged_s: Seconds from then until every byte was copied.
     """
 
@@ -90,6 +91,7 @@ class SaveJob:
     resumes: bool = False
     metadata: Metadata | None = None
     note: bytes = b""
+    permit: Callable[[], Awaitable[None]] | None = None
     staged_s: float = 0.0
 
     def __post_init__(self) -> None:

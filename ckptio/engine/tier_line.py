@@ -16,7 +16,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection
 
 _SHARE = 4
 
@@ -52,6 +52,22 @@ class CopyLine:
         self._passed: set[int] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._targets: dict[str, asyncio.Future[None]] = {}
+        self._watching: list[asyncio.Future[None]] = []
+
+    def part(self, name: tuple[str, str]) -> None:
+        """Take note that a copy is under way no more, however it ended."""
+        self.under_way.discard(name)
+        for waiter in self._watching:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._watching.clear()
+
+    async def parted(self, places: Collection[str]) -> None:
+        """Wait until no copy from some places is under way."""
+        while any(place in places for place, _ in list(self.under_way)):
+            waiter = asyncio.get_running_loop().create_future()
+            self._watching.append(waiter)
+            await waiter
 
     @contextlib.asynccontextmanager
     async def place(

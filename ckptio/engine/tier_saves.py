@@ -129,7 +129,7 @@ async def _copied(
         copies.owing[parent] = False
         return functools.partial(_fail, handle, _cause(job, error))
     finally:
-        copies.under_way.discard(job.name)
+        copies.part(job.name)
         copies.end(job.ticket or 0)
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True
@@ -241,7 +241,7 @@ async def _finish(core: EngineCore, path: str) -> str | None:
         sent_nbytes = await make_copy(job, context, note)
         return None if sent_nbytes is None else job.target.path
     finally:
-        context.copies.under_way.discard((storage.identity, save_id))
+        context.copies.part((storage.identity, save_id))
 
 
 def _owed(core: EngineCore, storage: Storage, save_id: str, note: Note) -> CopyJob:

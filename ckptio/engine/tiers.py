@@ -310,10 +310,17 @@ class _Copy:
         if rank == 0:
             there = await self._there()
             self._was_there = there is not None and there.save_id == job.save_id
-            self._attempt = await job.target.begin(
-                job.save_id, overwrite=job.overwrite or self._was_there, resumes=job.resumes
+            is_overtaken = (
+                job.resumes and there is not None and is_newer(there.created, manifest.created)
             )
-            if job.resumes and there is not None and is_newer(there.created, manifest.created):
+            may_begin = job.overwrite or self._was_there or is_overtaken
+            if there is not None and not may_begin:
+                raise CheckpointExistsError(job.target.path)
+            # of what was overtaken, too: what was sent of it goes with the attempt
+            self._attempt = await job.target.begin(
+                job.save_id, overwrite=may_begin, resumes=job.resumes
+            )
+            if is_overtaken:
                 raise _OvertakenError
             # now that it counts as alive: what is there stays
             if self._was_there or job.resumes:
@@ -330,23 +337,16 @@ class _Copy:
             await self._attempt.seal()
 
     async def _there(self) -> Summary | None:
-        """Look what the second tier has: this very checkpoint, if nobody had time to say so.
-
-        Raises:
-            CheckpointExistsError: It has another one, and that must not be replaced.
-        """
+        """Look what the second tier has: this very checkpoint, if nobody had time to say so."""
         try:
             _, data = await self._job.target.read_manifest()
             if not isinstance(data, bytes):
                 return None
-            summary = await run_blocking(self._context.executor, decode_summary, data)
+            return await run_blocking(self._context.executor, decode_summary, data)
         except CheckpointNotFoundError:
             return None
         except FormatError:  # whatever it is: `begin` says what may be done about it
             return None
-        if summary.save_id != self._job.save_id and not self._job.overwrite:
-            raise CheckpointExistsError(self._job.target.path)
-        return summary
 
     def _announce(self, manifest: Manifest, missing: Sequence[int]) -> None:
         self._total_nbytes = sum(manifest.files[file].nbytes for file in missing)

@@ -38,6 +38,8 @@ async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
         while before is not None and not before.done():
             await asyncio.wait((before,), timeout=_STAY_S)
             await attempt.stay()
+        if job.permit is not None:
+            await job.permit()
 
     def finish(_: object) -> None:
         end.set_result(None)

@@ -80,6 +80,7 @@ class Coordinator:
         self._rank_of: dict[Wire, int] = {}
         self._members: dict[int, tuple[Wire, str]] = {}  # and the host of each
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # to be cut at the end, latest
+        self._silent: weakref.WeakSet[Wire] = weakref.WeakSet()  # of ranks given up; no end comes
         self._all_here: asyncio.Future[None] = self._loop.create_future()
         self._quiet: asyncio.Future[None] | None = None
         self._hub: Hub | None = None
@@ -293,6 +294,7 @@ class Coordinator:
         for wire in list(self._rank_of):
             wire.last_heard_s += grace_s
             if now_s - wire.last_heard_s >= deadlines.peer_s:
+                self._silent.add(wire)
                 self._lose(wire, f"nothing was heard of it for {deadlines.peer_s:g} s")
             elif now_s - wire.last_sent_s >= deadlines.beat_s / 2:
                 wire.send(Beat())
@@ -319,7 +321,8 @@ class Coordinator:
                 wire.hang_up(Bye())
             async with asyncio.timeout(self._deadlines.peer_s):
                 for wire in list(self._wires):
-                    await wire.gone()
+                    if wire not in self._silent:  # it was waited for, and told what it can hear
+                        await wire.gone()
         except TimeoutError:
             return  # a peer that takes nothing: it is cut off
         finally:

@@ -7,7 +7,7 @@ data, manifest, sizes, deletes. There is no second way around it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -299,5 +299,31 @@ class Root(Protocol):
 
         Raises:
             StorageError: It cannot be listed.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLooks(Protocol):
+    """A root that lists names, but has to look at each to tell whether it is committed.
+
+    That is a request each in an object store. One listing of everything below would tell,
+    too, and cost more for a job of many ranks, with hundreds of files to a checkpoint. So
+    whoever wants to know of a few looks at these.
+    """
+
+    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
+        """List the names of what is there, committed or not; see `Root.find`.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        ...
+
+    async def look(self, names: Sequence[str]) -> list[Found]:
+        """Look at some, which need not be there.
+
+        Raises:
+            StorageError: It cannot be told.
         """
         ...

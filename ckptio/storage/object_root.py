@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from ckptio.storage.store import ObjectInfo, ObjectStore
     from ckptio.storage.stores import OpenStore
 
+#: Requests that are asked for at once: requests wait in line, and a load that begins meanwhile
+#: is not to wait for all steps of a run to be looked at.
+_MAX_LOOKS = 32
+
 
 class ObjectRoot:
     """A prefix with checkpoints below it; see `interface.Root`. Used on one loop.
@@ -89,6 +93,10 @@ class ObjectRoot:
 
     async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
         """Find what is there: one listing, and a look at each manifest; see `interface.Root`."""
+        return await self.look(await self.names(accepts))
+
+    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
+        """List names: one listing; see `interface.SupportsLooks`."""
         store, requests = await self._ready(self._url)
         listed = await requests.run("list", self._base, lambda: store.list(self._base, below=False))
         names = [
@@ -96,7 +104,11 @@ class ObjectRoot:
             for info in listed
             if info.key.endswith("/")
         ]
-        names = [name for name in names if name and (accepts is None or accepts(name))]
+        return [name for name in names if name and (accepts is None or accepts(name))]
+
+    async def look(self, names: Sequence[str]) -> list[Found]:
+        """Look at manifests, a request each; see `interface.SupportsLooks`."""
+        store, requests = await self._ready(self._url)
 
         async def look(name: str) -> Found:
             key = self._key(name, MANIFEST_NAME)
@@ -106,7 +118,11 @@ class ObjectRoot:
                 return Found(name=name, version=None)
             return Found(name=name, version=(info.etag, info.nbytes, info.modified_s))
 
-        return await run_all([look(name) for name in names], "look at a manifest")
+        found: list[Found] = []
+        for start in range(0, len(names), _MAX_LOOKS):
+            some = names[start : start + _MAX_LOOKS]
+            found += await run_all([look(name) for name in some], "look at a manifest")
+        return found
 
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `interface.Root`."""

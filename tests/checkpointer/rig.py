@@ -14,7 +14,7 @@ from ckptio.ranks.interface import Deadlines
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, remote_url, resolve_storage
-from ckptio.storage.root import LocalRoot
+from ckptio.storage.root import LocalRoot, resolve_root
 from ckptio.testing import EventLog, MemoryRanks
 from tests.rig import SMALL, InlineCore, engine_on
 from tests.storage.object_rig import OneStore
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.interface import Storage
+    from ckptio.storage.interface import Root, Storage
     from ckptio.storage.resolve import PathLike
     from tests.storage.object_rig import DictStore
 
@@ -48,6 +48,12 @@ class RootCore(InlineCore):
         return LocalStorage(
             local_path(path), self.config, context.executor, context.emit, self.files
         )
+
+    def root(self, path: PathLike) -> Root:
+        context = self.context
+        if remote_url(path) is not None:
+            return resolve_root(path, self.config, context.executor, context.emit, context.stores)
+        return LocalRoot(local_path(path), self.config, context.executor, context.emit, self.files)
 
 
 def checkpointer_on(engine: Engine, root: PathLike, **options: Any) -> Checkpointer:
@@ -111,6 +117,7 @@ async def engines(
             assert core.context.pool.statistics().leased_nbytes == 0
             core.context.pool.close()
             await core.context.stores.close()
+            core.context.end_threads()
     assert asyncio.all_tasks() == before
 
 

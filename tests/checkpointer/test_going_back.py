@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from ckptio import Checkpointer, ConfigError, Engine, FormatError, KeepLast, SaveEvery, sync
+from ckptio import (
+    CheckpointChangedError,
+    Checkpointer,
+    ConfigError,
+    Engine,
+    FormatError,
+    KeepLast,
+    SaveEvery,
+    StorageError,
+    sync,
+)
 from ckptio.checkpointer.steps import step_name
-from ckptio.events import CheckpointRemoved, HigherStepFound
+from ckptio.events import CheckpointRemoved, CopyFailed, CopyQueued, HigherStepFound
 from ckptio.format.compose import encode_again
 from ckptio.format.manifest import decode_manifest
+from ckptio.storage.files import PosixFiles
 from ckptio.testing import EventLog
-from tests.rig import SMALL, assert_same, filled_state, names_in
+from tests.checkpointer.rig import checkpointer_on, engines
+from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,3 +131,68 @@ async def test_without_an_observer_the_log_has_what_somebody_must_hear(
         async with Checkpointer(tmp_path, config=SMALL) as ckpt:
             await ckpt.save(state_of(1), 1, overwrite=True)
     assert "HigherStepFound" in caplog.text
+
+
+class _HeldCommits(PosixFiles):
+    """Commits to the second tier begin, and end when they are let."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def publish(self, source: str, target: str) -> None:
+        if "/far/" in target:
+            self.has_begun.set()
+            assert self.may_end.wait(60)
+        super().publish(source, target)
+
+
+async def owe(near: Path, far: Path) -> None:
+    """Save step 1 to both tiers, and step 2 to the first alone, since the second is away."""
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1).durable
+    away = far.rename(far.with_name("away"))
+    far.write_text("not mounted")
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        with pytest.raises(StorageError):
+            await ckpt.save(state_of(2), 2).durable
+    far.unlink()
+    away.rename(far)
+
+
+async def test_no_copy_that_was_owed_brings_back_what_is_discarded(tmp_path: Path) -> None:
+    """One that is being committed is waited for, and removed."""
+    near, far, files = tmp_path / "near", tmp_path / "far", _HeldCommits()
+    await owe(near, far)
+    async with engines(files=files) as (engine,), checkpointer_on(engine, near, then=far) as ckpt:
+        assert await asyncio.to_thread(files.has_begun.wait, 60)
+        discarding = asyncio.ensure_future(ckpt.discard_after(1))
+        while not (discarding.done() or engine._core.context.copies._watching):
+            await asyncio.sleep(0.001)
+        files.may_end.set()
+        assert await discarding == (2,)
+        assert await ckpt.steps() == (1,)
+    assert names_in(near) == names_in(far) == [step_name(1)]
+
+
+async def test_a_copy_that_waits_for_its_turn_ends_when_its_step_is_discarded(
+    tmp_path: Path,
+) -> None:
+    """There is nothing to copy when its turn comes."""
+    near, far, log = tmp_path / "near", tmp_path / "far", EventLog()
+    await owe(near, far)
+    async with engines(config=config_with(max_tier_copies=1), log=log) as (engine,):
+        async with contextlib.AsyncExitStack() as line:
+            copies = engine._core.context.copies
+            await line.enter_async_context(copies.place(None, "taken", lambda: None))
+            ckpt = await line.enter_async_context(checkpointer_on(engine, near, then=far))
+            while not log.of(CopyQueued):
+                await asyncio.sleep(0.001)
+            discarding = asyncio.ensure_future(ckpt.discard_after(1))
+            while not copies._watching:
+                await asyncio.sleep(0.001)
+            copies._places.release()
+            assert await discarding == (2,)
+            await copies._places.acquire()
+        assert isinstance(log.of(CopyFailed)[0].error, CheckpointChangedError)
+    assert names_in(near) == names_in(far) == [step_name(1)]

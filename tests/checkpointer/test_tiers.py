@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import os
+import shutil
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.storage.files import PosixFiles
 from ckptio.storage.names import NOTE_PREFIX
 from ckptio.testing import EventLog
+from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -65,8 +68,8 @@ async def remove(root: object, step: int) -> None:
         await ckpt.engine._core.call(lambda _: ckpt._core.keeper.remove(step), "remove")
 
 
-async def owe(near: Path, far: str, step: int) -> None:
-    """Save a step whose copy fails: something is in its place, and goes then."""
+async def owe(near: Path, far: str, step: int, *, stays: bool = False) -> None:
+    """Save a step whose copy fails: something is in its place, and goes then unless it stays."""
     there = f"{far}/{step_name(step)}"
     async with Engine(SMALL) as engine:
         await engine.save({"in the way": 1}, there)
@@ -75,7 +78,8 @@ async def owe(near: Path, far: str, step: int) -> None:
         with pytest.raises(CheckpointExistsError):
             await handle.durable
     assert [name for name in names_in(near / step_name(step)) if name.startswith(NOTE_PREFIX)]
-    await remove(far, step)
+    if not stays:
+        await remove(far, step)
 
 
 async def test_steps_are_copied_and_found_on_both_tiers(tmp_path: Path, far: str) -> None:
@@ -133,8 +137,7 @@ async def test_a_step_that_is_still_to_be_copied_stays(tmp_path: Path, far: str)
 async def test_retention_leaves_what_is_owed(tmp_path: Path, far: str) -> None:
     """Where the copy cannot be made, the first tier's step is the only one there is."""
     near = tmp_path / "near"
-    await owe(near, far, 1)
-    await asyncio.to_thread(sync.save, {"in the way": 1}, f"{far}/{step_name(1)}", config=SMALL)
+    await owe(near, far, 1, stays=True)
     await asyncio.to_thread(sync.save, {"no": "copy"}, near / step_name(2), config=SMALL)
     async with Checkpointer(near, keep=KeepLast(1), then=far, config=SMALL) as ckpt:
         await ckpt.save(state_of(3), 3).durable
@@ -160,6 +163,33 @@ async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path
     assert await steps_in(near) == (5,)
 
 
+async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
+    tmp_path: Path, far: str
+) -> None:
+    """As with one tier: its copy could not be made, and would be owed for ever."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            await ckpt.save(state_of(step), step).durable
+    async with Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt:
+        assert names_in(near) == [step_name(3)]
+        handle = ckpt.save(state_of(10), 1)
+        with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+            await handle
+        assert "discard_after" in caught.value.__notes__[0]
+        assert f"{far}/{step_name(1)}" in str(caught.value)
+        with pytest.raises(CheckpointExistsError):
+            await handle.durable
+        assert names_in(near) == [step_name(3)]
+        assert_same(await ckpt.load(step=1), state_of(1))
+        await ckpt.save(state_of(11), 1, overwrite=True).durable
+        assert_same(await ckpt.load(step=1), state_of(11))
+        assert await ckpt.discard_after(1) == (2, 3)
+        await ckpt.save(state_of(12), 2).durable
+        assert_same(await ckpt.load(), state_of(12))
+    assert await steps_in(far) == (1, 2)
+
+
 async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> None:
     """Those that are copied, but for the newest; the second tier keeps what the policy keeps."""
     near = tmp_path / "near"
@@ -170,6 +200,40 @@ async def test_few_steps_stay_on_the_first_tier(tmp_path: Path, far: str) -> Non
     assert await steps_in(far) == (2, 3, 4)
     async with Checkpointer(near, then=far, config=SMALL) as ckpt:
         assert_same(await ckpt.load(step=2), state_of(2))
+
+
+class _Vanishing(PosixFiles):
+    """A step goes from the first tier when its data has been opened a few times."""
+
+    def __init__(self, num_opened: int) -> None:
+        self.left = num_opened
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        directory, _, name = path.rpartition("/")
+        if "/near/" in path and name.startswith("data-"):
+            if self.left == 0:
+                shutil.rmtree(directory)
+            self.left -= 1
+        return super().open(path, direct=direct, writable=writable)
+
+
+@pytest.mark.parametrize("step", [1, None])
+@pytest.mark.parametrize("num_opened", range(3))
+async def test_a_step_that_goes_from_the_first_tier_is_read_from_the_second(
+    tmp_path: Path, num_opened: int, step: int | None
+) -> None:
+    """Its removal may have begun just before the load did, wherever that is by then."""
+    near, far, files, log = tmp_path / "near", tmp_path / "far", _Vanishing(num_opened), EventLog()
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for saved in (1, 2):
+            await ckpt.save(state_of(saved), saved).durable
+    async with (
+        engines(files=files, log=log) as (engine,),
+        checkpointer_on(engine, near, then=far) as ckpt,
+    ):
+        assert_same(await ckpt.load(step=step), state_of(step or 2))
+    assert files.left < 0
+    assert [event.to for event in log.of(TierPassedOver)] == [f"{far}/{step_name(step or 2)}"]
 
 
 async def test_a_step_stays_that_the_second_tier_has_not(tmp_path: Path, far: str) -> None:
@@ -233,17 +297,15 @@ def age(fs: Any, path: str) -> None:
         os.utime(name, (0, 0))
 
 
-async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(
-    tmp_path: Path, far: str
-) -> None:
+async def test_leaving_waits_for_copies_and_raises_what_nobody_saw(tmp_path: Path) -> None:
     """On an engine of its own, and on one that stays open."""
-    near = tmp_path / "near"
+    near, far = tmp_path / "near", tmp_path / "far"
     async with Engine(SMALL) as engine:
         async with Checkpointer(near, then=far, engine=engine) as ckpt:
             handle = ckpt.save(state_of(1), 1)
         assert handle.durable.done()
-        await engine.save({"in the way": 1}, f"{far}/{step_name(2)}")
-        with pytest.raises(CheckpointExistsError):
+        (far / step_name(2)).write_text("in the way")
+        with pytest.raises(StorageError):
             async with Checkpointer(near, then=far, engine=engine) as ckpt:
                 await ckpt.save(state_of(2), 2)
     assert await steps_in(near) == (1, 2)

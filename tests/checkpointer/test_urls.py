@@ -41,6 +41,8 @@ from tests.storage.object_rig import DictStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptio.storage.store import ObjectInfo
+
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
 OLD_S = 10_000
@@ -282,6 +284,64 @@ def test_ranks_save_keep_and_load_together(seed: int) -> None:
     for names in found.values():
         ranks = {name.split("-")[2] for name in names if name.startswith("data-")}
         assert ranks == {"00000", "00001"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_do_not_save_over_what_only_the_second_tier_has(seed: int) -> None:
+    """One looks, and all hear of it."""
+
+    async def body(_: int, engine: Engine) -> None:
+        async with checkpointer_on(
+            engine, "dict://near", then="dict://far", keep_local=1, sweep_after_s=None
+        ) as ckpt:
+            for step in (1, 2):
+                await ckpt.save(state_of(step), step).durable
+        async with checkpointer_on(engine, "dict://near", then="dict://far") as ckpt:
+            with pytest.raises(CheckpointExistsError):
+                await ckpt.save(state_of(3), 1)
+            assert await ckpt.steps() == (1, 2)
+
+    store = DictStore(seed, max_delay_s=0.02)
+
+    async def scenario() -> None:
+        async with engines(2, seed=seed, store=store) as group:
+            assert await on_each(group, body) == [None, None]
+
+    run_virtual(scenario(), seed=seed)
+    assert {key.split("/")[1] for key in store.objects if key.startswith("near/")} == {step_name(2)}
+    assert not [key for key in store.objects if ".copy-" in key]
+
+
+class _SilentStore(DictStore):
+    """A store that does not say for a while whether a manifest is at the second tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speaks = asyncio.Event()
+
+    async def head(self, key: str) -> ObjectInfo:
+        if key == f"far/{step_name(1)}/manifest.json":
+            await self.speaks.wait()
+        return await super().head(key)
+
+
+def test_a_commit_does_not_wait_long_for_a_second_tier_that_is_away() -> None:
+    """The first tier's checkpoint is what a save is for."""
+
+    async def scenario() -> None:
+        store = _SilentStore()
+        async with (
+            engines(store=store) as (engine,),
+            checkpointer_on(engine, "dict://near", then="dict://far") as ckpt,
+        ):
+            handle = ckpt.save(state_of(1), 1)
+            await handle
+            assert not store.speaks.is_set()
+            assert asyncio.get_running_loop().time() < 10
+            store.speaks.set()
+            await handle.durable
+
+    run_virtual(scenario(), seed=0)
 
 
 def places_in(store: DictStore) -> dict[str, list[str]]:

@@ -123,6 +123,42 @@ def test_a_step_whose_copy_is_owed_stays(root: Path, capsys: pytest.CaptureFixtu
     assert names_in(root) == [NAMES[1], NAMES[5]]
 
 
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [
+        ("val:loss", [3]),
+        ("val:loss:2", [2, 3]),
+        ("val:loss:1:max", [1]),
+        ("val:loss:2:min", [2, 3]),
+        ("3:1", [1]),
+        ("3:2:max", [2, 3]),
+    ],
+)
+def test_a_metric_may_have_a_colon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], best: str, kept: list[int]
+) -> None:
+    """As loggers write them: number and mode are split off the right end."""
+    with sync.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"x": step}, step, metrics={"val:loss": 3 - step, "3": step})
+        ckpt.save({"x": 4}, 4)  # the highest stays in any case
+    argv = ("prune", str(tmp_path), "--keep-best", best, "--dry-run")
+    code, document = run_json(capsys, *argv)
+    assert code == 0
+    assert [each["step"] for each in document["kept"]] == [*kept, 4]
+
+
+def test_a_mistyped_mode_is_a_name_that_nobody_measured(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is removed by it."""
+    for best in ("loss:2:mx", "loss:max", "los"):
+        code, document = run_json(capsys, "prune", str(root), "--keep-best", best)
+        assert code == 2
+        assert document["error"] == f"no step has a metric {best!r}; nothing was removed"
+    assert names_in(root) == NAMES
+
+
 def test_prune_that_keeps_nothing_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -654,7 +654,8 @@ def test_nothing_is_committed_that_is_not_there_any_more() -> None:
     run_virtual(scenario(), seed=0)
 
 
-def test_an_owed_copy_does_not_replace_a_newer_checkpoint() -> None:
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_owed_copy_does_not_replace_a_newer_checkpoint(*, overwrite: bool) -> None:
     """Of two states for one place the newest stays, also if the older one was owed."""
 
     async def scenario() -> None:
@@ -665,7 +666,7 @@ def test_an_owed_copy_does_not_replace_a_newer_checkpoint() -> None:
         async with inline_engine(storages) as engine:
             far.fault = fail_kind("commit")
             with pytest.raises(StorageError):
-                handle = engine.save(states[0], "near/a", overwrite=True, then="far/a")
+                handle = engine.save(states[0], "near/a", overwrite=overwrite, then="far/a")
                 await handle.durable
             far.fault = None
             await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable

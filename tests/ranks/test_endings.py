@@ -644,6 +644,31 @@ def test_a_rank_that_wakes_up_knows_that_it_was_given_up() -> None:
     run(scenario())
 
 
+def test_who_leaves_does_not_wait_again_for_a_rank_that_was_given_up() -> None:
+    """It was silent for as long as anybody waits; it knows why when it wakes up."""
+
+    async def body(ranks: Ranks) -> None:
+        async with ranks.session("save"):
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with group() as world:
+            loop = asyncio.get_running_loop()
+            world.freeze(3)
+            running = asyncio.ensure_future(world.run(body))
+            await asyncio.wait((running,), timeout=NOTICED_S + 2)
+            begun_s = loop.time()
+            for rank in (1, 2, 0):
+                await world.ranks[rank].close()
+            assert loop.time() - begun_s < 1
+            world.thaw(3)
+            error = (await running)[3]
+            assert isinstance(error, PeerLostError)
+            assert "nothing was heard of it for 10 s" in str(error)
+
+    run(scenario())
+
+
 def test_ranks_close_in_any_order() -> None:
     """Who closes is missed by name, by those who need it; the others go on to their ends."""
 

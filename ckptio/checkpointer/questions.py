@@ -1,0 +1,84 @@
+"""What all ranks ask of a run at once, and rank 0 finds out or does for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio.checkpointer.finding import agreed_records, agreed_steps
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.checkpointer.keeper import Keeper
+    from ckptio.checkpointer.tiers import SecondTier
+    from ckptio.checkpointer.upkeep import Upkeep
+    from ckptio.engine.context import EngineContext
+    from ckptio.plan.retention import StepRecord
+
+
+class Questions:
+    """Questions of a checkpointer; each has a key of its own, the same on all ranks.
+
+    Args:
+        keeper: Looks after the first tier.
+        second: The second tier, if there is one.
+        upkeep: What is under way.
+    """
+
+    def __init__(self, keeper: Keeper, second: SecondTier | None, upkeep: Upkeep) -> None:
+        self._keeper = keeper
+        self._second = second
+        self._upkeep = upkeep
+
+    async def records(self, key: str, context: EngineContext) -> list[StepRecord]:
+        """Read what is known of the committed steps, lowest first."""
+
+        async def read() -> Sequence[StepRecord]:
+            first = await self._keeper.records()
+            return first if self._second is None else await self._second.records(first)
+
+        return await agreed_records(key, context, read)
+
+    async def steps(self, key: str, context: EngineContext) -> list[int]:
+        """List the committed steps, lowest first."""
+
+        async def read() -> Sequence[int]:
+            first = await self._keeper.steps()
+            return first if self._second is None else await self._second.steps(first)
+
+        return await agreed_steps(key, context, read)
+
+    async def newest(self, count: int, key: str, context: EngineContext) -> list[int]:
+        """List the highest committed steps, so many at the most, lowest first."""
+
+        async def read() -> Sequence[int]:
+            first = await self._keeper.newest(count)
+            return first if self._second is None else await self._second.newest(count, first)
+
+        return await agreed_steps(key, context, read)
+
+    async def discard(self, after: int, key: str, context: EngineContext) -> list[int]:
+        """Remove the steps above one, from both tiers; gives those, lowest first."""
+
+        async def discard() -> Sequence[int]:
+            busy = [step for step in self._upkeep.under_way() if step > after]
+            if busy:
+                raise ConfigError(
+                    f"step {min(busy)} is being saved, copied or read: wait for that, then discard"
+                )
+            second = self._second
+            if second is None:
+                return sorted(await self._discard(self._keeper, after))
+            copies_ended = await second.copies(self._keeper, above=after)
+            gone = await self._discard(self._keeper, after)
+            await copies_ended()  # else one of them brings its step back
+            return sorted(gone | await self._discard(second.keeper, after))
+
+        return await agreed_steps(key, context, discard)
+
+    async def _discard(self, keeper: Keeper, after: int) -> set[int]:
+        steps = await keeper.steps(above=after)
+        for step in reversed(steps):
+            await self._upkeep.discard(keeper, step)
+        return set(steps)
