@@ -206,9 +206,9 @@ class Engine:
         An object whose `load_state_dict` is not torch's own is given new tensors, since it may
         write to its own while it reads them: until it returns, there are two of each, on their
         device. So it is with what a module has below a hook that runs before
-        `load_state_dict`, or a `_load_from_state_dict`, that is not torch's. Name the modules
-        and optimizers that such an object wraps in `into` themselves, where that is too much.
-        Blocks of sharded tensors are filled in place there, too.
+        `load_state_dict`, or a `_load_from_state_dict`, that is not torch's. In place there,
+        too, are blocks of sharded tensors, and tensors of the modules and optimizers that the
+        object has as attributes: those it hands on to.
 
         No byte of the target changes before the sizes of all files that are needed (without
         `select`, of all) were checked, and no block lands before its checksum was. If a later

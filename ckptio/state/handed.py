@@ -8,6 +8,10 @@ second copy of a model; what has code of others to take its state is given new t
 `torch.load` gives them, and does with its own what it likes. Of a module that is what is below
 each module with such code: a hook that runs before, or a `_load_from_state_dict` of its own.
 
+An object that has modules and optimizers among its attributes (an `AppState`, as tutorials of
+torch.distributed.checkpoint call it) hands on to those what is theirs, as a rule. So their
+tensors are filled where they are, too: a second copy of a model may not fit on its device.
+
 Blocks of tensors that are held in parts are filled where they are, whoever has them: nothing but
 the object's own says which part of them to load.
 """
@@ -29,7 +33,7 @@ from ckptio.state.sharded import is_sharded, memory_of
 from ckptio.state.versions import Names, above
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 
     Json = Any
 
@@ -40,18 +44,25 @@ class Handed:
     Args:
         fqn: Its name.
         is_new: Whether a name of its state gets a new tensor.
+        kept: Storages that are filled where they are.
     """
 
-    def __init__(self, fqn: str, is_new: Callable[[str], bool]) -> None:
+    def __init__(
+        self, fqn: str, is_new: Callable[[str], bool], kept: Container[int] = frozenset()
+    ) -> None:
         self._start = len(fqn) + 1 if fqn else 0
         self._is_new = is_new
+        self._kept = kept
         self._blanks: dict[Hashable, Blank] = {}
         #: The first that was made for a tensor of the object, by its memory.
         self._firsts: dict[Hashable, Blank] = {}
 
-    def is_new(self, fqn: str) -> bool:
-        """Whether what has a whole name gets a new tensor."""
-        return self._is_new(fqn[self._start :])
+    def is_new(self, fqn: str, target: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+        """Whether a tensor or an array of the object, by its whole name, is left for a new one."""
+        return self._is_new(fqn[self._start :]) and not self._is_kept(target)
+
+    def _is_kept(self, target: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+        return isinstance(target, torch.Tensor) and _storage_of(target) in self._kept
 
     def blank(self, fqn: str, target: torch.Tensor, stored: int, view: Json) -> Blank:
         """Give the new tensor for one of the object: one for what is one here and there."""
@@ -77,7 +88,8 @@ class Handed:
     def _apart(self, value: Any, own: set[int]) -> Any:
         is_own = id(value) in own
         if isinstance(value, torch.Tensor):
-            return self._tensor_apart(value) if is_own and not is_sharded(value) else value
+            is_filled = not is_own or is_sharded(value) or self._is_kept(value)
+            return value if is_filled else self._tensor_apart(value)
         if isinstance(value, np.ndarray):
             return value.copy() if is_own else value
         if type(value) in (dict, OrderedDict, Counter):
@@ -106,7 +118,8 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
         keys: Of its state.
     """
     if not _is_of_torch(target.load_state_dict):
-        return Handed(fqn, lambda _: True)
+        is_one = isinstance(target, (torch.nn.Module, torch.optim.Optimizer))
+        return Handed(fqn, lambda _: True, () if is_one else _kept_by_torch(target))
     if isinstance(target, torch.optim.Optimizer):
         hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", {})
         return None if all(map(_is_of_torch, hooks.values())) else Handed(fqn, lambda _: True)
@@ -117,6 +130,37 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
     if not rewritten:
         return None
     return Handed(fqn, lambda key: any(bare in rewritten for bare in above(names.bare(key))))
+
+
+def _kept_by_torch(target: Any) -> set[int]:
+    """Give the storages of modules and optimizers that an object has and torch's code fills."""
+    kept: set[int] = set()
+    values = list(getattr(target, "__dict__", {}).values())
+    for value in values[:]:
+        if type(value) in (list, tuple, dict):
+            values += value.values() if type(value) is dict else value
+    for value in values:
+        if isinstance(value, torch.nn.Module) and handed_to("", value, ()) is None:
+            tensors: Iterable[Any] = (*value.parameters(), *value.buffers())
+        elif isinstance(value, torch.optim.Optimizer) and handed_to("", value, ()) is None:
+            tensors = [item for state in value.state.values() for item in state.values()]
+        else:
+            continue
+        kept.update(
+            _storage_of(tensor)
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and not is_sharded(tensor)
+        )
+    return kept - {0}
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Tell storages apart; 0 for a tensor that shows none."""
+    try:
+        storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # nothing public tells them apart
+    except (NotImplementedError, RuntimeError):
+        return 0
+    return storage
 
 
 def _rewrites(module: torch.nn.Module) -> bool:

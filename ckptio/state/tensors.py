@@ -60,7 +60,7 @@ class TensorMatcher(Noted):
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
-        is_new = self._handed is not None and self._handed.is_new(fqn)
+        is_new = self._handed is not None and self._handed.is_new(fqn, target)
         if not is_new and (fill := find_plain(self._tensors, fqn, node, target)) is not None:
             self.match.num_filled += 1
             self.match.fills.append(fill)
@@ -121,7 +121,7 @@ class TensorMatcher(Noted):
             return self._mismatch(fqn, target, other("an array"))
         if found := array_differs(target, node):
             return self._mismatch(fqn, target, found)
-        if self._handed is not None and self._handed.is_new(fqn):
+        if self._handed is not None and self._handed.is_new(fqn, target):
             return self._take(fqn, node)
         check_array(fqn, target)
         tensor = as_tensor(target)

@@ -137,8 +137,9 @@ def test_a_module_may_turn_what_it_is_given(
     else:
         handed = handed_to("x", target, target.state_dict())
         assert handed is not None
-        names = ("x.turned.weight", "x.plain.weight")
-        assert [handed.is_new(name) for name in names] == [True, False]
+        state = target.state_dict()
+        names = ("turned.weight", "plain.weight")
+        assert [handed.is_new(f"x.{name}", state[name]) for name in names] == [True, False]
     target, other = loaded_both(tmp_path, saved, target)
     for name, value in other.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
@@ -194,3 +195,63 @@ def test_torchs_own_are_filled_where_they_are() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for target in (module, optimizer, scheduler):
         assert handed_to("x", target, target.state_dict()) is None
+
+
+class AppState:
+    """Hands on to the module and the optimizer that it has, and has something of its own."""
+
+    def __init__(self, value: float, hook: Any = None) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(self.model.weight, value)
+        if hook is not None:
+            self.model.register_load_state_dict_pre_hook(hook)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters())]
+        self.model(torch.ones(1, 2)).sum().backward()
+        self.optimizers[0].step()
+        self.mean = torch.tensor([value])
+        self.given: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = self.optimizers[0].state_dict()
+        return {"model": self.model.state_dict(), "optimizer": optimizer, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+        self.mean.zero_()
+        self.model.load_state_dict(state["model"])
+        self.optimizers[0].load_state_dict(state["optimizer"])
+        self.mean += state["mean"]
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two states of such objects are equal."""
+    moments = zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True)
+    pairs = [*zip(a["model"].values(), b["model"].values(), strict=True), (a["mean"], b["mean"])]
+    pairs += [(x[name], y[name]) for x, y in moments for name in x]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_what_an_object_hands_on_to_torch_is_filled_where_it_is(tmp_path: Path) -> None:
+    """A model and its optimizer are not there twice; what the object has besides is."""
+    saved = AppState(1.0)
+    target, other = loaded_both(tmp_path, saved, AppState(2.0))
+    assert same(target.state_dict(), other.state_dict())
+    given = target.given
+    assert given["model"]["weight"].data_ptr() == target.model.weight.data_ptr()
+    assert given["mean"].data_ptr() != target.mean.data_ptr()
+    before = AppState(2.0)
+    moments = [s["exp_avg"].data_ptr() for s in before.optimizers[0].state.values()]
+    sync.load(tmp_path / "c", {"x": before}, config=SMALL)
+    found = [state["exp_avg"].data_ptr() for state in before.given["optimizer"]["state"].values()]
+    assert found == moments
+
+
+def test_a_module_below_an_object_may_turn_what_it_is_given(tmp_path: Path) -> None:
+    """There its own hook takes it, not torch's code alone."""
+
+    def turn(module: Any, *_: Any) -> None:
+        module.weight.data.zero_()
+
+    target, other = loaded_both(tmp_path, AppState(1.0), AppState(2.0, turn))
+    assert same(target.state_dict(), other.state_dict())
+    assert target.given["model"]["weight"].data_ptr() != target.model.weight.data_ptr()
