@@ -56,7 +56,8 @@ class ObjectDecoder:
 
         Raises:
             FormatError: It is not what `ObjectEncoder` writes.
-            TargetError: Keys are equal without their classes, which `types` lacks.
+            TargetError: Keys are equal without their classes, which `types` lacks; or a class
+                does not take what is stored.
         """
         try:
             return self._decode(fqn, node, 0)
@@ -217,7 +218,7 @@ class ObjectDecoder:
         try:
             return build()
         except Exception as error:  # the class is the caller's: whatever it raises is the cause
-            raise FormatError(
+            raise TargetError(
                 f"{fqn!r} does not fit {class_name(cls)!r} as passed in types=: {error!r}"
             ) from error
 

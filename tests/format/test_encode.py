@@ -206,10 +206,10 @@ def test_some_classes_are_enough_for_some_values() -> None:
 def test_a_class_that_does_not_fit_is_named() -> None:
     """A member or a field that is gone is an error, not a value that is quietly dropped."""
     document = encode([Color.RED]).replace(b"red", b"green")
-    with pytest.raises(FormatError, match=r"does not fit .*Color.* as passed in types="):
+    with pytest.raises(TargetError, match=r"does not fit .*Color.* as passed in types="):
         decode(document, CLASSES)
     document = encode([Settings(1)]).replace(b'"rate"', b'"pace"')
-    with pytest.raises(FormatError, match="there is no field 'pace'"):
+    with pytest.raises(TargetError, match="there is no field 'pace'"):
         decode(document, CLASSES)
 
 
