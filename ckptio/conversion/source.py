@@ -237,7 +237,7 @@ def read_views(
         if base is None or base[0] is not entry:
             base = None  # gone before another takes its room
             base = entry, source.whole(entry)
-        yield _viewed(base[1], leaf.node)
+        yield _viewed(base[1], leaf.node) if leaf.node[TAG] == "view" else base[1]
     yield from _read_spans(source, batch)
 
 

@@ -97,26 +97,26 @@ def array_differs(target: np.ndarray[Any, Any], node: Json) -> str:
     return f"{found} in the checkpoint"
 
 
-def is_filled(target: Any, *, records: bool) -> bool:
-    """Whether a value holds anything that is filled, and not replaced.
+def is_filled(target: Any, *, by_place: bool) -> bool:
+    """Whether an item of a list is filled, or holds anything that is, and is not replaced.
 
     Args:
-        target: The value.
-        records: Whether dataclasses and named tuples are so, whatever they hold: they are
-            matched by the names of their fields, which is of use for as many as are stored.
+        target: The item.
+        by_place: Whether dicts, lists, dataclasses and named tuples are so, whatever they hold:
+            somebody may have them. Where others are stored than there are, nobody knows which
+            is which.
     """
     if type(target) in SCALAR_TYPES:
         return False
-    if isinstance(target, dict):
-        return any(is_filled(item, records=records) for item in target.values())
-    if isinstance(target, (list, tuple)):
-        if records and hasattr(type(target), "_fields"):
-            return True
-        return any(is_filled(item, records=records) for item in target)
     if isinstance(target, (torch.Tensor, np.ndarray, Shard, PerRank)):
         return True
+    if isinstance(target, dict):
+        return by_place or any(is_filled(item, by_place=False) for item in target.values())
+    if isinstance(target, (list, tuple)):
+        return (by_place and bool(target)) or any(is_filled(i, by_place=False) for i in target)
     if dataclasses.is_dataclass(target) and not isinstance(target, type):
-        return records or any(is_filled(item, records=False) for item in fields_of(target).values())
+        fields = fields_of(target).values()
+        return by_place or any(is_filled(item, by_place=False) for item in fields)
     return is_stateful(target)
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
+from ckptio.shards import PerRank
 from ckptio.state.fills import Blank
 from ckptio.state.records import copied
 from ckptio.state.sharded import is_sharded, memory_of
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 
     Json = Any
+
+
+#: Longer lists and dicts among an object's attributes hold no modules, but samples or the like.
+_MAX_PARTS = 1000
 
 
 class Handed:
@@ -99,6 +104,8 @@ class Handed:
             return made
         if type(value) in (list, tuple):
             return type(value)([self._apart(item, own) for item in value])
+        if isinstance(value, PerRank):
+            return PerRank(self._apart(value.value, own))
         return value
 
     def _tensor_apart(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,15 +144,21 @@ def _kept_by_torch(target: Any) -> set[int]:
     kept: set[int] = set()
     values = list(getattr(target, "__dict__", {}).values())
     for value in values[:]:
-        if type(value) in (list, tuple, dict):
+        if type(value) in (list, tuple, dict) and len(value) <= _MAX_PARTS:
             values += value.values() if type(value) is dict else value
     for value in values:
-        if isinstance(value, torch.nn.Module) and handed_to("", value, ()) is None:
-            tensors: Iterable[Any] = (*value.parameters(), *value.buffers())
-        elif isinstance(value, torch.optim.Optimizer) and handed_to("", value, ()) is None:
-            tensors = [item for state in value.state.values() for item in state.values()]
-        else:
+        cls = type(value)  # what a proxy says it is may be gone
+        if not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
             continue
+        if handed_to("", value, ()) is not None:
+            continue
+        tensors: Iterable[Any]
+        if issubclass(cls, torch.nn.Module):
+            tensors = (*value.parameters(), *value.buffers())
+        else:
+            states = list(value.state.values())
+            dicts = [state for state in states if isinstance(state, dict)]
+            tensors = [*states, *(item for state in dicts for item in state.values())]
         kept.update(
             _storage_of(tensor)
             for tensor in tensors
@@ -158,7 +171,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
     """Tell storages apart; 0 for a tensor that shows none."""
     try:
         storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # nothing public tells them apart
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):  # a lazy module's has none yet
         return 0
     return storage
 
@@ -184,6 +197,8 @@ def _note_own(value: Any, own: set[int]) -> None:
         items = value.values() if isinstance(value, dict) else value
         for item in () if isinstance(value, (torch.Tensor, np.ndarray)) else items:
             _note_own(item, own)
+    elif isinstance(value, PerRank):
+        _note_own(value.value, own)
 
 
 def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:

@@ -178,9 +178,10 @@ class Matcher(TensorMatcher):
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
         handed = None
         if isinstance(template, dict):
-            self._handed = handed = handed_to(fqn, target, template)
+            before, self._handed = self._handed, handed_to(fqn, target, template)
+            handed = self._handed
             assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
-            self._handed = None
+            self._handed = before  # of an object around this one, if there is one
         else:  # it has nothing yet, or something of its own
             assemble = self._value(fqn, None, node)
         is_partial = self._keep is not None or self.match.num_left > num_left
@@ -275,7 +276,7 @@ class Matcher(TensorMatcher):
         _, names, items = stored
         if (
             type(target) in (list, tuple)
-            and not is_filled(target, records=len(items) == len(target))
+            and not any(is_filled(item, by_place=len(items) == len(target)) for item in target)
             and is_kept(fqn, node, self._keep)
             and not holds_absent(node)
         ):

@@ -81,6 +81,22 @@ def test_views_cost_what_they_are_views_of_and_no_more(
     assert run_diff(tmp_path / "x", tmp_path / "s").is_equal
 
 
+def test_what_is_whole_in_one_is_compared_with_views_in_the_other(tmp_path: Path) -> None:
+    """Under two names there, and parts of a third here; and with parts that overlap."""
+    weight, rest = torch.randn(2, 3), torch.randn(2, 3)
+    fused = torch.cat([weight, rest])
+    sync.save({"a": weight, "b": weight}, tmp_path / "tied", config=SMALL)
+    sync.save({"a": fused[:2], "b": fused[:2], "c": fused}, tmp_path / "views", config=SMALL)
+    report = run_diff(tmp_path / "tied", tmp_path / "views")
+    assert (report.differences, report.only_b, report.num_same) == ((), ("c",), 2)
+    sync.save({"a": fused, "b": fused[:3], "c": fused[1:]}, tmp_path / "x", config=SMALL)
+    more = torch.cat([fused, fused])
+    parts = {"a": more[:4], "b": more[:3], "c": more[1:4], "d": more}
+    sync.save(parts, tmp_path / "y", config=SMALL)
+    assert run_diff(tmp_path / "x", tmp_path / "y").num_same == 3
+    assert run_diff(tmp_path / "y", tmp_path / "x").num_same == 3
+
+
 def test_views_are_read_a_few_at_a_time(tmp_path: Path, core: EngineCore) -> None:
     """As many as there is room for, in the order in which they are asked for."""
     state: Any = make_views()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,6 +245,49 @@ def test_what_an_object_hands_on_to_torch_is_filled_where_it_is(tmp_path: Path) 
     sync.load(tmp_path / "c", {"x": before}, config=SMALL)
     found = [state["exp_avg"].data_ptr() for state in before.given["optimizer"]["state"].values()]
     assert found == moments
+
+
+class OddOptimizer(torch.optim.SGD):
+    """Has a tensor and a number beside the state of its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        state: dict[Any, Any] = self.state
+        state |= {"k": torch.zeros(1), "n": 3}
+
+
+def test_whatever_an_object_has_beside_its_state_is_no_obstacle(tmp_path: Path) -> None:
+    """A lazy module, what a dead proxy stood for, an odd optimizer."""
+
+    class Dead:
+        """Of which nothing is left to ask."""
+
+    saved, target = Mean(1, 2), Mean(3, 4)
+    vars(target)["lazy"] = torch.nn.LazyLinear(2)
+    vars(target)["proxy"] = weakref.proxy(Dead())
+    vars(target)["optimizer"] = OddOptimizer([torch.ones(1)])
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.total.tolist() == [1, 2]
+
+
+class Nested(Mean):
+    """Has another such object in its state, kept for each rank, before its own."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__(*values)
+        self.inner = Pair(*values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": PerRank(self.inner), **super().state_dict()}
+
+
+def test_an_object_in_an_object_leaves_the_rest_of_it_new(tmp_path: Path) -> None:
+    target = Nested(3, 4)
+    sync.save({"x": Nested(1, 2)}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.total.tolist() == [1, 2]
+    assert target.parts.tolist() == [1, 2]
 
 
 def test_a_module_below_an_object_may_turn_what_it_is_given(tmp_path: Path) -> None:

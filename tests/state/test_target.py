@@ -185,7 +185,6 @@ def test_a_longer_and_a_shorter_list_are_listed() -> None:
         ([0.5], []),
         ((1, 2), (1, 2, 3)),
         ([{"loss": 0.5, "lr": 1.0}, {"eval": 0.25}], [{"loss": 0.5, "lr": 1.0}]),
-        ([{"eval": 0.25}], [{"loss": 0.5}]),
         ([[1], (2, {3})], [[1, 2]]),
         ([Point(1, 2), Point(3, 4)], [Point(5, 6)]),
         ([Color.RED, Color.RED], [Color.RED]),
@@ -216,6 +215,21 @@ def test_a_list_of_records_is_filled_field_by_field() -> None:
     assert match.agrees
     assert result["x"] == [Settings(5, [6, 7])]
     assert match_of({"x": [Settings(5, zeros(1))]}, {"x": [Settings(5, zeros(1)), 1]}).missing
+
+
+def test_dicts_and_lists_in_a_list_are_filled_in_place() -> None:
+    """Somebody may have them; so names that are wrong are told, too."""
+    meter, log = {"n": 0}, [0, 0]
+    match, result = matched({"x": [{"n": 3}, [1, 2, 3]]}, {"x": [meter, log]})
+    assert match.agrees
+    assert result["x"][0] is meter
+    assert result["x"][1] is log
+    assert (meter, log) == ({"n": 3}, [1, 2, 3])
+    progress = {"step": 0}
+    matched(({"step": 7}, 1), (progress, 0))
+    assert progress == {"step": 7}
+    assert match_of(({"step": 7}, 1), ({"stepp": 0}, 0)).missing == ["0.stepp"]
+    assert match_of([(0, 0)], [[0, 0]]).mismatched
 
 
 def test_a_list_of_which_a_part_is_selected_keeps_the_rest() -> None:
