@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from ckptio.storage import locks
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def no_leaks() -> Iterator[None]:
     let_end(set(threading.enumerate()) - threads)
     assert set(threading.enumerate()) - threads == set()
     assert still_open_beside(files) == set()
+    open_fds = {fd for fd, _ in open_files()}
+    assert locks._locked.keys() <= open_fds, "a locked file was closed otherwise"
 
 
 @pytest.fixture

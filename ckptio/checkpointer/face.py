@@ -313,7 +313,7 @@ class Checkpointer:
         """Remove the steps above one: those of a run that went back to it.
 
         Else they are what `load` takes after the next restart, and what `keep` counts. A copy
-        that an earlier run owed of such a step ends first: there is nothing left to copy.
+        that an earlier run owed of such a step is stopped: there is nothing left to copy.
 
             state = await ckpt.load(step=800)  # the loss blew up after it
             await ckpt.discard_after(800)

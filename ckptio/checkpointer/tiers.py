@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 #: How long a commit waits to hear whether the second tier has the step already.
-_LOOK_S = 5.0
+_LOOK_S = 1.0
 
 
 class SecondTier:
@@ -53,6 +53,7 @@ class SecondTier:
         self._keep_local = keep_local
         self._engine: EngineCore | None = None
         self._keeper: Keeper | None = None
+        self._is_silent = False
 
     def open(self, engine: EngineCore, first: Root, make_root: Callable[..., Root]) -> None:
         """Begin.
@@ -115,25 +116,30 @@ class SecondTier:
         """Check that this tier has no such step, before it is committed on the first.
 
         Its copy could never be made, and the first tier would keep it for ever. A tier that
-        does not answer for a while is away, and is nothing that a save waits for.
+        does not answer for a while is away, and is nothing that a save waits for: the next ones
+        wait no more, until it has answered before they ask.
 
         Raises:
             CheckpointExistsError: It has.
         """
         answer = looking.end.wrapped()
-        await asyncio.wait((answer,), timeout=_LOOK_S)
-        if not answer.done() or answer.cancelled() or not answer.result():
+        await asyncio.wait((answer,), timeout=0 if self._is_silent else _LOOK_S)
+        self._is_silent = not answer.done()
+        if self._is_silent:
+            answer.cancel()
+            looking.abort()
+        if answer.cancelled() or answer.exception() is not None or not answer.result():
             return
         error = CheckpointExistsError(self.path(step))
         error.add_note("or discard_after(...) the steps that this run went back from, first")
         raise error
 
     async def copies(self, first: Keeper, *, above: int) -> Callable[[], Awaitable[None]]:
-        """Give what waits for the end of all copies of steps above one that are under way.
+        """Give what waits until no copy of the steps above one is under way.
 
-        Those that earlier runs owed, too, which nobody has a handle of. To be called when the
-        first tier has none of these steps any more: then none begins, and those that have
-        begun end with that, unless they are being committed.
+        Those that earlier runs owed are stopped, as nobody has a handle of them; one that is
+        just being committed ends. To be called when the first tier has none of these steps any
+        more: then none begins.
         """
         storage, copies = self.engine.storage, self.engine.context.copies
         listed = {*await first.listed(), *await self.keeper.listed()}

@@ -199,8 +199,8 @@ def _lock(folder: str) -> tuple[State, str]:
     except OSError as error:
         return "slow", f"no locks ({error.strerror}): what dead saves left stays for an hour"
     finally:
-        os.close(first)
-        os.close(second)
+        files.close(first)
+        files.close(second)
     if held and not taken:
         return "yes", "flock works: what dead saves left is known, and removed by the next save"
     return "no", "two holders have one lock: files of living saves may be taken for dead ones"

@@ -303,7 +303,7 @@ def _place_inside(path: str) -> Iterator[str]:
             raise
         shutil.rmtree(aside, ignore_errors=True)
     finally:
-        os.close(fd)
+        PosixFiles().close(fd)
         with contextlib.suppress(OSError):  # what was there stays there
             os.rmdir(path)
 

@@ -33,6 +33,7 @@ from ckptio.conversion.safetensors import (
 from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError
 from ckptio.foreign.safetensors import Index
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.files import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +125,7 @@ def _held(path: str) -> Iterator[None]:
         take_lock(fd, real, path)
         yield
     finally:
-        os.close(fd)
+        PosixFiles().close(fd)
 
 
 def _names_for(path: str, shards: Sequence[Shard]) -> list[str]:

@@ -17,6 +17,8 @@ _NO_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 def take_lock(fd: int, path: str, target: str) -> None:
     """Take the lock of what is open; it goes with the descriptor, or with the process.
 
+    The descriptor is closed by `PosixFiles.close`.
+
     Where a file system has no locks, nobody can tell two conversions apart.
 
     Args:

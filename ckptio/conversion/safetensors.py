@@ -254,4 +254,4 @@ def replace_file(path: str, fill: Callable[[int], None], *, overwrite: bool) -> 
         raise storage_error(error, path, "cannot write the file") from error
     finally:
         if fd >= 0:
-            os.close(fd)
+            PosixFiles().close(fd)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptio._aio import outlive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+
+T = TypeVar("T")
 
 _SHARE = 4
 
@@ -53,6 +57,21 @@ class CopyLine:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._targets: dict[str, asyncio.Future[None]] = {}
         self._watching: list[asyncio.Future[None]] = []
+        self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
+
+    async def stoppable(self, name: tuple[str, str], copy: Coroutine[Any, Any, T]) -> T | None:
+        """Make a copy that an earlier run owed; gives nothing if `parted` stopped it."""
+        task = asyncio.create_task(copy, name=f"owed copy of {name[0]}")
+        self._owed[name] = task
+        try:
+            return await outlive(task, on_cancel=task.cancel)
+        except asyncio.CancelledError:
+            waiter = asyncio.current_task()
+            if waiter is None or waiter.cancelling():
+                raise
+            return None
+        finally:
+            del self._owed[name]
 
     def part(self, name: tuple[str, str]) -> None:
         """Take note that a copy is under way no more, however it ended."""
@@ -63,7 +82,10 @@ class CopyLine:
         self._watching.clear()
 
     async def parted(self, places: Collection[str]) -> None:
-        """Wait until no copy from some places is under way."""
+        """Wait until no copy from some places is under way; those of earlier runs are stopped."""
+        for (place, _), task in list(self._owed.items()):
+            if place in places:
+                task.cancel()
         while any(place in places for place, _ in list(self.under_way)):
             waiter = asyncio.get_running_loop().create_future()
             self._watching.append(waiter)

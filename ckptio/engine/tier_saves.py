@@ -238,7 +238,11 @@ async def _finish(core: EngineCore, path: str) -> str | None:
         if job.target.identity == storage.identity:  # it was moved to where it is wanted
             await shielded(note.drop())
             return None
-        sent_nbytes = await make_copy(job, context, note)
+        try:
+            copy = make_copy(job, context, note)
+            sent_nbytes = await context.copies.stoppable((storage.identity, save_id), copy)
+        finally:
+            await shielded(note.release())  # where it was stopped before it could do so
         return None if sent_nbytes is None else job.target.path
     finally:
         context.copies.part((storage.identity, save_id))

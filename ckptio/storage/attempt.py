@@ -291,7 +291,8 @@ class LocalAttempt:
         if self._name.may_stand or not self._name.withdraw():
             self._drop_lock()
             return
-        for path in (self._name.copy, *reversed(self._made_files)):
+        copies = [self._name.copy] if self._name.copy else []
+        for path in (*copies, *reversed(self._made_files)):
             self._try_remove(path)
         if self._leads:
             for name in files_of(self._directory, self._save_id):

@@ -15,8 +15,9 @@ import contextlib
 import fcntl
 import os
 
-#: Open files that are locked, or about to be.
-_locked: set[int] = set()
+#: Files that are locked, or about to be: descriptor, device and inode. Somebody may close one
+#: otherwise, and the system gives its number to another file, which no child must lose.
+_locked: dict[int, tuple[int, int]] = {}
 
 
 def lock(fd: int) -> bool:
@@ -25,14 +26,14 @@ def lock(fd: int) -> bool:
     Raises:
         OSError: The file system has no locks.
     """
-    _locked.add(fd)  # before: a child that is forked in between closes it as well
+    _locked[fd] = _identity(fd)  # before: a child that is forked in between closes it as well
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        _locked.discard(fd)
+        _locked.pop(fd, None)
         return False
     except BaseException:
-        _locked.discard(fd)
+        _locked.pop(fd, None)
         raise
     return True
 
@@ -42,14 +43,20 @@ def unlock(fd: int) -> None:
     if fd in _locked:
         with contextlib.suppress(OSError):  # a lock that was lost to a network
             fcntl.flock(fd, fcntl.LOCK_UN)
-        _locked.discard(fd)
+        _locked.pop(fd, None)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _close_in_child() -> None:
     """Close, in a process that was forked just now, what its parent has locked."""
-    for fd in _locked:
+    for fd, identity in _locked.items():
         with contextlib.suppress(OSError):
-            os.close(fd)
+            if _identity(fd) == identity:
+                os.close(fd)
     _locked.clear()
 
 

@@ -47,7 +47,7 @@ class ManifestName:
     Attributes:
         new: Where the manifest is before it gets its name.
         target: The name.
-        copy: Where a copy of the one that it replaces is, if there has to be one.
+        copy: Where a copy of the one that it replaces is; empty if none was made.
         replaced: Where the manifest that was replaced is now; empty if none was.
         may_stand: Whether it has the name, or may have it.
         is_committed: Whether it has it for good.
@@ -62,7 +62,7 @@ class ManifestName:
     ) -> None:
         self.new = f"{directory}/{NEW_MANIFEST_PREFIX}{save_id}"
         self.target = f"{directory}/{MANIFEST_NAME}"
-        self.copy = self.new + REPLACED_SUFFIX
+        self.copy = ""
         self.replaced = ""
         self.may_stand = False
         self.is_committed = False
@@ -151,6 +151,7 @@ class ManifestName:
             old = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
             return ""
+        self.copy = self.new + REPLACED_SUFFIX
         write_file(self._files, self.copy, old, self._config)
         self._try(self._files.replace, None)
         return self.copy
@@ -201,5 +202,13 @@ class ManifestName:
             return False
 
 
-def _in_doubt(error: OSError) -> OSError:
-    return OSError(error.errno, f"{error.strerror}; but it may stand")
+class _InDoubtError(OSError):
+    """Nobody can tell whether the manifest has its name.
+
+    A class of its own: of `OSError` itself, Python makes a `FileExistsError` or the like by the
+    number, which here means that the answer is known.
+    """
+
+
+def _in_doubt(error: OSError) -> _InDoubtError:
+    return _InDoubtError(error.errno, f"{error.strerror}; but it may stand")

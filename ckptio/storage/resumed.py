@@ -30,6 +30,7 @@ from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.files import follow_pointer, read_regular
+from ckptio.storage.names import REPLACED_SUFFIX
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -44,7 +45,7 @@ class ResumedAttempt(LocalAttempt):
         """Take the lock over, and clear what the earlier attempt left beside data. Blocks."""
         super().prepare()
         self._retire(self._name.new)  # after an exchange it is the one that was replaced
-        self._try_remove(self._name.copy)
+        self._try_remove(self._name.new + REPLACED_SUFFIX)
 
     def _open_marker(self, path: str) -> int:
         try:

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
 
+#: The answer to who asks an empty object for a byte.
+_NO_SUCH_RANGE = "InvalidRange"
 _MIN_PART_NBYTES = 5 << 20
 _GAP_NBYTES = 1 << 20
 
@@ -180,7 +182,12 @@ class S3Store:
             RefusedError: What it says.
         """
         with contextlib.suppress(ConditionFailedError, ObjectMissingError, TransientError):
-            answer = await self.request("get_object", Key=key, Range="bytes=0-0")
+            try:
+                answer = await self.request("get_object", Key=key, Range="bytes=0-0")
+            except RefusedError as error:
+                if _NO_SUCH_RANGE in str(error):  # it is empty, and may be read
+                    return
+                raise
             answer["Body"].close()
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:

@@ -25,10 +25,12 @@ from ckptio import (
     sync,
 )
 from ckptio.checkpointer.steps import step_name
+from ckptio.checkpointer.tiers import SecondTier
+from ckptio.engine.running import Running
 from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.names import NOTE_PREFIX
-from ckptio.testing import EventLog
+from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
@@ -370,3 +372,32 @@ async def test_the_root_is_no_second_tier(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the root itself"):
         async with Checkpointer(tmp_path / "a", then=tmp_path / "b" / ".." / "a", config=SMALL):
             pass
+
+
+def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
+    """For a second; and once more when it has answered again, before the commit came."""
+
+    async def scenario() -> list[float]:
+        tier, loop, waited = SecondTier("/far", None), asyncio.get_running_loop(), []
+        for answers in (False, False, True, False):
+            looking: Running[bool] = Running()
+            if answers:
+                looking.end.set_result(False)
+            began_s = loop.time()
+            await tier.require_free(1, looking)
+            waited.append(loop.time() - began_s)
+        return waited
+
+    assert run_virtual(scenario(), seed=0) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_look_at_the_second_tier_that_fails_is_none() -> None:
+    """Whoever copies the step will see."""
+
+    async def scenario() -> None:
+        for error in (asyncio.CancelledError(), RuntimeError("odd")):
+            looking: Running[bool] = Running()
+            looking.end.set_exception(error)
+            await SecondTier("/far", None).require_free(1, looking)
+
+    run_virtual(scenario(), seed=0)

@@ -29,6 +29,7 @@ from ckptio.errors import (
     TargetError,
 )
 from ckptio.format.manifest import DOCUMENT_NAME, Chunk, TensorEntry
+from ckptio.storage import locks
 from tests.adapters.rig import save
 from tests.foreign.rig import (
     assert_same_state,
@@ -576,3 +577,13 @@ def test_what_dcp_does_not_give_back_is_noted(tmp_path: Path, case: str) -> None
             sync.load(tmp_path / "dcp")
     else:
         assert type(sync.load(tmp_path / "dcp")["x"]) is not type(value) or case.endswith("inside")
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "safetensors"])
+def test_a_conversion_keeps_no_lock(to: Any, tmp_path: Path) -> None:
+    """Nor the number of one: children that are forked later close what is locked."""
+    sync.save({"w": torch.ones(3)}, tmp_path / "x", config=SMALL)
+    if to == "hf":
+        (tmp_path / "y").mkdir()
+    sync.convert(tmp_path / "x", tmp_path / "y", to=to)
+    assert not locks._locked

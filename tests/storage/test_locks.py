@@ -88,6 +88,28 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
 
 
+def test_a_child_closes_nothing_that_took_the_number_of_a_locked_file(tmp_path: Path) -> None:
+    """Where that was closed behind the back of this program, say."""
+    path = tmp_path / "file"
+    path.touch()
+    program = """
+import os, sys
+from ckptio.storage.files import PosixFiles
+files, path = PosixFiles(), sys.argv[1]
+fd = files.open(path, direct=False, writable=True)
+assert files.lock(fd)
+os.close(fd)
+read, write = os.pipe()
+assert read == fd
+pid = os.fork()
+if not pid:
+    os.fstat(read)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
+
+
 def test_the_lock_of_an_open_file_lasts(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()

@@ -139,17 +139,28 @@ class Blind(Mount):
 
 
 @pytest.mark.parametrize("operation", ["publish", "exchange"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EEXIST, errno.ENOENT])
 async def test_where_nobody_can_tell_nothing_goes(
-    tmp_path: Path, executor: Executor, operation: str
+    tmp_path: Path, executor: Executor, operation: str, code: int
 ) -> None:
+    """Nor does anybody take the number of the error for the answer."""
     overwrite = operation != "publish"
     if overwrite:
         await write_files(storage_at(tmp_path / "c", executor), A, OLD)
-    files = Blind(operation, errno.EIO)
+    files = Blind(operation, code)
     with pytest.raises(StorageError, match="but it may stand"):
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
     assert committed(tmp_path / "c") == NEW
     assert not overwrite or set(OLD) <= set(names_in(tmp_path / "c"))
+
+
+async def test_what_was_not_made_is_not_removed(tmp_path: Path, executor: Executor) -> None:
+    """A save that fails early says nothing of files that it never had."""
+    (tmp_path / "file").touch()
+    log = EventLog()
+    with pytest.raises(StorageError):
+        await write_files(storage_at(tmp_path / "file" / "c", executor, None, log), B, NEW)
+    assert not log.of(CleanupFailed)
 
 
 class Unsynced(RecordingFiles):
