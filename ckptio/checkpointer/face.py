@@ -226,7 +226,7 @@ class Checkpointer:
                 `KeepBest`. Those of rank 0 count.
             overwrite: Replace the step if it is there, on either tier, as after going back
                 to an earlier one. The save fails else, before its commit; but a second tier
-                that does not say within seconds what it has is not waited for.
+                that does not say within a second what it has is not waited for.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written.
