@@ -13,6 +13,9 @@ The order matters: list first, then look at locks, then read the manifest. A sav
 alive when its lock was looked at is left alone; one that had ended by then has its
 manifest in place before that manifest is read.
 
+What is needed is what the manifest lists, and what a living save may still put back in its
+place: the manifest that it has replaced is beside it until its own is durable.
+
 A removal that is killed may have taken a manifest out of its place that another save had put
 there just then. It lies under the name of the removed one, it is a checkpoint still, and is put
 back before anybody looks for leftovers.
@@ -30,7 +33,14 @@ from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
+from ckptio.storage.names import (
+    ATTEMPT_PREFIX,
+    NEW_MANIFEST_PREFIX,
+    NOTE_PREFIX,
+    QUIET_S,
+    REPLACED_SUFFIX,
+    TOMB,
+)
 
 if TYPE_CHECKING:
     from ckptio.format.summary import Summary
@@ -122,32 +132,63 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
         OSError: The directory cannot be read.
     """
     owners: dict[str, list[str]] = {}
-    for name in sorted(os.listdir(directory)):
+    listed = sorted(os.listdir(directory))
+    for name in listed:
         match = _OURS.fullmatch(name)
         if match and match[1] != save_id:
             owners.setdefault(match[1], []).append(name)
     if not owners:
         return []
-    dead = {
-        owner: names
+    living = {
+        owner
         for owner, names in owners.items()
-        if not _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
+        if _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
     }
     try:
-        needed = _needed(files, directory)
+        needed = _needed(files, directory, MANIFEST_NAME)
+        if not needed and MANIFEST_NAME in listed:
+            return []  # taken out of its place just now, or the mount is behind
+        for owner in living:
+            for suffix in ("", REPLACED_SUFFIX):
+                needed |= _needed(files, directory, NEW_MANIFEST_PREFIX + owner + suffix)
+        for tomb in filter(TOMB.fullmatch, listed):
+            needed |= _needed_by_mistake(files, directory, tomb)
     except (OSError, FormatError):
         return []  # damaged, or of a newer version: whatever it needs stays
-    return [name for names in dead.values() for name in names if name not in needed]
+    return [
+        name
+        for owner, names in owners.items()
+        for name in names
+        if owner not in living and name not in needed
+    ]
 
 
-def _needed(files: PosixFiles, directory: str) -> set[str]:
-    """Name the files of the checkpoint that is there; none if there is none."""
+def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
+    """Name the files of a manifest; none if it is not there."""
     try:
-        commit = read_regular(files, f"{directory}/{MANIFEST_NAME}", MAX_MANIFEST_NBYTES)
+        commit = read_regular(files, f"{directory}/{manifest}", MAX_MANIFEST_NBYTES)
     except FileNotFoundError:
         return set()
     data, pointed = follow_pointer(files, directory, commit)
-    summary = decode_summary(data)
+    return _names_in(decode_summary(data), pointed)
+
+
+def _needed_by_mistake(files: PosixFiles, directory: str, tomb: str) -> set[str]:
+    """Name the files of a checkpoint that was taken by mistake; none if that is none."""
+    try:
+        summary, pointed = read_tomb(files, directory, tomb)
+    except FormatError:
+        return set()
+    except FileNotFoundError:
+        if os.path.lexists(f"{directory}/{tomb}"):
+            return set()  # what it points to is gone
+        raise  # it was put back, or removed, just now
+    if summary.save_id in tomb or not is_whole(directory, summary):
+        return set()
+    return {tomb, *_names_in(summary, pointed)}
+
+
+def _names_in(summary: Summary, pointed: list[str]) -> set[str]:
     names = (entry.name for entry in summary.files)
     return {*pointed, *names, NOTE_PREFIX + summary.save_id}
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckptio.errors import StorageError
 from ckptio.events import CleanupFailed
-from ckptio.storage.leftovers import put_back_mistakes
+from ckptio.storage.leftovers import find_leftovers, put_back_mistakes
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import Crash, EventLog, RecordingFiles
@@ -259,3 +259,53 @@ async def test_what_lies_under_the_name_of_the_dead_and_is_not_whole_is_left_ove
     (directory / f".manifest-{C}-old").write_bytes(b"damaged")
     await write_files(storage_at(directory, executor), B, NEW)
     assert names_in(directory) == sorted(["manifest.json", *NEW])
+
+
+class Behind(RecordingFiles):
+    """A mount that does not know of a manifest yet that it lists."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if path.endswith("/manifest.json"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return super().open(path, direct=direct, writable=writable)
+
+
+async def test_a_manifest_that_is_listed_and_not_found_keeps_its_files(
+    tmp_path: Path, executor: Executor
+) -> None:
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    assert find_leftovers(Behind(), str(tmp_path / "c"), C) == []
+    assert find_leftovers(RecordingFiles(), str(tmp_path / "c"), C) == []
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+async def test_what_a_living_save_replaces_is_needed_until_it_is_committed(
+    tmp_path: Path, executor: Executor, *, has_exchange: bool
+) -> None:
+    """It is put back if the directory cannot be synced."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), A, OLD)
+    seen: list[list[str]] = []
+
+    class Failing(RecordingFiles):
+        def fsync_dir(self, path: str) -> None:
+            if self.kinds("exchange", "replace"):
+                seen.append(find_leftovers(RecordingFiles(), str(directory), C))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            super().fsync_dir(path)
+
+    files = Failing(has_exchange=has_exchange)
+    with pytest.raises(StorageError, match="cannot commit"):
+        await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    assert seen == [[]]
+    assert committed(directory) == OLD
+
+
+async def test_what_was_taken_by_mistake_is_no_leftover(tmp_path: Path, executor: Executor) -> None:
+    """Also while whoever took it is about to put it back."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), B, NEW)
+    (directory / "manifest.json").rename(directory / f".manifest-{A}-old")
+    assert find_leftovers(RecordingFiles(), str(directory), C) == []
+    (directory / next(iter(NEW))).unlink()
+    assert find_leftovers(RecordingFiles(), str(directory), C) == [f".manifest-{A}-old"]
