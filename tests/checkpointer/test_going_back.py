@@ -31,9 +31,12 @@ from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     import torch
+
+    from ckptio.events import Event
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -159,32 +162,53 @@ async def owe(near: Path, far: Path) -> None:
     away.rename(far)
 
 
-async def test_no_copy_that_was_owed_brings_back_what_is_discarded(tmp_path: Path) -> None:
+class _Queue(EventLog):
+    """Tells when a copy waits for its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_one = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, CopyQueued):
+            self.has_one.set()
+
+
+async def test_no_copy_that_was_owed_brings_back_what_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is being committed is waited for, and removed."""
     near, far, files = tmp_path / "near", tmp_path / "far", _HeldCommits()
     await owe(near, far)
     async with engines(files=files) as (engine,), checkpointer_on(engine, near, then=far) as ckpt:
         assert await asyncio.to_thread(files.has_begun.wait, 60)
-        discarding = asyncio.ensure_future(ckpt.discard_after(1))
-        while not (discarding.done() or engine._core.context.copies._watching):
-            await asyncio.sleep(0.001)
-        files.may_end.set()
-        assert await discarding == (2,)
+        copies = engine._core.context.copies
+        parted = copies.parted
+
+        async def parting(places: Collection[str]) -> None:
+            waiting = asyncio.ensure_future(parted(places))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            files.may_end.set()
+            await waiting
+
+        monkeypatch.setattr(copies, "parted", parting)
+        assert await ckpt.discard_after(1) == (2,)
         assert await ckpt.steps() == (1,)
     assert names_in(near) == names_in(far) == [step_name(1)]
 
 
 async def test_a_copy_that_was_owed_is_stopped_when_its_step_is_discarded(tmp_path: Path) -> None:
     """Nobody waits for bytes that nobody will have; here it does not even come to its turn."""
-    near, far, log = tmp_path / "near", tmp_path / "far", EventLog()
+    near, far, log = tmp_path / "near", tmp_path / "far", _Queue()
     await owe(near, far)
     async with engines(config=config_with(max_tier_copies=1), log=log) as (engine,):
         async with contextlib.AsyncExitStack() as line:
             copies = engine._core.context.copies
             await line.enter_async_context(copies.place(None, "taken", lambda: None))
             ckpt = await line.enter_async_context(checkpointer_on(engine, near, then=far))
-            while not log.of(CopyQueued):
-                await asyncio.sleep(0.001)
+            assert await asyncio.to_thread(log.has_one.wait, 60)
             assert await ckpt.discard_after(1) == (2,)
         assert isinstance(log.of(CopyFailed)[0].error, asyncio.CancelledError)
     assert names_in(near) == names_in(far) == [step_name(1)]

@@ -621,24 +621,26 @@ def test_a_lost_rank_is_named_by_all_in_time(how: str, rank: int, where: str) ->
     run(scenario())
 
 
+async def stay(ranks: Ranks) -> None:
+    """Be in a session until something ends it."""
+    async with ranks.session("save"):
+        await asyncio.Event().wait()
+
+
 def test_a_rank_that_wakes_up_knows_that_it_was_given_up() -> None:
     """It hears why from the others, although it heard nothing while it slept."""
-
-    async def body(ranks: Ranks) -> None:
-        async with ranks.session("save"):
-            await asyncio.Event().wait()
 
     async def scenario() -> None:
         async with group() as world:
             loop = asyncio.get_running_loop()
             world.freeze(3)
-            running = asyncio.ensure_future(world.run(body))
+            running = asyncio.ensure_future(world.run(stay))
             await asyncio.sleep(1.3 * DEADLINES.peer_s)
             world.thaw(3)
             errors = errors_of((await running)[:3])
             assert "nothing was heard of it for 10 s" in str(errors[0])
             with pytest.raises(PeerLostError):
-                await body(world.ranks[3])
+                await stay(world.ranks[3])
             assert loop.time() < 2 * DEADLINES.peer_s
 
     run(scenario())
@@ -647,15 +649,11 @@ def test_a_rank_that_wakes_up_knows_that_it_was_given_up() -> None:
 def test_who_leaves_does_not_wait_again_for_a_rank_that_was_given_up() -> None:
     """It was silent for as long as anybody waits; it knows why when it wakes up."""
 
-    async def body(ranks: Ranks) -> None:
-        async with ranks.session("save"):
-            await asyncio.Event().wait()
-
     async def scenario() -> None:
         async with group() as world:
             loop = asyncio.get_running_loop()
             world.freeze(3)
-            running = asyncio.ensure_future(world.run(body))
+            running = asyncio.ensure_future(world.run(stay))
             await asyncio.wait((running,), timeout=NOTICED_S + 2)
             begun_s = loop.time()
             for rank in (1, 2, 0):

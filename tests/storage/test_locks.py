@@ -13,13 +13,15 @@ from ckptio.storage.files import PosixFiles
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: A child is forked that lives until its standard input ends; then the parent goes on.
-FORKED = """
+LOCKED = """
 import os, signal, sys
 from ckptio.storage.files import PosixFiles
 files, path = PosixFiles(), sys.argv[1]
 fd = files.open(path, direct=False, writable=True)
 assert files.lock(fd)
+"""
+#: A child is forked that lives until its standard input ends; then the parent goes on.
+FORKED = """
 if not os.fork():
     os.write(1, b"child\\n")
     sys.stdin.read()
@@ -51,7 +53,7 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path, end: str) -> None:
     """As workers of a DataLoader would, which live as long as the run."""
     path = tmp_path / "file"
     path.touch()
-    command = [sys.executable, "-c", FORKED + end, str(path)]
+    command = [sys.executable, "-c", LOCKED + FORKED + end, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         said = {process.stdout.readline() for _ in range(2)}
@@ -62,52 +64,39 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path, end: str) -> None:
         process.communicate()
 
 
-def test_a_child_closes_what_is_locked_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    program = """
-import os, sys
-from ckptio.storage.files import PosixFiles
-files, path = PosixFiles(), sys.argv[1]
-fd = files.open(path, direct=False, writable=True)
-assert files.lock(fd)
+#: Another file has the number of the locked one, and is locked, too.
+LOCKED_AGAIN = """
 files.close(fd)
 other = files.open(path, direct=False, writable=True)
 assert other == fd
 third = files.open(path, direct=False, writable=True)
 assert files.lock(other) and not files.lock(third)
+closed, kept = other, third
+"""
+#: It was closed behind the back of this program, and its number is that of a pipe.
+REUSED = """
+os.close(fd)
+closed, kept = -1, os.pipe()[0]
+assert kept == fd
+"""
+CHILD = """
 pid = os.fork()
 if not pid:
+    os.fstat(kept)
     try:
-        os.fstat(other)
+        os.fstat(closed)
     except OSError:
-        os.fstat(third)
         os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 """
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
 
 
-def test_a_child_closes_nothing_that_took_the_number_of_a_locked_file(tmp_path: Path) -> None:
-    """Where that was closed behind the back of this program, say."""
+@pytest.mark.parametrize("before", [LOCKED_AGAIN, REUSED], ids=["again", "reused"])
+def test_a_child_closes_what_is_locked_and_nothing_else(tmp_path: Path, before: str) -> None:
     path = tmp_path / "file"
     path.touch()
-    program = """
-import os, sys
-from ckptio.storage.files import PosixFiles
-files, path = PosixFiles(), sys.argv[1]
-fd = files.open(path, direct=False, writable=True)
-assert files.lock(fd)
-os.close(fd)
-read, write = os.pipe()
-assert read == fd
-pid = os.fork()
-if not pid:
-    os.fstat(read)
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-"""
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
+    command = [sys.executable, "-c", LOCKED + before + CHILD, str(path)]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_the_lock_of_an_open_file_lasts(tmp_path: Path) -> None:

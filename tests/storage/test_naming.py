@@ -87,6 +87,14 @@ def storage_at(
     return LocalStorage(str(directory), SMALL, executor, log or EventLog(), files)
 
 
+async def begun(directory: Path, executor: Executor, operation: str) -> bool:
+    """Save what an operation replaces, if that is what it does; say whether."""
+    overwrite = operation != "publish"
+    if overwrite:
+        await write_files(storage_at(directory, executor), A, OLD)
+    return overwrite
+
+
 @pytest.mark.parametrize(
     ("operation", "code"),
     [
@@ -102,9 +110,7 @@ async def test_a_name_that_was_given_counts_whatever_is_said_of_it(
     tmp_path: Path, executor: Executor, operation: str, code: int
 ) -> None:
     """The save is committed, and what it replaced goes, as without the error."""
-    overwrite = operation != "publish"
-    if overwrite:
-        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    overwrite = await begun(tmp_path / "c", executor, operation)
     files, log = Mount(operation, code), EventLog()
     storage = storage_at(tmp_path / "c", executor, files, log)
     await write_files(storage, B, NEW, overwrite=overwrite)
@@ -118,9 +124,7 @@ async def test_a_name_that_is_given_late_keeps_its_files(
     tmp_path: Path, executor: Executor, operation: str
 ) -> None:
     """The save failed; whichever checkpoint is there then is whole."""
-    overwrite = operation != "publish"
-    if overwrite:
-        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    overwrite = await begun(tmp_path / "c", executor, operation)
     files = Mount(operation, errno.EIO, late=True)
     with pytest.raises(StorageError, match="cannot commit"):
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
@@ -144,9 +148,7 @@ async def test_where_nobody_can_tell_nothing_goes(
     tmp_path: Path, executor: Executor, operation: str, code: int
 ) -> None:
     """Nor does anybody take the number of the error for the answer."""
-    overwrite = operation != "publish"
-    if overwrite:
-        await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    overwrite = await begun(tmp_path / "c", executor, operation)
     files = Blind(operation, code)
     with pytest.raises(StorageError, match="but it may stand"):
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
