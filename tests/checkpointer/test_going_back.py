@@ -189,8 +189,9 @@ async def test_no_copy_that_was_owed_brings_back_what_is_discarded(
         async def parting(places: Collection[str]) -> None:
             waiting = asyncio.ensure_future(parted(places))
             await asyncio.sleep(0)
-            assert not waiting.done()
+            is_waiting = not waiting.done()
             files.may_end.set()
+            assert is_waiting
             await waiting
 
         monkeypatch.setattr(copies, "parted", parting)
