@@ -230,12 +230,16 @@ class _Exchange:
 
         async def pooled_lane() -> None:
             lane = asyncio.current_task()
-            while queue:
-                waiting.add(lane)
-                async with self._context.pool.lease() as slab:
-                    waiting.discard(lane)
-                    if queue:
-                        await carry(queue.popleft(), slab)
+            try:
+                while queue:
+                    waiting.add(lane)
+                    async with self._context.pool.lease() as slab:
+                        waiting.discard(lane)
+                        if queue:
+                            await carry(queue.popleft(), slab)
+            finally:  # as in `engine.load`: the error that ended a task has this frame
+                waiting.discard(lane)
+                del lane
 
         async def own_lane(slab: Slab) -> None:
             while queue:

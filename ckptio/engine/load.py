@@ -277,6 +277,11 @@ async def _read_in_lane(
     except BaseException:
         lanes.left.clear()
         raise
+    finally:
+        # a task keeps the error that ended it, which keeps this frame: with the task in it, all
+        # that was loaded would stay in memory until Python collects garbage
+        lanes.waiting.discard(lane)
+        del lane
 
 
 def _read_turn(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import random
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -231,6 +233,31 @@ def test_every_wanted_byte_arrives_and_is_read_once(
         network.close()
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_what_was_loaded_is_let_go_of() -> None:
+    """Without a collection of garbage, though lanes that waited for slabs were cancelled."""
+
+    async def scenario() -> None:
+        group = await group_of(all_of([200 * KiB], 2), [config_of(4)] * 2)
+        ranks = group.ranks()
+        network = MemoryNetwork(2, max_delay_s=0.02)
+        async with contextlib.AsyncExitStack() as stack:  # others have all slabs
+            for context in group.contexts * 4:
+                await stack.enter_async_context(context.pool.lease())
+            await load(ranks, network)
+        loaded = [weakref.ref(tensor) for rank in ranks for tensor in rank.tensors]
+        ranks.clear()
+        await asyncio.sleep(1)
+        assert not [tensor for tensor in loaded if tensor() is not None]
+        network.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_virtual(scenario(), seed=1)
+    finally:
+        gc.enable()
 
 
 @given(wish=wishes(), pool=st.integers(1, 4), slabs=slabs, seed=seeds, number=st.integers(0, 60))

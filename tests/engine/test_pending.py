@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,14 @@ import pytest
 import torch
 
 import ckptio.sync
+from ckptio.config import KiB
 from ckptio.errors import SaveAbortedError, StateError, StorageError, UnsupportedLeafError
 from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.pool import CopiesLostError, SlabPool
 from ckptio.testing import MemoryStorage, RecordingFiles, run_virtual
 from tests.job_rig import job
-from tests.rig import SMALL, FilesCore, assert_same, inline_engine, random_state
+from tests.rig import SMALL, FilesCore, assert_same, config_with, inline_engine, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,3 +281,26 @@ def test_tensors_are_let_go_of_when_they_are_copied(tmp_path: Path, *, fails: bo
                 handle.result()
         else:
             handle.result()
+
+
+#: Fewer slabs than readers, so that some of these wait for a slab that they never need.
+SHORT_OF_SLABS = config_with(pool_nbytes=128 * KiB, max_writes=2, max_copies=2, max_reads=12)
+
+
+@pytest.mark.parametrize("is_into", [False, True])
+@pytest.mark.usefixtures("no_collections")
+def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
+    """Also where lanes were cancelled, whose tasks keep the errors that ended them."""
+    ckptio.sync.save({"t": torch.ones(1 << 20)}, tmp_path / "d", config=SHORT_OF_SLABS)
+    with ckptio.sync.Engine(SHORT_OF_SLABS) as engine:
+        for _ in range(5):
+            target = {"t": torch.zeros(1 << 20)} if is_into else None
+            state = engine.load(tmp_path / "d", into=target)
+            gone = weakref.ref(state["t"])
+            del state, target
+            deadline = time.monotonic() + 60
+            while (
+                gone() is not None and time.monotonic() < deadline
+            ):  # a thread has it till it ends
+                time.sleep(0.001)
+            assert gone() is None
