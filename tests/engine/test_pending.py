@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -17,7 +18,13 @@ import torch
 
 import ckptio.sync
 from ckptio.config import KiB
-from ckptio.errors import SaveAbortedError, StateError, StorageError, UnsupportedLeafError
+from ckptio.errors import (
+    CorruptionError,
+    SaveAbortedError,
+    StateError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from ckptio.staging import pool
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.pool import CopiesLostError, SlabPool
@@ -304,3 +311,19 @@ def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
             ):  # a thread has it till it ends
                 time.sleep(0.001)
             assert gone() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_what_a_failed_load_made_is_let_go_of(tmp_path: Path) -> None:
+    """Who goes on with an older step has no second state beside that one in memory."""
+    shape = (12_345,)
+    ckptio.sync.save({"t": torch.ones(shape)}, tmp_path / "d", config=SMALL)
+    (file,) = (tmp_path / "d").glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(-3, os.SEEK_END)
+        opened.write(b"?")
+    with ckptio.sync.Engine(SMALL) as engine:
+        with pytest.raises(CorruptionError):
+            engine.load(tmp_path / "d")
+        made = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == shape]
+        assert not made
