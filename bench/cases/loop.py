@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.baselines import DcpAsync, DcpPeer, TorchPeer, crc32, reusable_stager
+from bench.baselines import (
+    DcpAsync,
+    DcpPeer,
+    SafetensorsPeer,
+    TorchPeer,
+    crc32,
+    reusable_stager,
+)
 from bench.harness import Bench, Subject, case
 from bench.states import blank, gpt_like
 from bench.subjects import Saves, pool_for
@@ -15,6 +22,7 @@ from bench.ticks import P50, P99, TOTAL, WORST, with_ticks
 from ckptio import CheckpointConfig, Engine
 
 if TYPE_CHECKING:
+    from bench.baselines import Peer
     from bench.harness import Figures, Kind, Step
     from bench.states import State
 
@@ -27,9 +35,9 @@ async def loop_lag(bench: Bench) -> None:
     """Time how late the trainer's event loop is while 1 GiB is saved and loaded on it.
 
     A coroutine wants to wake every millisecond; each tick that a loop was late for counts
-    with its own lateness, also those it slept through. ckptio is awaited; torch.save and
-    torch.load are in `to_thread`; `dcp.async_save` is called on the loop, which is how it
-    is meant to be, and dcp.load is in `to_thread`. The quiet loop is there for the noise.
+    with its own lateness, also those it slept through. ckptio is awaited; what blocks is in
+    `to_thread`; `dcp.async_save` is called on the loop, which is how it is meant to be. The
+    quiet loop is there for the noise.
     """
     saves = Saves(bench, gpt_like(bench.scale * _SCALE))
     target = {name: torch.zeros_like(tensor) for name, tensor in saves.state.items()}
@@ -39,7 +47,14 @@ async def loop_lag(bench: Bench) -> None:
         await engine.prewarm()
         subjects = [
             _subject(saves, target, "ckptio", _ckptio(saves, target, engine), kind="ckptio"),
-            _subject(saves, target, "torch.save, torch.load in to_thread", _torch(saves, target)),
+            *(
+                _subject(saves, target, f"{name} in to_thread", _in_thread(saves, target, peer))
+                for name, peer in (
+                    ("torch.save, torch.load", TorchPeer()),
+                    ("safetensors", SafetensorsPeer()),
+                    ("dcp.save, dcp.load", DcpPeer()),
+                )
+            ),
             _subject(saves, target, "dcp.async_save; dcp.load in to_thread",
                      _dcp(saves, target, DcpAsync(peer=DcpPeer(), stager=stager))),
             Subject(name="limit: quiet loop", kind="limit", run=_quiet),
@@ -77,9 +92,7 @@ def _ckptio(saves: Saves, target: State, engine: Engine) -> Step:
     return work
 
 
-def _torch(saves: Saves, target: State) -> Step:
-    peer = TorchPeer()
-
+def _in_thread(saves: Saves, target: State, peer: Peer) -> Step:
     async def work() -> None:
         await asyncio.to_thread(peer.save, saves.state, saves.path)
         await asyncio.to_thread(peer.load, saves.path, target)
