@@ -63,7 +63,8 @@ class SecondTier:
         """
         context = engine.context
         root = make_root(self._then, engine.config, context.executor, engine.emit, context.stores)
-        if root.path == first.path:
+        here, there = (engine.own_storage(tier.join(step_name(0))) for tier in (first, root))
+        if here.identity == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
         self._engine = engine
         self._keeper = Keeper(root, context.executor, engine.emit)

@@ -144,7 +144,7 @@ def run_convert(
     core.start()
     try:
         read = Source(core, source, select, strip)
-        if _is_same(read.path, target):
+        if core.own_storage(source).identity == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         read.check()
         leaves = list(read.leaves())
@@ -196,12 +196,6 @@ def _target_of(path: PathLike, to: Format) -> str:
             " a local path and copy what is there"
         )
     return local_path(path) if url is None else url
-
-
-def _is_same(source: str, target: str) -> bool:
-    if remote_url(source) is None and remote_url(target) is None:
-        return os.path.realpath(source) == os.path.realpath(target)
-    return source.rstrip("/") == target.rstrip("/")
 
 
 async def convert(
