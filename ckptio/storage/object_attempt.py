@@ -23,7 +23,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all, shielded
+from ckptio._aio import run_all, shielded, take_back_cancel
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
@@ -189,10 +189,7 @@ class ObjectAttempt:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
             if not self._committed:
                 raise
-            # the commit came first, as above
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            take_back_cancel()
 
     async def _commit(self, manifest: bytes) -> None:
         await self.stay()
