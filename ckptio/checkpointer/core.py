@@ -19,6 +19,7 @@ from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
+from ckptio.engine.refusal import refuse
 from ckptio.engine.running import Running
 from ckptio.errors import (
     CheckpointChangedError,
@@ -258,7 +259,7 @@ class CheckpointerCore:
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
         except Exception as error:  # raised again; the other ranks must not wait for this one
-            self._refuse_save(error)
+            refuse(engine, engine.next_key("save"), error)
             raise
         upkeep = self.upkeep
         upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
@@ -286,13 +287,6 @@ class CheckpointerCore:
             return None
         looking = self._second.look_for(step)
         return functools.partial(self._second.require_free, step, looking)
-
-    def _refuse_save(self, error: Exception) -> None:
-        from ckptio.engine.together import fail_together  # noqa: PLC0415  # where it is needed
-
-        key = self.engine.next_key("save")
-        if self.engine.context.ranks.world_size > 1:
-            self.engine.submit(lambda context: fail_together(context, key, error), f"fail {key}")
 
     def decide(self, step: int) -> bool | Outcome[None]:
         """Say whether to save now; or what to wait for before asking again."""

@@ -7,7 +7,6 @@ forth (`engine.drive`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -19,6 +18,7 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
+from ckptio.engine.refusal import refuse
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob
@@ -26,11 +26,9 @@ from ckptio.engine.saved import run_alone, saved
 from ckptio.engine.streams import caller_streams
 from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
-from ckptio.engine.together import fail_together, save_id_of
+from ckptio.engine.together import save_id_of
 from ckptio.errors import (
     CheckpointError,
-    EngineClosedError,
-    SaveAbortedError,
     TargetError,
 )
 from ckptio.events import LoadFinished
@@ -137,7 +135,7 @@ def begin_save(
             permit=permit,
         )
     except BaseException as error:  # raised again; the other ranks must not wait for this one
-        _fail(core, key, error)
+        refuse(core, key, error)
         raise
     if close_after:
         run_alone(core, job, copy, running, copying)
@@ -159,15 +157,6 @@ def begin_save(
     if copy is not None:
         begin_copy(core, copy, handle, copying)
     return handle
-
-
-def _fail(core: EngineCore, key: str, error: BaseException) -> None:
-    """Tell the other ranks, if there are any, without waiting for them."""
-    cause = error if isinstance(error, Exception) else SaveAbortedError("it was interrupted there")
-    causes = [cause]  # to be taken out: who keeps an error is kept by its traceback, for ever
-    with contextlib.suppress(EngineClosedError):
-        if core.context.ranks.world_size > 1:
-            core.submit(lambda context: fail_together(context, key, causes.pop()), f"fail {key}")
 
 
 def _said() -> None:
@@ -217,7 +206,7 @@ def load_flow(
         nbytes: int = yield lambda context: load.read(context, course)
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         if course.next_session:
-            _fail(core, course.next_session, error)
+            refuse(core, course.next_session, error)
         raise
     load.target.mark_written()
     restoration = load.restoration
