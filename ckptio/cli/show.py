@@ -13,7 +13,7 @@ from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
 from ckptio.layout import DTYPES, numel
 from ckptio.state.select import make_predicate
@@ -63,7 +63,6 @@ def _read(path: str, config: CheckpointConfig) -> tuple[Manifest, Owed | None]:
     Raises:
         CheckpointError: The manifest cannot be read.
     """
-    core = EngineCore(config, None, "solo")
 
     async def read(context: EngineContext) -> tuple[Manifest, Owed | None]:
         storage = core.storage(path)
@@ -71,11 +70,8 @@ def _read(path: str, config: CheckpointConfig) -> tuple[Manifest, Owed | None]:
         is_ours = not manifest.is_foreign
         return manifest, await read_owed(storage, manifest.save_id) if is_ours else None
 
-    core.start()
-    try:
+    with solo_engine(config) as core:
         return core.call_blocking(read, "inspect")
-    finally:
-        core.close()
 
 
 def _blank(path: str) -> Json:

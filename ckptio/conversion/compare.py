@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from ckptio.conversion.source import Leaf, Source, batches, parts_of, read_views
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.leaves import as_integers, raw_bytes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.core import EngineCore
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
@@ -110,16 +111,12 @@ def run_diff(
     Raises:
         CheckpointError: One of them cannot be read.
     """
-    core = EngineCore(config, None, "solo")
-    core.start()
-    try:
+    with solo_engine(config) as core:
         sides = _Side(core, a, select), _Side(core, b, select)
         shared = sides[0].shared_names() | sides[1].shared_names()
         for side in sides:
             side.arrange(shared)
         return _Comparison(*sides, progress).report()
-    finally:
-        core.close()
 
 
 class _Side:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptio._aio import in_own_thread
 from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.interface import notes_of
 from ckptio.format.manifest import MANIFEST_NAME
@@ -140,9 +140,7 @@ def run_convert(
     target = _target_of(path, to)
     if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
         raise CheckpointExistsError(target)
-    core = EngineCore(config, None, "solo")
-    core.start()
-    try:
+    with solo_engine(config) as core:
         read = Source(core, source, select, strip)
         if core.own_storage(source).identity == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
@@ -163,8 +161,6 @@ def run_convert(
             config=config,
             advance=meter.advance,
         )
-    finally:
-        core.close()
     return ConvertReport(
         source=read.path,
         path=target,
@@ -270,9 +266,5 @@ def _write(
         return write_dcp(read, target, overwrite=overwrite, advance=advance)
     from ckptio.conversion.ours import write_checkpoint  # noqa: PLC0415  # as above
 
-    writer = EngineCore(config, None, "solo")
-    writer.start()
-    try:
+    with solo_engine(config) as writer:
         return write_checkpoint(read, writer, target, overwrite=overwrite, advance=advance)
-    finally:
-        writer.close()
