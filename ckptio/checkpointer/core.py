@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from ckptio._outcome import Outcome
+    from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
     from ckptio.engine.flow import LoadResult
-    from ckptio.engine.request import LoadRequest
     from ckptio.handle import SaveHandle
     from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
@@ -336,17 +336,15 @@ class CheckpointerCore:
         """Make a question to all ranks into what the engine runs."""
         return functools.partial(question, self.engine.next_key("steps"))
 
-    def load_flow(
-        self, step: int | None, make_request: Callable[[], LoadRequest]
-    ) -> Flow[LoadResult]:
+    def load_flow(self, step: int | None, asked: Asked) -> Flow[LoadResult]:
         """Load a step; the newest if none is given."""
         if step is not None:
-            return (yield from self._load_one(step, [], make_request))
+            return (yield from self._load_one(step, [], asked))
         newest = functools.partial(self.questions.newest, 2)  # the one before it is for advice
         steps: list[int] = yield self.asking(newest)
         while steps:
             try:
-                return (yield from self._load_one(steps[-1], steps, make_request))
+                return (yield from self._load_one(steps[-1], steps, asked))
             except (CheckpointNotFoundError, CheckpointChangedError):
                 if self.engine.context.ranks.world_size > 1:  # others may not ask
                     raise
@@ -355,9 +353,7 @@ class CheckpointerCore:
                     raise
         raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
 
-    def _load_one(
-        self, step: int, steps: list[int], make_request: Callable[[], LoadRequest]
-    ) -> Flow[LoadResult]:
+    def _load_one(self, step: int, steps: list[int], asked: Asked) -> Flow[LoadResult]:
         """Load a step. It is of `steps`, if those are known."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
@@ -365,9 +361,7 @@ class CheckpointerCore:
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                load = functools.partial(
-                    flow.load_flow, self.engine, self.path(step), make_request, then
-                )
+                load = functools.partial(flow.load_flow, self.engine, self.path(step), asked, then)
                 try:
                     result = yield from load()
                 except (CheckpointNotFoundError, CheckpointChangedError):

@@ -19,6 +19,7 @@ from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
 from ckptio.engine.refusal import refuse
+from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob
@@ -42,6 +43,7 @@ from ckptio.state.tree import names_kept_for_ranks
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
@@ -170,7 +172,7 @@ def _no_fence() -> None:
 def load_flow(
     core: EngineCore,
     path: PathLike,
-    make_request: Callable[[], LoadRequest],
+    asked: Asked,
     then: PathLike | None = None,
 ) -> Flow[LoadResult]:
     """Load a checkpoint.
@@ -178,8 +180,7 @@ def load_flow(
     Args:
         core: The engine.
         path: The checkpoint.
-        make_request: Checks the options; called here, so that other ranks hear of what it
-            refuses.
+        asked: The options; checked here, so that other ranks hear of what is refused.
         then: Its second tier, read where the first does not have it whole.
 
     Raises:
@@ -196,7 +197,7 @@ def load_flow(
     if then is not None:
         course.next_session = course.of("tier")
     try:
-        request = make_request()
+        request = make_request(asked)
         storage = core.storage(path)
         second = second_tier(core, storage, then)
         if second is not None:
