@@ -15,7 +15,6 @@ from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visibl
 from ckptio.cli.values import short_json
 from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
-from ckptio.layout import DTYPES, numel
 from ckptio.state.select import make_predicate
 
 if TYPE_CHECKING:
@@ -130,18 +129,16 @@ def _object(entry: Entry, manifest: Manifest) -> Json:
 def _chunks(manifest: Manifest, index: int) -> list[Json]:
     """Say where the bytes of a stored tensor are."""
     tensor = manifest.tensors[index]
-    itemsize = DTYPES[tensor.dtype].itemsize
     chunks = []
     for chunk in tensor.chunks:
-        shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-        offset = chunk.global_offset
+        box = tensor.box_of(chunk)
         chunks.append(
             {
                 "file": manifest.files[chunk.file].name,
                 "start": chunk.start,
-                "stop": chunk.start + numel(shape) * itemsize,
-                "global_offset": (0,) * len(shape) if offset is None else offset,
-                "local_shape": shape,
+                "stop": chunk.start + tensor.chunk_nbytes(chunk),
+                "global_offset": box.offset,
+                "local_shape": box.shape,
                 "copies": [
                     {"file": manifest.files[file].name, "start": start}
                     for file, start in chunk.copies

@@ -216,16 +216,9 @@ def _blocks_of(source: Source) -> tuple[FlatState, list[Chunk | None]]:
         entry = source.manifest.tensors[index]
         names.append(entry.name)
         for chunk in entry.chunks:
-            is_whole = chunk.local_shape is None or chunk.local_shape == entry.shape
-            specs.append(
-                LeafSpec(
-                    entry.name,
-                    entry.dtype,
-                    entry.shape if chunk.local_shape is None else chunk.local_shape,
-                    None if is_whole else entry.shape,
-                    None if is_whole else chunk.global_offset,
-                )
-            )
+            box = entry.box_of(chunk)
+            part = () if box.shape == entry.shape else (entry.shape, box.offset)
+            specs.append(LeafSpec(entry.name, entry.dtype, box.shape, *part))
             places.append(chunk)
         if not entry.chunks:
             specs.append(LeafSpec(entry.name, entry.dtype, entry.shape))

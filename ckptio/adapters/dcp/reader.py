@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ckptio.adapters.dcp.document import Item
     from ckptio.events import Observer
-    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.format.manifest import Manifest
     from ckptio.storage.resolve import PathLike
 
 
@@ -231,14 +231,10 @@ def _stored(item: Item, manifest: Manifest) -> TensorStorageMetadata | BytesStor
     else:
         entry = manifest.tensors[item.what]
         shape, dtype = entry.shape, entry.dtype
-        chunks = [_place_of(chunk, entry) for chunk in entry.chunks]
+        boxes = [entry.box_of(chunk) for chunk in entry.chunks]
+        chunks = [_chunk(box.offset, box.shape) for box in boxes]
     properties = TensorProperties(dtype=torch_dtype(dtype), requires_grad=item.requires_grad)
     return TensorStorageMetadata(properties, torch.Size(shape), chunks)
-
-
-def _place_of(chunk: Chunk, entry: TensorEntry) -> ChunkStorageMetadata:
-    first = chunk.global_offset or (0,) * len(entry.shape)
-    return _chunk(first, entry.shape if chunk.local_shape is None else chunk.local_shape)
 
 
 def _chunk(first: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:

@@ -111,15 +111,13 @@ def _parts_of(manifest: Manifest, what: int | Pieces) -> dict[tuple[int, ...], T
         return {first: manifest.tensors[number] for number, first in what.parts}
     entry = manifest.tensors[what]
     if len(entry.chunks) == 1:
-        return {(0,) * len(entry.shape): entry}
+        return {entry.box.offset: entry}
+    boxes = [(entry.box_of(chunk), chunk) for chunk in entry.chunks]
     return {
-        chunk.global_offset or (): TensorEntry(
-            entry.name,
-            entry.dtype,
-            entry.shape if chunk.local_shape is None else chunk.local_shape,
-            (Chunk(chunk.file, chunk.start),),
+        box.offset: TensorEntry(
+            entry.name, entry.dtype, box.shape, (Chunk(chunk.file, chunk.start),)
         )
-        for chunk in entry.chunks
+        for box, chunk in boxes
     }
 
 
