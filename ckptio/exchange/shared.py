@@ -27,7 +27,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure
-from ckptio.errors import PeerLostError
+from ckptio.errors import PeerLostError, name_ranks
 from ckptio.staging.pool import Slab
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ async def shared_link(
             missing = sorted(set(range(world_size)) - {rank} - link.peers)
             await link.close()
             raise PeerLostError(
-                f"ranks {missing} did not come to exchange what the group loads", ranks=missing
+                f"{name_ranks(missing)} did not come to exchange what the group loads",
+                ranks=missing,
             ) from None
         except BaseException:
             await link.close()

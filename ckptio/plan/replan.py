@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import MiB
-from ckptio.errors import PlanError
+from ckptio.errors import PlanError, name_ranks
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
@@ -90,7 +90,7 @@ def replan_job(
         return _Replan(plans, changed, kept).make(hosts, replicate, local_nbytes)
     except PlanError as error:
         if changed:
-            who = f"the blocks of ranks {sorted(changed)} changed, not those of the others"
+            who = f"the blocks of {name_ranks(changed)} changed, not those of the others"
         else:
             who = "the ranks followed plans of different saves"
         raise PlanError(f"{who}, and there is no plan for all: {error}; save again") from None
