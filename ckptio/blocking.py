@@ -87,7 +87,7 @@ class Engine:
             PeerLostError: A rank died, froze or did not come.
             CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
         """
-        return _result(self.start_save(state, path, overwrite=overwrite, then=then))
+        return committed(self.start_save(state, path, overwrite=overwrite, then=then))
 
     def start_save(
         self,
@@ -189,7 +189,7 @@ class Engine:
         return self._core.context.cache.statistics()
 
 
-def _result(handle: SaveHandle) -> CheckpointInfo:
+def committed(handle: SaveHandle) -> CheckpointInfo:
     """Wait for a commit; an interrupt aborts the save and waits until nothing of it is left."""
     try:
         return handle.result()

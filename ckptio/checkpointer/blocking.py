@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptio._outcome import Outcome
-from ckptio.blocking import Engine
+from ckptio.blocking import Engine, committed
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
 from ckptio.checkpointer.steps import step_name
@@ -168,14 +168,7 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> CheckpointInfo:
         """Save a step and wait for the commit; see `ckptio.Checkpointer.save`."""
-        handle = self.start_save(state, step, metrics=metrics, overwrite=overwrite)
-        try:
-            return handle.result()
-        except BaseException:
-            if not handle.done():  # an interrupt
-                handle.abort()
-                handle.committed.wait_done()
-            raise
+        return committed(self.start_save(state, step, metrics=metrics, overwrite=overwrite))
 
     def start_save(
         self,

@@ -19,7 +19,6 @@ from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
-    EngineClosedError,
 )
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -71,13 +70,8 @@ class SecondTier:
 
     @property
     def engine(self) -> EngineCore:
-        """The engine.
-
-        Raises:
-            EngineClosedError: The checkpointer is not open.
-        """
-        if self._engine is None:
-            raise EngineClosedError("the checkpointer is not open: use it inside its block")
+        """The engine."""
+        assert self._engine is not None  # noqa: S101  # it is open
         return self._engine
 
     @property

@@ -35,12 +35,12 @@ from ckptio.errors import (
     FormatError,
     SaveAbortedError,
 )
-from ckptio.format.encode import TAG
 from ckptio.handle import SaveHandle
 from ckptio.plan.load import Wanted
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState
 from ckptio.state.flatten import FlatState
+from ckptio.state.tree import renumbered
 from ckptio.storage.leftovers import files_of
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -223,18 +223,5 @@ def _blocks_of(source: Source) -> tuple[FlatState, list[Chunk | None]]:
         if not entry.chunks:
             specs.append(LeafSpec(entry.name, entry.dtype, entry.shape))
             places.append(None)
-    tree = _renumbered(source.tree, numbers)
+    tree = renumbered(source.tree, numbers.__getitem__)
     return FlatState(tuple(specs), (), tuple(names), tree, ()), places
-
-
-def _renumbered(node: Json, numbers: dict[int, int]) -> Json:
-    """Write a tree with other numbers of tensors."""
-    if type(node) is list:
-        return [_renumbered(item, numbers) for item in node]
-    if type(node) is not dict:
-        return node
-    if type(node.get(TAG)) is int:
-        return {**node, TAG: numbers[node[TAG]]}
-    if TAG in node and "t" in node:
-        return {**node, "t": numbers[node["t"]]}
-    return {key: _renumbered(item, numbers) for key, item in node.items()}

@@ -232,6 +232,24 @@ def orders_in(node: Json) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def renumbered(node: Json, number_of: Callable[[int], int]) -> Json:
+    """Write a tree with other numbers of tensors.
+
+    Args:
+        node: The tree; it is left as it is.
+        number_of: Gives the number to write for one that is there.
+    """
+    if type(node) is list:
+        return [renumbered(item, number_of) for item in node]
+    if type(node) is not dict:
+        return node
+    if type(node.get(TAG)) is int:
+        return {**node, TAG: number_of(node[TAG])}
+    if TAG in node and "t" in node:
+        return {**node, "t": number_of(node["t"])}
+    return {key: renumbered(item, number_of) for key, item in node.items()}
+
+
 def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:
     """Give name and node of what a container node holds; nothing for a scalar."""
     tag = node.get(TAG)

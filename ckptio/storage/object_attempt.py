@@ -30,6 +30,7 @@ from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, Commit
 from ckptio.storage.object_files import ObjectSink
+from ckptio.storage.requests import settling_wait_s
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class ObjectAttempt:
                 if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
                     break
                 self._go_on(found, commit)
-            await asyncio.sleep(min(2.0**tries / 10, 5.0))
+            await asyncio.sleep(settling_wait_s(tries))
         if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
             raise self._in_doubt(commit.problem)
         self._published = False

@@ -12,6 +12,7 @@ from ckptio.errors import TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.state.tree import indices_in, read_tree
+from ckptio.tiling import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +94,7 @@ def region_of(opened: Opened, item: ReadItem) -> Region:
     if index.fqn not in opened.parts:
         opened.parts[index.fqn] = _parts_of(opened.manifest, found.what)
     part = opened.parts[index.fqn].get(offset)
-    if part is not None and (_fits(part, first, shape) or isinstance(found.what, Pieces)):
+    if part is not None and (is_inside(first, shape, part.shape) or isinstance(found.what, Pieces)):
         return _inside(item, part, first, shape)
     if isinstance(found.what, Pieces) or len(offset) != len(first):
         raise TargetError(f"the checkpoint has no part of {index.fqn!r} at {offset}")
@@ -121,19 +122,11 @@ def _parts_of(manifest: Manifest, what: int | Pieces) -> dict[tuple[int, ...], T
     }
 
 
-def _fits(entry: TensorEntry, start: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a block lies in a tensor."""
-    return len(start) == len(shape) == len(entry.shape) and all(
-        a >= 0 and n >= 0 and a + n <= extent
-        for a, n, extent in zip(start, shape, entry.shape, strict=True)
-    )
-
-
 def _inside(
     item: ReadItem, entry: TensorEntry, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Region:
     """Check that a part lies in its tensor."""
-    if not _fits(entry, start, shape):
+    if not is_inside(start, shape, entry.shape):
         raise TargetError(f"{entry.name!r} of shape {entry.shape} has no {shape} at {start}")
     return Region(item, entry, Box(start, shape))
 
