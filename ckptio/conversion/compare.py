@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.engine.core import EngineCore
+    from ckptio.format.encode import Json
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
-    Json = Any
     #: A name; and the place, of what is not alone in having it.
     Key = tuple[str, tuple[Hashable, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptio._aio import in_own_thread
 from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.safetensors import Written
     from ckptio.conversion.source import Leaf
+    from ckptio.format.encode import Json
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]
 FORMATS = ("ckptio", "safetensors", "hf", "dcp")

@@ -19,7 +19,7 @@ import hashlib
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 #: Stands for the save id of a checkpoint that cannot be read.
 _UNREADABLE = "?"

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptio.engine.core import EngineCore
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 #: Read at a time: what is on its way from one format to another.
 PART_NBYTES = 64 << 20

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from ckptio.engine.save import SaveJob
     from ckptio.engine.turns import MyTurn
     from ckptio.plan.job import JobPlan
-    from ckptio.ranks.interface import Session
+    from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Attempt
 
-    Json = Any
     Message = dict[str, Json]
 
 #: Looks for files of other ranks, and waits between them, in seconds.

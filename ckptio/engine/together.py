@@ -22,7 +22,7 @@ import base64
 import contextlib
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -56,10 +56,8 @@ if TYPE_CHECKING:
     from ckptio.engine.turns import MyTurn
     from ckptio.plan.save import SavePlan
     from ckptio.plan.trees import RankTree
-    from ckptio.ranks.interface import Session
+    from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Attempt
-
-    Json = Any
 
 
 #: What rank 0 finds where it commits is raised as itself on all ranks: who resumes a run, or

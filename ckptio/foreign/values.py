@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import Source
 
-    Json = Any
-
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter)
 #: torch has one set of what is allowed, and makes a new one for each change of it.
 _ALLOWING = threading.Lock()

@@ -14,7 +14,8 @@ from ckptio.format.words import decode_word
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    Json = Any
+    from ckptio.format.encode import Json
+
     #: Where a node is: the place of its container, and its key there; `None` for the root.
     Place = tuple[Any, Json] | None
 

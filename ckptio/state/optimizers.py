@@ -22,10 +22,9 @@ from ckptio.state.tree import children, is_kept, leaves, names_kept, tensor_inde
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.tree import Predicate
-
-    Json = Any
 
 #: Options that torch's optimizers got one after the other, and set where a state lacks them.
 _LATE_OPTIONS = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.plan.differences import RANKS_TAG
@@ -11,9 +11,8 @@ from ckptio.state.select import Patterns
 from ckptio.state.tree import MAPPING_TAGS, children, tensor_index
 
 if TYPE_CHECKING:
+    from ckptio.format.encode import Json
     from ckptio.state.tree import Predicate
-
-    Json = Any
 
 _MISSING = object()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,9 +19,8 @@ from ckptio.plan.trees import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
-
-    Json = Any
 
 Predicate = Callable[[str], bool]
 _MISSING = object()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 
 class Tensor(NamedTuple):

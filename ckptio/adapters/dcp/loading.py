@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Wanted
     from ckptio.storage.interface import Storage
 
-    Json = Any
-
 _HOOKS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import ReadItem
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
-
-    Json = Any
 
 
 class Opened(NamedTuple):
