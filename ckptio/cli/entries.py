@@ -59,7 +59,7 @@ class Entry:
     node: Json = None
 
 
-def read_entries(manifest: Manifest, keep: Predicate | None = None) -> Iterator[Entry]:
+def read_entries(manifest: Manifest, keep: Predicate | None) -> Iterator[Entry]:
     """List the places of a state in their order, each behind its containers.
 
     Args:

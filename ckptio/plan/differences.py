@@ -42,7 +42,7 @@ class Differences:
             self._listed.append(text)
 
     def add_values(
-        self, place: Place, held: Iterable[tuple[Sequence[int], Json]], what: str = "is"
+        self, place: Place, held: Iterable[tuple[Sequence[int], Json]], what: str
     ) -> None:
         """Note that ranks have different values at a place.
 

@@ -69,7 +69,7 @@ def optimizer_differs(
     optimizer: torch.optim.Optimizer,
     node: Json,
     entries: Sequence[TensorEntry],
-    keep: Predicate | None = None,
+    keep: Predicate | None,
 ) -> str:
     """Say what an optimizer would fail on at its next step; empty if nothing tells.
 
@@ -114,7 +114,7 @@ def optimizer_differs(
     return ""
 
 
-def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None = None) -> dict[str, Any]:
+def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> dict[str, Any]:
     """Ask a stateful object what it has, to fill it in place.
 
     Args:
