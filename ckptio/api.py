@@ -116,8 +116,7 @@ class Engine:
 
         The state is taken apart here and now; its tensors are copied in the background.
         Do not change them before `await handle.staged`. `await handle` is the commit; of a
-            state that was changed too early, as far as autograd counts it, it raises
-            `StateError`.
+        state that was changed too early, as far as autograd counts it, it raises `StateError`.
 
         A state on the CPU is copied, and not referred to after `staged` (where nobody waits for
         that, after its files are written: it is looked at once more then). One on CUDA is

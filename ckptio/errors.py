@@ -22,9 +22,9 @@
         ├── CheckpointChangedError            overwritten or removed while it was being read
         └── CommitConflictError               somebody else committed to the path first
 
-Each one is also an error of the builtin kind it refines, so `except OSError`
-around a save keeps working. Messages say what, where and what to do. What a
-caller may want to act on is in attributes too.
+What refines an error of a builtin kind, given here in brackets, is one of that kind, and so
+is what is drawn below it: `except OSError` around a save keeps working. Messages say what,
+where and what to do. What a caller may want to act on is in attributes too.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class JobRecord:
         num_files: Files of each rank.
         plan_id: Names the plan by what it says: saves of one state at a time have one plan.
         table: The manifest's tensor table, once all places are known.
+        numbers: Place of each tensor in that table, by name.
     """
 
     leaves: list[tuple[LeafSpec, ...]]

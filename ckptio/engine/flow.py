@@ -288,7 +288,8 @@ def _require_selected(
     keep = request.keep
     unmatched = isinstance(keep, Patterns) and keep.unmatched
     if keep is not None and request.strict == "raise" and (unmatched or restoration.is_empty):
-        # this rank may have none of what others kept for themselves
+        # this rank may have none of what others kept for themselves; asking for it may match
+        # patterns that nothing has matched before
         is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
         if isinstance(keep, Patterns) and keep.unmatched:
             names = ", ".join(map(repr, keep.unmatched))

@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ckptio: Version of the format.
         writer: Version of the package that wrote it.
         save_id: Id of the save, 32 hexadecimal digits; in the name of each data file.
-        created: When it was committed, ISO 8601, UTC.
+        created: When it was made, just before the commit; ISO 8601, UTC.
         block_nbytes: Bytes under one checksum.
         files: Data files.
         tensors: Tensors, in the order in which the tree refers to them.
