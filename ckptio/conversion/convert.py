@@ -130,12 +130,7 @@ def run_convert(
         ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
-    if drop_values and to not in ("safetensors", "hf"):
-        raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
-    if max_shard_nbytes is not None and to != "hf":
-        raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
+    _check_options(to, max_shard_nbytes, drops_values=drop_values)
     target = _target_of(path, to)
     if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
         raise CheckpointExistsError(target)
@@ -169,6 +164,16 @@ def run_convert(
         files=tuple(files),
         notes=(*_lost(read.tree, leaves, to), *notes_of(read.manifest)),
     )
+
+
+def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool) -> None:
+    """Refuse a format that nobody knows, and what has no effect with the one that is given."""
+    if to not in FORMATS:
+        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
+    if drops_values and to not in ("safetensors", "hf"):
+        raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
+    if max_shard_nbytes is not None and to != "hf":
+        raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
 
 
 def _lost(tree: Json, leaves: list[Leaf], to: Format) -> list[str]:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
+    Say = Callable[[], None]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -96,61 +98,37 @@ def begin_save(
         ConfigError: The path is none.
         EngineClosedError: The engine is not open.
     """
-    started = time.perf_counter()
     key = core.next_key("save")
-    running: Running[Callable[[], None]] = Running()
-    copying: Running[Callable[[], None]] = Running()
+    running: Running[Say] = Running()
+    copying: Running[Say] = Running()
     try:
-        ranks = core.context.ranks
-        storage = core.storage(path)
-        target = second_tier(core, storage, then)
-        flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
-        streams = caller_streams(flat.unseen, core, saving=True)
-        handle = SaveHandle(
-            storage.path,
-            save_id_of(ranks.nonce, key),
-            abort=running.abort,
-            fence=streams.fence if streams is not None else _no_fence,
-            stop_copy=None if target is None else copying.abort,
-        )
-        copy = None
-        if target is not None:
-            copy = CopyJob(
-                save_id=handle.save_id,
-                key=f"{key} copy",
-                source=storage,
-                target=target,
-                overwrite=overwrite,
-                started_s=started,
-            )
-        job = SaveJob(
-            save_id=handle.save_id,
-            key=key,
-            storage=storage,
-            flat=flat.without_sources(),  # `source` has them until they are copied
-            source=SourceState(flat.sources, streams, flat.looks),
+        job, copy = _take_apart(
+            core,
+            state,
+            path,
+            key,
+            aborts=(running.abort, copying.abort),
             overwrite=overwrite,
-            handle=handle,
-            started_s=started,
+            then=then,
             metadata=metadata,
-            note=b"" if copy is None else copy.note(),
             permit=permit,
         )
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         refuse(core, key, error)
         raise
+    handle = job.handle
     if close_after:
         run_alone(core, job, copy, running, copying)
         return handle
 
-    async def save_and_say(context: EngineContext) -> Callable[[], None]:
+    async def save_and_say(context: EngineContext) -> Say:
         say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
 
     core.keep(handle)
     try:
-        core.submit(save_and_say, f"save {storage.path}", running)
+        core.submit(save_and_say, f"save {handle.path}", running)
     except BaseException as error:  # an interrupt: the caller has it, and no handle
         handle.seen()
         if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
@@ -159,6 +137,70 @@ def begin_save(
     if copy is not None:
         begin_copy(core, copy, handle, copying)
     return handle
+
+
+def _take_apart(
+    core: EngineCore,
+    state: Any,
+    path: PathLike,
+    key: str,
+    *,
+    aborts: tuple[Callable[[], None], Callable[[], None]],
+    overwrite: bool,
+    then: PathLike | None,
+    metadata: Metadata | None,
+    permit: Callable[[], Awaitable[None]] | None,
+) -> tuple[SaveJob, CopyJob | None]:
+    """Make a state into the job that saves it, and the one that copies it then, if any.
+
+    Args:
+        core: The engine.
+        state: What to save.
+        path: Where to.
+        key: Names the save.
+        aborts: Stop the save, and its copy.
+        overwrite: See `begin_save`, as for all that follow.
+        then: As above.
+        metadata: As above.
+        permit: As above.
+    """
+    started = time.perf_counter()
+    ranks = core.context.ranks
+    storage = core.storage(path)
+    target = second_tier(core, storage, then)
+    flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
+    streams = caller_streams(flat.unseen, core, saving=True)
+    handle = SaveHandle(
+        storage.path,
+        save_id_of(ranks.nonce, key),
+        abort=aborts[0],
+        fence=streams.fence if streams is not None else _no_fence,
+        stop_copy=None if target is None else aborts[1],
+    )
+    copy = None
+    if target is not None:
+        copy = CopyJob(
+            save_id=handle.save_id,
+            key=f"{key} copy",
+            source=storage,
+            target=target,
+            overwrite=overwrite,
+            started_s=started,
+        )
+    job = SaveJob(
+        save_id=handle.save_id,
+        key=key,
+        storage=storage,
+        flat=flat.without_sources(),  # `source` has them until they are copied
+        source=SourceState(flat.sources, streams, flat.looks),
+        overwrite=overwrite,
+        handle=handle,
+        started_s=started,
+        metadata=metadata,
+        note=b"" if copy is None else copy.note(),
+        permit=permit,
+    )
+    return job, copy
 
 
 def _said() -> None:

@@ -156,12 +156,13 @@ class _Replan:
         """Find out who has written which boxes, by whatever plan."""
         written: defaultdict[tuple[str, Region], list[_Holder]] = defaultdict(list)
         for number, plan in enumerate(self._plans):
-            for tensor in plan.job.tensors:
-                for chunk in tensor.chunks:
-                    for rank, part in chunk.holders:
-                        if self._followers.get(rank) == number:
-                            box = chunk.global_offset, chunk.local_shape
-                            written[tensor.name, box].append((rank, part))
+            chunks = (
+                (tensor.name, chunk) for tensor in plan.job.tensors for chunk in tensor.chunks
+            )
+            for name, chunk in chunks:
+                held = [who for who in chunk.holders if self._followers.get(who[0]) == number]
+                if held:
+                    written[name, (chunk.global_offset, chunk.local_shape)] += held
         yield from written.items()
 
     def _keep(self, tensor: PlannedTensor, number: int) -> _Tensor | str:
