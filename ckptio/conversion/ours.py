@@ -27,7 +27,8 @@ import torch
 from ckptio._version import __version__
 from ckptio.conversion.safetensors import Written
 from ckptio.engine.running import Running
-from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.save import SaveJob
+from ckptio.engine.saved import run_save
 from ckptio.engine.verify import run_verify
 from ckptio.errors import (
     CheckpointExistsError,
