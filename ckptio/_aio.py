@@ -237,6 +237,17 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     return await outlive(asyncio.ensure_future(coroutine))
 
 
+def take_back_cancel() -> None:
+    """Have this task go on after a cancellation that it caught, as if there had been none.
+
+    For one that came after a commit: who hears of a cancellation may count on it that nothing
+    has changed, and here something has.
+    """
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+
+
 async def in_own_thread(
     function: Callable[[], T], on_cancel: Callable[[], object] | None = None
 ) -> T:

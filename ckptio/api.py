@@ -7,10 +7,10 @@ is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.c
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from ckptio._aio import in_own_thread
+from ckptio.engine.asked import Asked
 from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive
 from ckptio.engine.unseen import end_saves, is_breaking_off
@@ -116,8 +116,7 @@ class Engine:
 
         The state is taken apart here and now; its tensors are copied in the background.
         Do not change them before `await handle.staged`. `await handle` is the commit; of a
-            state that was changed too early, as far as autograd counts it, it raises
-            `StateError`.
+        state that was changed too early, as far as autograd counts it, it raises `StateError`.
 
         A state on the CPU is copied, and not referred to after `staged` (where nobody waits for
         that, after its files are written: it is looked at once more then). One on CUDA is
@@ -255,13 +254,10 @@ class Engine:
             PeerLostError: A rank died, froze or did not come.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(make_request, into, device, dtype, select, strict, types, reports=False)
-        result = await drive(
-            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
-        )
-        return result.state
+        asked = Asked(into, device, dtype, select, strict, types, reports=False)
+        load = flow.load_flow(self._core, path, asked, then)
+        return (await drive(self._core, load, f"load {path!s}")).state
 
     async def load_with_report(
         self,
@@ -283,12 +279,10 @@ class Engine:
         Everything else is as with `load`.
         """
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(make_request, into, device, dtype, select, strict, types, reports=True)
-        return await drive(
-            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=True)
+        load = flow.load_flow(self._core, path, asked, then)
+        return await drive(self._core, load, f"load {path!s}")
 
     async def load_slice(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptio.engine.asked import Asked
 from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive_blocking
 from ckptio.engine.unseen import end_saves, is_breaking_off
@@ -87,7 +87,7 @@ class Engine:
             PeerLostError: A rank died, froze or did not come.
             CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
         """
-        return _result(self.start_save(state, path, overwrite=overwrite, then=then))
+        return committed(self.start_save(state, path, overwrite=overwrite, then=then))
 
     def start_save(
         self,
@@ -122,12 +122,10 @@ class Engine:
     ) -> Any:
         """Load a state; see `ckptio.Engine.load`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(make_request, into, device, dtype, select, strict, types, reports=False)
-        return drive_blocking(
-            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
-        ).state
+        asked = Asked(into, device, dtype, select, strict, types, reports=False)
+        load = flow.load_flow(self._core, path, asked, then)
+        return drive_blocking(self._core, load, f"load {path!s}").state
 
     def load_with_report(
         self,
@@ -143,12 +141,10 @@ class Engine:
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
 
-        request = partial(make_request, into, device, dtype, select, strict, types, reports=True)
-        return drive_blocking(
-            self._core, flow.load_flow(self._core, path, request, then), f"load {path!s}"
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=True)
+        load = flow.load_flow(self._core, path, asked, then)
+        return drive_blocking(self._core, load, f"load {path!s}")
 
     def load_slice(
         self,
@@ -193,7 +189,7 @@ class Engine:
         return self._core.context.cache.statistics()
 
 
-def _result(handle: SaveHandle) -> CheckpointInfo:
+def committed(handle: SaveHandle) -> CheckpointInfo:
     """Wait for a commit; an interrupt aborts the save and waits until nothing of it is left."""
     try:
         return handle.result()

@@ -22,9 +22,9 @@
         ├── CheckpointChangedError            overwritten or removed while it was being read
         └── CommitConflictError               somebody else committed to the path first
 
-Each one is also an error of the builtin kind it refines, so `except OSError`
-around a save keeps working. Messages say what, where and what to do. What a
-caller may want to act on is in attributes too.
+What refines an error of a builtin kind, given here in brackets, is one of that kind, and so
+is what is drawn below it: `except OSError` around a save keeps working. Messages say what,
+where and what to do. What a caller may want to act on is in attributes too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+#: Names in a message.
+_MAX_SHOWN = 5
 
 
 class CheckpointError(Exception):
@@ -296,7 +299,27 @@ class CommitConflictError(StorageError):
         )
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
+def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:
+    """Name ranks: 'rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4, 6 and 46 more'.
+
+    Args:
+        ranks: Which, in any order; it is no matter how often one is among them.
+        max_runs: Runs of ranks to name.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted({*ranks}):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(f"{a[0]}" if len(a) == 1 else f"{a[0]}-{a[-1]}" for a in runs[:max_runs])
+    num_more = sum(map(len, runs[max_runs:]))
+    more = f" and {num_more} more" if num_more else ""
+    return f"rank{'s' if len({*ranks}) > 1 else ''} {shown}{more}"
+
+
+def _some(names: Sequence[str]) -> str:
     """Show the first few of `names`, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return shown + more

@@ -146,8 +146,11 @@ class SaveHandle:
     Attributes:
         path: What is being written.
         save_id: The save's own id.
+        submitted: Every copy has begun: it was made, or its device was told to make it.
         staged: Every byte is copied; the source may change.
+        committed: The checkpoint exists; what `await handle` waits for.
         durable: The last tier has the checkpoint, whole.
+        retrieved: Whether somebody has seen how the save ended.
     """
 
     #: One that was interrupted while it was made has nothing to tell.

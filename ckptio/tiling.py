@@ -26,6 +26,14 @@ MAX_COMPARISONS = 64
 _MAX_CORNERS = 4096
 
 
+def is_inside(offset: Sequence[int], shape: Sequence[int], global_shape: Sequence[int]) -> bool:
+    """Whether a box lies in a tensor, and has as many dimensions. Offsets may be anything."""
+    return len(offset) == len(shape) == len(global_shape) and all(
+        isinstance(first, int) and min(first, extent) >= 0 and first + extent <= whole
+        for first, extent, whole in zip(offset, shape, global_shape, strict=True)
+    )
+
+
 def is_grid(
     shape: tuple[int, ...],
     offsets: Sequence[tuple[int, ...]],

@@ -232,3 +232,16 @@ def blank(shard: Shard) -> Shard:
     return Shard(
         torch.zeros_like(shard.tensor), shard.global_shape, global_offset=shard.global_offset
     )
+
+
+def blank_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: blank(value) if isinstance(value, Shard) else torch.zeros_like(value)
+        for name, value in state.items()
+    }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        one, other = (v.tensor if isinstance(v, Shard) else v for v in (found[name], value))
+        assert torch.equal(one, other), name

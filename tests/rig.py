@@ -20,8 +20,7 @@ from ckptio.engine.context import EngineContext
 from ckptio.engine.core import EngineCore
 from ckptio.engine.running import Running
 from ckptio.errors import CheckpointNotFoundError
-from ckptio.format.checksum import block_checksums
-from ckptio.format.compose import encode_manifest, encode_tensors
+from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.staging.pool import Slab, SlabPool
 from ckptio.storage.interface import Found
@@ -32,6 +31,7 @@ from ckptio.storage.resolve import local_path
 from ckptio.storage.stores import OpenStore
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBackend, MemoryStorage
+from tests.manifests import block_checksums, encode_tensors
 
 if TYPE_CHECKING:
     from collections.abc import (

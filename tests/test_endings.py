@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FULL = filled_state([50_000], 1)
+NOT_312 = pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="no thread begins after the main one in Python 3.12"
+)
 
 FORK = """
 import multiprocessing, os, signal, sys, torch, ckptio.sync
@@ -80,6 +83,17 @@ def work():
     threading.main_thread().join()
     ckptio.sync.save({"t": torch.ones(3)}, sys.argv[1] + "/a")
     ckptio.sync.save(ckptio.sync.load(sys.argv[1] + "/a"), sys.argv[1] + "/b")
+threading.Thread(target=work).start()
+"""
+FOREIGN_AFTER_MAIN = """
+import sys, threading, fsspec, torch, ckptio.sync
+path = sys.argv[1]
+ckptio.sync.save({"u": torch.ones(64), "v": torch.ones(64)}, path + "/a")
+ckptio.sync.convert(path + "/a", path + "/hub", to="hf", max_shard_nbytes=300)
+fsspec.filesystem("memory").put(path + "/hub", "/hub", recursive=True)
+def work():
+    threading.main_thread().join()
+    ckptio.sync.save(ckptio.sync.load("memory://hub"), path + "/b")
 threading.Thread(target=work).start()
 """
 PENDING = """
@@ -263,18 +277,13 @@ def test_an_engine_may_be_closed_before_its_checkpointer(tmp_path: Path) -> None
     "program",
     [
         pytest.param(LAST_LINE, id="last line"),
-        pytest.param(
-            AFTER_MAIN,
-            id="after main",
-            marks=pytest.mark.skipif(
-                sys.version_info[:2] == (3, 12), reason="no thread begins then in Python 3.12"
-            ),
-        ),
+        pytest.param(AFTER_MAIN, id="after main", marks=NOT_312),
+        pytest.param(FOREIGN_AFTER_MAIN, id="after main, foreign", marks=NOT_312),
         pytest.param(PENDING, id="pending"),
     ],
 )
 def test_a_program_ends_and_has_saved(tmp_path: Path, program: str) -> None:
-    """On both tiers, from other threads, and where a block is never left."""
+    """On both tiers, from other threads, of files of others, and where a block is never left."""
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
     for name in "ab":
         assert sync.verify(tmp_path / name).is_whole

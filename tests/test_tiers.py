@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 import uuid
 from typing import TYPE_CHECKING
 
@@ -196,19 +196,21 @@ async def test_one_call_commits_and_then_copies(tmp_path: Path, url: str) -> Non
 async def test_one_call_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither moment comes, and its engine is gone when that is said."""
     (tmp_path / "file").write_text("in the way")
-    closed = []
+    told: list[bool] = []
+    has_handle = threading.Event()
     close = EngineCore.close
 
-    def close_slowly(core: EngineCore) -> None:
-        time.sleep(0.1)  # whoever is told too early is told now
+    def close_and_look(core: EngineCore) -> None:
         close(core)
-        closed.append(core)
+        has_handle.wait()
+        told.append(handle.durable.done() or handle.committed.done())
 
-    monkeypatch.setattr(EngineCore, "close", close_slowly)
+    monkeypatch.setattr(EngineCore, "close", close_and_look)
     handle = ckptio.save(STATE, tmp_path / "file" / "a", then=tmp_path / "b", config=SMALL)
+    has_handle.set()
     with pytest.raises(StorageError):
         await handle.durable
-    assert len(closed) == 1
+    assert told == [False]
     with pytest.raises(StorageError):
         await handle
     assert names_in(tmp_path) == ["file"]

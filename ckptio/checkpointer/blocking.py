@@ -7,10 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ckptio._outcome import Outcome
-from ckptio.blocking import Engine
+from ckptio.blocking import Engine, committed
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
 from ckptio.checkpointer.steps import step_name
+from ckptio.engine.asked import Asked
 from ckptio.engine.drive import drive_blocking
 from ckptio.engine.running import run_uninterrupted
 from ckptio.engine.unseen import is_breaking_off
@@ -167,14 +168,7 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> CheckpointInfo:
         """Save a step and wait for the commit; see `ckptio.Checkpointer.save`."""
-        handle = self.start_save(state, step, metrics=metrics, overwrite=overwrite)
-        try:
-            return handle.result()
-        except BaseException:
-            if not handle.done():  # an interrupt
-                handle.abort()
-                handle.committed.wait_done()
-            raise
+        return committed(self.start_save(state, step, metrics=metrics, overwrite=overwrite))
 
     def start_save(
         self,
@@ -199,13 +193,9 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> Any:
         """Load the highest committed step, or the one given; see `ckptio.Checkpointer.load`."""
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
-
-        request = functools.partial(
-            make_request, into, device, dtype, select, strict, types, reports=False
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=False)
         engine = self._core.engine
-        return drive_blocking(engine, self._core.load_flow(step, request), "load a step").state
+        return drive_blocking(engine, self._core.load_flow(step, asked), "load a step").state
 
     def load_with_report(
         self,
@@ -219,13 +209,9 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> LoadResult:
         """Load a step, and say what was found; see `ckptio.Checkpointer.load_with_report`."""
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
-
-        request = functools.partial(
-            make_request, into, device, dtype, select, strict, types, reports=True
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=True)
         engine = self._core.engine
-        return drive_blocking(engine, self._core.load_flow(step, request), "load a step")
+        return drive_blocking(engine, self._core.load_flow(step, asked), "load a step")
 
     def steps(self) -> tuple[int, ...]:
         """List the committed steps; see `ckptio.Checkpointer.steps`."""

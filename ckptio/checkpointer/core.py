@@ -19,6 +19,7 @@ from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
+from ckptio.engine.refusal import refuse
 from ckptio.engine.running import Running
 from ckptio.errors import (
     CheckpointChangedError,
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from ckptio._outcome import Outcome
+    from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
     from ckptio.engine.flow import LoadResult
-    from ckptio.engine.request import LoadRequest
     from ckptio.handle import SaveHandle
     from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
@@ -258,7 +259,7 @@ class CheckpointerCore:
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
         except Exception as error:  # raised again; the other ranks must not wait for this one
-            self._refuse_save(error)
+            refuse(engine, engine.next_key("save"), error)
             raise
         upkeep = self.upkeep
         upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
@@ -286,13 +287,6 @@ class CheckpointerCore:
             return None
         looking = self._second.look_for(step)
         return functools.partial(self._second.require_free, step, looking)
-
-    def _refuse_save(self, error: Exception) -> None:
-        from ckptio.engine.together import fail_together  # noqa: PLC0415  # where it is needed
-
-        key = self.engine.next_key("save")
-        if self.engine.context.ranks.world_size > 1:
-            self.engine.submit(lambda context: fail_together(context, key, error), f"fail {key}")
 
     def decide(self, step: int) -> bool | Outcome[None]:
         """Say whether to save now; or what to wait for before asking again."""
@@ -342,17 +336,15 @@ class CheckpointerCore:
         """Make a question to all ranks into what the engine runs."""
         return functools.partial(question, self.engine.next_key("steps"))
 
-    def load_flow(
-        self, step: int | None, make_request: Callable[[], LoadRequest]
-    ) -> Flow[LoadResult]:
+    def load_flow(self, step: int | None, asked: Asked) -> Flow[LoadResult]:
         """Load a step; the newest if none is given."""
         if step is not None:
-            return (yield from self._load_one(step, [], make_request))
+            return (yield from self._load_one(step, [], asked))
         newest = functools.partial(self.questions.newest, 2)  # the one before it is for advice
         steps: list[int] = yield self.asking(newest)
         while steps:
             try:
-                return (yield from self._load_one(steps[-1], steps, make_request))
+                return (yield from self._load_one(steps[-1], steps, asked))
             except (CheckpointNotFoundError, CheckpointChangedError):
                 if self.engine.context.ranks.world_size > 1:  # others may not ask
                     raise
@@ -361,9 +353,7 @@ class CheckpointerCore:
                     raise
         raise CheckpointNotFoundError(self.keeper.root.path, "there is no committed step here")
 
-    def _load_one(
-        self, step: int, steps: list[int], make_request: Callable[[], LoadRequest]
-    ) -> Flow[LoadResult]:
+    def _load_one(self, step: int, steps: list[int], asked: Asked) -> Flow[LoadResult]:
         """Load a step. It is of `steps`, if those are known."""
         from ckptio.engine import flow  # noqa: PLC0415  # imports torch
 
@@ -371,9 +361,7 @@ class CheckpointerCore:
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                load = functools.partial(
-                    flow.load_flow, self.engine, self.path(step), make_request, then
-                )
+                load = functools.partial(flow.load_flow, self.engine, self.path(step), asked, then)
                 try:
                     result = yield from load()
                 except (CheckpointNotFoundError, CheckpointChangedError):

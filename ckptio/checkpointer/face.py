@@ -12,6 +12,7 @@ from ckptio._outcome import Outcome
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.steps import step_name
+from ckptio.engine.asked import Asked
 from ckptio.engine.drive import drive
 from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
@@ -264,13 +265,9 @@ class Checkpointer:
             CheckpointNotFoundError: There is no committed step, or not this one.
             CheckpointError: As with `Engine.load`.
         """
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
-
-        request = functools.partial(
-            make_request, into, device, dtype, select, strict, types, reports=False
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=False)
         engine = self._core.engine
-        return (await drive(engine, self._core.load_flow(step, request), "load a step")).state
+        return (await drive(engine, self._core.load_flow(step, asked), "load a step")).state
 
     async def load_with_report(
         self,
@@ -284,13 +281,9 @@ class Checkpointer:
         types: Sequence[type] = (),
     ) -> LoadResult:
         """Load a step, and say what was found; see `load` and `Engine.load_with_report`."""
-        from ckptio.engine.request import make_request  # noqa: PLC0415  # imports torch
-
-        request = functools.partial(
-            make_request, into, device, dtype, select, strict, types, reports=True
-        )
+        asked = Asked(into, device, dtype, select, strict, types, reports=True)
         engine = self._core.engine
-        return await drive(engine, self._core.load_flow(step, request), "load a step")
+        return await drive(engine, self._core.load_flow(step, asked), "load a step")
 
     async def steps(self) -> tuple[int, ...]:
         """List the committed steps, lowest first.

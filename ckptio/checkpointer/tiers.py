@@ -19,7 +19,6 @@ from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
-    EngineClosedError,
 )
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -63,20 +62,16 @@ class SecondTier:
         """
         context = engine.context
         root = make_root(self._then, engine.config, context.executor, engine.emit, context.stores)
-        if root.path == first.path:
+        here, there = (engine.own_storage(tier.join(step_name(0))) for tier in (first, root))
+        if here.identity == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
         self._engine = engine
         self._keeper = Keeper(root, context.executor, engine.emit)
 
     @property
     def engine(self) -> EngineCore:
-        """The engine.
-
-        Raises:
-            EngineClosedError: The checkpointer is not open.
-        """
-        if self._engine is None:
-            raise EngineClosedError("the checkpointer is not open: use it inside its block")
+        """The engine."""
+        assert self._engine is not None  # noqa: S101  # it is open
         return self._engine
 
     @property

@@ -1,1 +1,1 @@
-"""The command line: `ckptio ls`, `show` and `verify`. Needs the extra `cli`, and no torch."""
+"""The command line, `ckptio`. Needs the extra `cli`; and torch for `diff` and `convert` alone."""

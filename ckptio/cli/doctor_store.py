@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from ckptio._aio import Threads, run_all
+from ckptio._aio import run_all
 from ckptio.cli.find_objects import find_objects, open_place
 from ckptio.cli.findings import Finding, Leftover
 from ckptio.cli.text import count
@@ -28,7 +28,7 @@ from ckptio.storage.store import (
     ObjectMissingError,
     StoreError,
 )
-from ckptio.storage.stores import Stores
+from ckptio.storage.stores import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -61,14 +61,9 @@ async def look_at_store(url: str, config: CheckpointConfig) -> tuple[list[Findin
     """
     # somebody waits for this: a store that is not there is not asked for minutes
     config = dataclasses.replace(config, max_retries=min(config.max_retries, _MAX_RETRIES))
-    threads = Threads(_NUM_THREADS, "ckptio-doctor")
-    stores = Stores(config, threads)
-    try:
+    async with open_stores(config, _NUM_THREADS, "ckptio-doctor") as (_, stores):
         place = await open_place(stores, url, config, _nobody)
         return await _Probe(place).findings(), await find_dead_objects(place)
-    finally:
-        await stores.close()
-        threads.shutdown()
 
 
 def _nobody(event: Event) -> None:

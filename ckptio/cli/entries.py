@@ -7,7 +7,7 @@ tensor: the first keeps it, the others are tied to the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import FormatError
 from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
@@ -17,10 +17,9 @@ from ckptio.state.tree import children, read_tree, tensor_index
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
     from ckptio.state.tree import Predicate
-
-    Json = Any
 
 Kind = Literal["container", "tensor", "array", "bytes", "value"]
 _KINDS: dict[str, Kind] = {"np": "array", "bytes": "bytes", "bytearray": "bytes"}
@@ -60,7 +59,7 @@ class Entry:
     node: Json = None
 
 
-def read_entries(manifest: Manifest, keep: Predicate | None = None) -> Iterator[Entry]:
+def read_entries(manifest: Manifest, keep: Predicate | None) -> Iterator[Entry]:
     """List the places of a state in their order, each behind its containers.
 
     Args:

@@ -12,7 +12,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import Threads, run_blocking
+from ckptio._aio import run_blocking
 from ckptio.checkpointer.keeper import Keeper, Removal
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
@@ -32,7 +32,7 @@ from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
 from ckptio.storage.resolve import remote_url, resolve_storage
 from ckptio.storage.root import resolve_root
-from ckptio.storage.stores import Stores
+from ckptio.storage.stores import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,9 +157,7 @@ class _Pruning:
                 decide.
             StorageError: It cannot be listed, or a manifest cannot be read now.
         """
-        threads = Threads(_NUM_THREADS, "ckptio-prune")
-        stores = Stores(config, threads)
-        try:
+        async with open_stores(config, _NUM_THREADS, "ckptio-prune") as (threads, stores):
             root = resolve_root(self._root, config, threads, self._hear, stores)
             keeper = Keeper(root, threads, self._hear)
             if remote_url(self._root) is None and not await run_blocking(
@@ -184,9 +182,6 @@ class _Pruning:
                     self._removals.append(Removal(step=step, nbytes=await keeper.size(step)))
                 else:
                     self._removals.append(await keeper.remove(step))
-        finally:
-            await stores.close()
-            threads.shutdown()
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, CleanupFailed) and event.file:

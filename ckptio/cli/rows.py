@@ -14,7 +14,7 @@ from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
 from ckptio.cli.find_objects import find_objects, open_place
 from ckptio.cli.outcome import explain, state_of
 from ckptio.cli.owed import read_owed
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.files import absolute
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptio.cli.terminal import Advance, Terminal
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
+    from ckptio.engine.core import EngineCore
     from ckptio.storage.interface import Storage
 
 _LONG = 10  # manifests; fewer are read before a line of progress could be read
@@ -82,9 +83,7 @@ def read_rows(
     url = remote_url(root)
     top = url or absolute(local_path(root))
     found = [] if url else list(find_checkpoints(top, depth=depth, hidden=hidden))
-    core = EngineCore(dataclasses.replace(config, cache_entries=1), None, "solo")
-    core.start()
-    try:
+    with solo_engine(dataclasses.replace(config, cache_entries=1)) as core:
         if url:
             with terminal.progress("reading", in_bytes=False) as advance:
                 below = _Below(core, url, depth=depth, hidden=hidden, advance=advance)
@@ -95,8 +94,6 @@ def read_rows(
                 stack.enter_context(terminal.progress("reading", in_bytes=False)) if long else None
             )
             return list(_rows(core, top, found, advance))
-    finally:
-        core.close()
 
 
 def _rows(core: EngineCore, top: str, found: list[Found], advance: Advance | None) -> Iterator[Row]:

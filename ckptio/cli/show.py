@@ -13,9 +13,8 @@ from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
-from ckptio.layout import DTYPES, numel
 from ckptio.state.select import make_predicate
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ def _read(path: str, config: CheckpointConfig) -> tuple[Manifest, Owed | None]:
     Raises:
         CheckpointError: The manifest cannot be read.
     """
-    core = EngineCore(config, None, "solo")
 
     async def read(context: EngineContext) -> tuple[Manifest, Owed | None]:
         storage = core.storage(path)
@@ -71,11 +69,8 @@ def _read(path: str, config: CheckpointConfig) -> tuple[Manifest, Owed | None]:
         is_ours = not manifest.is_foreign
         return manifest, await read_owed(storage, manifest.save_id) if is_ours else None
 
-    core.start()
-    try:
+    with solo_engine(config) as core:
         return core.call_blocking(read, "inspect")
-    finally:
-        core.close()
 
 
 def _blank(path: str) -> Json:
@@ -134,18 +129,16 @@ def _object(entry: Entry, manifest: Manifest) -> Json:
 def _chunks(manifest: Manifest, index: int) -> list[Json]:
     """Say where the bytes of a stored tensor are."""
     tensor = manifest.tensors[index]
-    itemsize = DTYPES[tensor.dtype].itemsize
     chunks = []
     for chunk in tensor.chunks:
-        shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-        offset = chunk.global_offset
+        box = tensor.box_of(chunk)
         chunks.append(
             {
                 "file": manifest.files[chunk.file].name,
                 "start": chunk.start,
-                "stop": chunk.start + numel(shape) * itemsize,
-                "global_offset": (0,) * len(shape) if offset is None else offset,
-                "local_shape": shape,
+                "stop": chunk.start + tensor.chunk_nbytes(chunk),
+                "global_offset": box.offset,
+                "local_shape": box.shape,
                 "copies": [
                     {"file": manifest.files[file].name, "start": start}
                     for file, start in chunk.copies

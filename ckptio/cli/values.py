@@ -19,7 +19,7 @@ from ckptio.format.words import decode_word
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 _MAX_ITEMS = 64  # of a container; what comes after them would not be shown
 _MAX_HEX = 13  # a longer integer is shown in hexadecimal, as it is stored

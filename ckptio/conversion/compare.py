@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
 
 from ckptio.conversion.source import Leaf, Source, batches, parts_of, read_views
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.leaves import as_integers, raw_bytes
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.core import EngineCore
+    from ckptio.format.encode import Json
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
-    Json = Any
     #: A name; and the place, of what is not alone in having it.
     Key = tuple[str, tuple[Hashable, ...]]
 
@@ -110,16 +111,12 @@ def run_diff(
     Raises:
         CheckpointError: One of them cannot be read.
     """
-    core = EngineCore(config, None, "solo")
-    core.start()
-    try:
+    with solo_engine(config) as core:
         sides = _Side(core, a, select), _Side(core, b, select)
         shared = sides[0].shared_names() | sides[1].shared_names()
         for side in sides:
             side.arrange(shared)
         return _Comparison(*sides, progress).report()
-    finally:
-        core.close()
 
 
 class _Side:

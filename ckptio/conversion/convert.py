@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptio._aio import in_own_thread
 from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.interface import notes_of
 from ckptio.format.manifest import MANIFEST_NAME
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.safetensors import Written
     from ckptio.conversion.source import Leaf
+    from ckptio.format.encode import Json
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 Format = Literal["ckptio", "safetensors", "hf", "dcp"]
 FORMATS = ("ckptio", "safetensors", "hf", "dcp")
@@ -87,13 +86,13 @@ def run_convert(
     path: PathLike,
     *,
     to: Format,
-    select: Select | None = None,
-    strip: str = "",
-    overwrite: bool = False,
-    drop_values: bool = False,
-    max_shard_nbytes: int | None = None,
-    config: CheckpointConfig | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    select: Select | None,
+    strip: str,
+    overwrite: bool,
+    drop_values: bool,
+    max_shard_nbytes: int | None,
+    config: CheckpointConfig | None,
+    progress: Callable[[int, int], None] | None,
     stop: threading.Event | None = None,
 ) -> ConvertReport:
     """Convert a checkpoint of any known format into one of another. Blocks.
@@ -131,20 +130,13 @@ def run_convert(
         ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
-    if drop_values and to not in ("safetensors", "hf"):
-        raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
-    if max_shard_nbytes is not None and to != "hf":
-        raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
+    _check_options(to, max_shard_nbytes, drops_values=drop_values)
     target = _target_of(path, to)
     if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
         raise CheckpointExistsError(target)
-    core = EngineCore(config, None, "solo")
-    core.start()
-    try:
+    with solo_engine(config) as core:
         read = Source(core, source, select, strip)
-        if _is_same(read.path, target):
+        if core.own_storage(source).identity == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         read.check()
         leaves = list(read.leaves())
@@ -163,8 +155,6 @@ def run_convert(
             config=config,
             advance=meter.advance,
         )
-    finally:
-        core.close()
     return ConvertReport(
         source=read.path,
         path=target,
@@ -174,6 +164,16 @@ def run_convert(
         files=tuple(files),
         notes=(*_lost(read.tree, leaves, to), *notes_of(read.manifest)),
     )
+
+
+def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool) -> None:
+    """Refuse a format that nobody knows, and what has no effect with the one that is given."""
+    if to not in FORMATS:
+        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
+    if drops_values and to not in ("safetensors", "hf"):
+        raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
+    if max_shard_nbytes is not None and to != "hf":
+        raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
 
 
 def _lost(tree: Json, leaves: list[Leaf], to: Format) -> list[str]:
@@ -196,12 +196,6 @@ def _target_of(path: PathLike, to: Format) -> str:
             " a local path and copy what is there"
         )
     return local_path(path) if url is None else url
-
-
-def _is_same(source: str, target: str) -> bool:
-    if remote_url(source) is None and remote_url(target) is None:
-        return os.path.realpath(source) == os.path.realpath(target)
-    return source.rstrip("/") == target.rstrip("/")
 
 
 async def convert(
@@ -276,9 +270,5 @@ def _write(
         return write_dcp(read, target, overwrite=overwrite, advance=advance)
     from ckptio.conversion.ours import write_checkpoint  # noqa: PLC0415  # as above
 
-    writer = EngineCore(config, None, "solo")
-    writer.start()
-    try:
+    with solo_engine(config) as writer:
         return write_checkpoint(read, writer, target, overwrite=overwrite, advance=advance)
-    finally:
-        writer.close()

@@ -11,7 +11,7 @@ they made goes as the plain value that it is stored as.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptio.format.bucket import later_code
 from ckptio.format.encode import TAG, join_fqn
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckptio.conversion.source import Leaf
-
-    Json = Any
+    from ckptio.format.encode import Json
 
 _MAPPINGS = (None, "dict", "odict", "counter", "dataclass")
 #: What `weights_only` does not load, by tag.

@@ -19,7 +19,7 @@ import hashlib
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,7 +27,8 @@ import torch
 from ckptio._version import __version__
 from ckptio.conversion.safetensors import Written
 from ckptio.engine.running import Running
-from ckptio.engine.save import SaveJob, run_save
+from ckptio.engine.save import SaveJob
+from ckptio.engine.saved import run_save
 from ckptio.engine.verify import run_verify
 from ckptio.errors import (
     CheckpointExistsError,
@@ -35,12 +36,12 @@ from ckptio.errors import (
     FormatError,
     SaveAbortedError,
 )
-from ckptio.format.encode import TAG
 from ckptio.handle import SaveHandle
 from ckptio.plan.load import Wanted
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState
 from ckptio.state.flatten import FlatState
+from ckptio.state.tree import renumbered
 from ckptio.storage.leftovers import files_of
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 #: Stands for the save id of a checkpoint that cannot be read.
 _UNREADABLE = "?"
@@ -216,32 +215,12 @@ def _blocks_of(source: Source) -> tuple[FlatState, list[Chunk | None]]:
         entry = source.manifest.tensors[index]
         names.append(entry.name)
         for chunk in entry.chunks:
-            is_whole = chunk.local_shape is None or chunk.local_shape == entry.shape
-            specs.append(
-                LeafSpec(
-                    entry.name,
-                    entry.dtype,
-                    entry.shape if chunk.local_shape is None else chunk.local_shape,
-                    None if is_whole else entry.shape,
-                    None if is_whole else chunk.global_offset,
-                )
-            )
+            box = entry.box_of(chunk)
+            part = () if box.shape == entry.shape else (entry.shape, box.offset)
+            specs.append(LeafSpec(entry.name, entry.dtype, box.shape, *part))
             places.append(chunk)
         if not entry.chunks:
             specs.append(LeafSpec(entry.name, entry.dtype, entry.shape))
             places.append(None)
-    tree = _renumbered(source.tree, numbers)
+    tree = renumbered(source.tree, numbers.__getitem__)
     return FlatState(tuple(specs), (), tuple(names), tree, ()), places
-
-
-def _renumbered(node: Json, numbers: dict[int, int]) -> Json:
-    """Write a tree with other numbers of tensors."""
-    if type(node) is list:
-        return [_renumbered(item, numbers) for item in node]
-    if type(node) is not dict:
-        return node
-    if type(node.get(TAG)) is int:
-        return {**node, TAG: numbers[node[TAG]]}
-    if TAG in node and "t" in node:
-        return {**node, "t": numbers[node["t"]]}
-    return {key: _renumbered(item, numbers) for key, item in node.items()}

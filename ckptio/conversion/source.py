@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptio.engine.core import EngineCore
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 #: Read at a time: what is on its way from one format to another.
 PART_NBYTES = 64 << 20
@@ -313,12 +312,12 @@ def _cut(
         yield Part(entry, Box(offset, (*ones, count, *rest[1:])), start + first * row)
 
 
-def batches(parts: Iterable[Part], max_nbytes: int = PART_NBYTES) -> Iterator[list[Part]]:
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Put parts together that are read in one go: small tensors share their blocks."""
     batch: list[Part] = []
     nbytes = 0
     for part in parts:
-        if batch and nbytes + part.nbytes > max_nbytes:
+        if batch and nbytes + part.nbytes > PART_NBYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(part)

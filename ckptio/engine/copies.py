@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptio._aio import run_unless_cancelled
 from ckptio.engine.landing import opened
 from ckptio.errors import CorruptionError
-from ckptio.layout import DTYPES, numel
 from ckptio.plan.load import Wanted
 from ckptio.storage.streams import AwaitedSource
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
-    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.format.manifest import Manifest
     from ckptio.plan.load import Piece
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
@@ -74,7 +73,7 @@ class CopyDigests:
         count = 0
         for tensor in manifest.tensors:
             for chunk in tensor.chunks:
-                if not chunk.copies or not (nbytes := _nbytes(tensor, chunk)):
+                if not chunk.copies or not (nbytes := tensor.chunk_nbytes(chunk)):
                     continue
                 places = [p for p in ((chunk.file, chunk.start), *chunk.copies) if p[0] in files]
                 for other in places[1:]:
@@ -203,8 +202,3 @@ def _edges(one: int, other: int, nbytes: int, block: int) -> tuple[int, ...]:
     for start in (one, other):
         edges.update(range(-start % block, nbytes, block))
     return tuple(sorted(edges))
-
-
-def _nbytes(tensor: TensorEntry, chunk: Chunk) -> int:
-    shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-    return numel(shape) * DTYPES[tensor.dtype].itemsize

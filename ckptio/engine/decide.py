@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from ckptio.engine.save import SaveJob
     from ckptio.engine.turns import MyTurn
     from ckptio.plan.job import JobPlan
-    from ckptio.ranks.interface import Session
+    from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Attempt
 
-    Json = Any
     Message = dict[str, Json]
 
 #: Looks for files of other ranks, and waits between them, in seconds.
@@ -66,6 +65,7 @@ class JobRecord:
         num_files: Files of each rank.
         plan_id: Names the plan by what it says: saves of one state at a time have one plan.
         table: The manifest's tensor table, once all places are known.
+        numbers: Place of each tensor in that table, by name.
     """
 
     leaves: list[tuple[LeafSpec, ...]]

@@ -7,7 +7,6 @@ forth (`engine.drive`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -19,6 +18,8 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
+from ckptio.engine.refusal import refuse
+from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob
@@ -26,11 +27,9 @@ from ckptio.engine.saved import run_alone, saved
 from ckptio.engine.streams import caller_streams
 from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
-from ckptio.engine.together import fail_together, save_id_of
+from ckptio.engine.together import save_id_of
 from ckptio.errors import (
     CheckpointError,
-    EngineClosedError,
-    SaveAbortedError,
     TargetError,
 )
 from ckptio.events import LoadFinished
@@ -44,6 +43,7 @@ from ckptio.state.tree import names_kept_for_ranks
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.drive import Flow
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Wanted
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
+
+    Say = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,61 +98,37 @@ def begin_save(
         ConfigError: The path is none.
         EngineClosedError: The engine is not open.
     """
-    started = time.perf_counter()
     key = core.next_key("save")
-    running: Running[Callable[[], None]] = Running()
-    copying: Running[Callable[[], None]] = Running()
+    running: Running[Say] = Running()
+    copying: Running[Say] = Running()
     try:
-        ranks = core.context.ranks
-        storage = core.storage(path)
-        target = second_tier(core, storage, then)
-        flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
-        streams = caller_streams(flat.unseen, core, saving=True)
-        handle = SaveHandle(
-            storage.path,
-            save_id_of(ranks.nonce, key),
-            abort=running.abort,
-            fence=streams.fence if streams is not None else _no_fence,
-            stop_copy=None if target is None else copying.abort,
-        )
-        copy = None
-        if target is not None:
-            copy = CopyJob(
-                save_id=handle.save_id,
-                key=f"{key} copy",
-                source=storage,
-                target=target,
-                overwrite=overwrite,
-                started_s=started,
-            )
-        job = SaveJob(
-            save_id=handle.save_id,
-            key=key,
-            storage=storage,
-            flat=flat.without_sources(),  # `source` has them until they are copied
-            source=SourceState(flat.sources, streams, flat.looks),
+        job, copy = _take_apart(
+            core,
+            state,
+            path,
+            key,
+            aborts=(running.abort, copying.abort),
             overwrite=overwrite,
-            handle=handle,
-            started_s=started,
+            then=then,
             metadata=metadata,
-            note=b"" if copy is None else copy.note(),
             permit=permit,
         )
     except BaseException as error:  # raised again; the other ranks must not wait for this one
-        _fail(core, key, error)
+        refuse(core, key, error)
         raise
+    handle = job.handle
     if close_after:
         run_alone(core, job, copy, running, copying)
         return handle
 
-    async def save_and_say(context: EngineContext) -> Callable[[], None]:
+    async def save_and_say(context: EngineContext) -> Say:
         say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
 
     core.keep(handle)
     try:
-        core.submit(save_and_say, f"save {storage.path}", running)
+        core.submit(save_and_say, f"save {handle.path}", running)
     except BaseException as error:  # an interrupt: the caller has it, and no handle
         handle.seen()
         if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
@@ -161,13 +139,68 @@ def begin_save(
     return handle
 
 
-def _fail(core: EngineCore, key: str, error: BaseException) -> None:
-    """Tell the other ranks, if there are any, without waiting for them."""
-    cause = error if isinstance(error, Exception) else SaveAbortedError("it was interrupted there")
-    causes = [cause]  # to be taken out: who keeps an error is kept by its traceback, for ever
-    with contextlib.suppress(EngineClosedError):
-        if core.context.ranks.world_size > 1:
-            core.submit(lambda context: fail_together(context, key, causes.pop()), f"fail {key}")
+def _take_apart(
+    core: EngineCore,
+    state: Any,
+    path: PathLike,
+    key: str,
+    *,
+    aborts: tuple[Callable[[], None], Callable[[], None]],
+    overwrite: bool,
+    then: PathLike | None,
+    metadata: Metadata | None,
+    permit: Callable[[], Awaitable[None]] | None,
+) -> tuple[SaveJob, CopyJob | None]:
+    """Make a state into the job that saves it, and the one that copies it then, if any.
+
+    Args:
+        core: The engine.
+        state: What to save.
+        path: Where to.
+        key: Names the save.
+        aborts: Stop the save, and its copy.
+        overwrite: See `begin_save`, as for all that follow.
+        then: As above.
+        metadata: As above.
+        permit: As above.
+    """
+    started = time.perf_counter()
+    ranks = core.context.ranks
+    storage = core.storage(path)
+    target = second_tier(core, storage, then)
+    flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
+    streams = caller_streams(flat.unseen, core, saving=True)
+    handle = SaveHandle(
+        storage.path,
+        save_id_of(ranks.nonce, key),
+        abort=aborts[0],
+        fence=streams.fence if streams is not None else _no_fence,
+        stop_copy=None if target is None else aborts[1],
+    )
+    copy = None
+    if target is not None:
+        copy = CopyJob(
+            save_id=handle.save_id,
+            key=f"{key} copy",
+            source=storage,
+            target=target,
+            overwrite=overwrite,
+            started_s=started,
+        )
+    job = SaveJob(
+        save_id=handle.save_id,
+        key=key,
+        storage=storage,
+        flat=flat.without_sources(),  # `source` has them until they are copied
+        source=SourceState(flat.sources, streams, flat.looks),
+        overwrite=overwrite,
+        handle=handle,
+        started_s=started,
+        metadata=metadata,
+        note=b"" if copy is None else copy.note(),
+        permit=permit,
+    )
+    return job, copy
 
 
 def _said() -> None:
@@ -181,7 +214,7 @@ def _no_fence() -> None:
 def load_flow(
     core: EngineCore,
     path: PathLike,
-    make_request: Callable[[], LoadRequest],
+    asked: Asked,
     then: PathLike | None = None,
 ) -> Flow[LoadResult]:
     """Load a checkpoint.
@@ -189,8 +222,7 @@ def load_flow(
     Args:
         core: The engine.
         path: The checkpoint.
-        make_request: Checks the options; called here, so that other ranks hear of what it
-            refuses.
+        asked: The options; checked here, so that other ranks hear of what is refused.
         then: Its second tier, read where the first does not have it whole.
 
     Raises:
@@ -207,7 +239,7 @@ def load_flow(
     if then is not None:
         course.next_session = course.of("tier")
     try:
-        request = make_request()
+        request = make_request(asked)
         storage = core.storage(path)
         second = second_tier(core, storage, then)
         if second is not None:
@@ -217,7 +249,7 @@ def load_flow(
         nbytes: int = yield lambda context: load.read(context, course)
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         if course.next_session:
-            _fail(core, course.next_session, error)
+            refuse(core, course.next_session, error)
         raise
     load.target.mark_written()
     restoration = load.restoration
@@ -300,7 +332,8 @@ def _require_selected(
     keep = request.keep
     unmatched = isinstance(keep, Patterns) and keep.unmatched
     if keep is not None and request.strict == "raise" and (unmatched or restoration.is_empty):
-        # this rank may have none of what others kept for themselves
+        # this rank may have none of what others kept for themselves; asking for it may match
+        # patterns that nothing has matched before
         is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
         if isinstance(keep, Patterns) and keep.unmatched:
             names = ", ".join(map(repr, keep.unmatched))

@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
+    from ckptio.ranks.interface import Json
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
-
-    Json = Any
 
 
 #: Ranges that are looked at to tell whether a checkpoint is in the page cache, about.

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 from ckptio._aio import run_blocking, run_unless_cancelled, shielded
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.format.checksum import crc32c
-from ckptio.layout import DTYPES, numel
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.format.manifest import Manifest
     from ckptio.plan.load import Piece, ReadSegment
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
@@ -79,7 +78,7 @@ class Reading:
         """Name the tensors that have bytes in `[start, stop)` of a file."""
         if file not in self._spans:
             self._spans[file] = sorted(
-                (start, start + _chunk_nbytes(tensor, chunk), tensor.name)
+                (start, start + tensor.chunk_nbytes(chunk), tensor.name)
                 for tensor in self.manifest.tensors
                 for chunk in tensor.chunks
                 for place, start in ((chunk.file, chunk.start), *chunk.copies)
@@ -294,9 +293,3 @@ def _damaged_block(
         stop=start + nbytes,
         fqns=reading.names_in(file, start, start + nbytes),
     )
-
-
-def _chunk_nbytes(tensor: TensorEntry, chunk: Chunk) -> int:
-    """Bytes of a chunk."""
-    shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-    return numel(shape) * DTYPES[tensor.dtype].itemsize

@@ -7,7 +7,7 @@ breaks it, and one that waits for the next load would keep memory and connection
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptio.exchange.shared import shared_link
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.exchange.link import BulkLink
-
-    Json = Any
+    from ckptio.ranks.interface import Json
 
 _MAX_SHARED_SLABS = 8
 

@@ -57,7 +57,7 @@ class Need(msgspec.Struct, frozen=True, gc=False):
                 wanted.append(Wanted(file, start + first, stop - first, destination, 0))
             return
         found = wanted if span is None else []
-        want_region(entry, region or _all_of(entry), destination, found, place)
+        want_region(entry, region or entry.box, destination, found, place)
         if span is not None:
             wanted += _cut_out(found, *span)
 
@@ -96,7 +96,7 @@ def want_region(
         shared = _shared(entry, chunk, region)
         if not numel(shared.shape):
             continue
-        block = _box_of(entry, chunk)
+        block = entry.box_of(chunk)
         file, first = (chunk.file, chunk.start) if place is None else place(chunk)
         in_chunk = tuple(a - b for a, b in zip(shared.offset, block.offset, strict=True))
         in_region = tuple(a - b for a, b in zip(shared.offset, region.offset, strict=True))
@@ -114,20 +114,9 @@ def want_region(
             wanted.append(want)
 
 
-def _all_of(entry: TensorEntry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)
-
-
-def _box_of(entry: TensorEntry, chunk: Chunk) -> Box:
-    """Give the block of a tensor that a chunk is."""
-    if chunk.global_offset is None:
-        return _all_of(entry)
-    return Box(chunk.global_offset, chunk.local_shape or entry.shape)
-
-
 def _shared(entry: TensorEntry, chunk: Chunk, region: Box) -> Box:
     """Give what a chunk has of a region; its shape has a zero if that is nothing."""
-    block = _box_of(entry, chunk)
+    block = entry.box_of(chunk)
     first = tuple(map(max, block.offset, region.offset))
     shape = tuple(
         max(0, min(a + s, b + t) - start)

@@ -25,7 +25,7 @@ from ckptio.state.select import make_predicate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.state.select import Select
+    from ckptio.engine.asked import Asked
     from ckptio.state.tree import Predicate
 
 #: What `save` refuses, and nobody means in a target.
@@ -58,22 +58,14 @@ class LoadRequest:
     rank: int = 0
 
 
-def make_request(
-    into: Any,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    select: Select | None,
-    strict: str,
-    types: Sequence[type],
-    *,
-    reports: bool,
-) -> LoadRequest:
+def make_request(asked: Asked) -> LoadRequest:
     """Check the options of a load.
 
     Raises:
         ConfigError: One is wrong, or would have no effect.
         TargetError: There is something in `into` that nothing can be filled into.
     """
+    into, dtype, strict = asked.into, asked.dtype, asked.strict
     if strict not in ("raise", "report", "ignore"):
         raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
     try:
@@ -88,23 +80,23 @@ def make_request(
         )
     if into is None and strict == "ignore":
         raise ConfigError("strict='ignore' has no effect without into=")
-    if strict == "report" and not reports:
+    if strict == "report" and not asked.reports:
         raise ConfigError("load returns no report; use load_with_report with strict='report'")
-    if into is not None and device is not None and not may_be_meta(into):
+    if into is not None and asked.device is not None and not may_be_meta(into):
         raise ConfigError(
             "device= has no effect with into=: targets are filled where they are, and none"
             " is on the meta device"
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_convertible(dtype)):
         raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
-    check_types(types)
+    check_types(asked.types)
     return LoadRequest(
         into=into,
-        device=device_of(device),
+        device=device_of(asked.device),
         dtype=dtype,
-        keep=None if select is None else make_predicate(select),
+        keep=None if asked.select is None else make_predicate(asked.select),
         strict=strict,
-        types=tuple(types),
+        types=tuple(asked.types),
     )
 
 

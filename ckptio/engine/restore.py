@@ -17,7 +17,6 @@ from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
-from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
 from ckptio.state.fills import names_of
@@ -155,7 +154,7 @@ def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Res
 def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
     """Make every tensor of the (selected) tree."""
     tree = read_tree(manifest, request.rank)
-    if any(tensor.name == DOCUMENT_NAME for tensor in manifest.tensors):
+    if manifest.document is not None:
         tree = numbered_below(tree)
     if request.keep is not None:
         tree = prune(tree, request.keep)

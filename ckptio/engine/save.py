@@ -32,7 +32,6 @@ from ckptio._version import __version__
 from ckptio.engine.context import settle
 from ckptio.engine.endings import end_attempt
 from ckptio.engine.progress import SaveProgress
-from ckptio.engine.turns import place_for, turn
 from ckptio.errors import SaveAbortedError
 from ckptio.events import SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
@@ -141,27 +140,8 @@ class _File:
         return self.name, self.bucket.nbytes, sums
 
 
-async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
-    """Save a state. When this returns, the checkpoint exists.
-
-    Cancelling it, or a failure, leaves what was at the path as it was, and no file, task,
-    thread or slab behind.
-
-    Raises:
-        CheckpointError: The first failure of any part.
-    """
-    async with turn(job, context) as my_turn:
-        is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
-        if context.ranks.world_size > 1 or is_sharded:
-            from ckptio.engine.together import save_together  # noqa: PLC0415  # it builds on this
-
-            return await save_together(job, context, my_turn)
-        async with place_for(job, context):
-            return await _save_alone(job, context, my_turn)
-
-
-async def _save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
-    """Save a state that one rank has."""
+async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
+    """Save a state that one rank has, in its place; see `saved.run_save`."""
     plan = context.plans.get(job.flat.specs)
     reused = plan is not None
     if plan is None:

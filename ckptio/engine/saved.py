@@ -1,4 +1,4 @@
-"""Tell a handle how its save ended: at once, or when the engine of one call is gone."""
+"""Run a save, and tell its handle how it ended: at once, or when the engine of one call is gone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from ckptio.engine.save import run_save
+from ckptio.engine.save import save_alone
 from ckptio.engine.tier_saves import begin_copy
+from ckptio.engine.together import save_together
+from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, Milestone
@@ -18,11 +20,28 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.running import Running
-    from ckptio.engine.save import SaveJob
+    from ckptio.engine.save import SaveJob, SaveReceipt
     from ckptio.engine.tiers import CopyJob
     from ckptio.handle import SaveHandle
 
     Say = Callable[[], None]
+
+
+async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
+    """Save a state. When this returns, the checkpoint exists.
+
+    Cancelling it, or a failure, leaves what was at the path as it was, and no file, task,
+    thread or slab behind.
+
+    Raises:
+        CheckpointError: The first failure of any part.
+    """
+    async with turn(job, context) as my_turn:
+        is_sharded = any(spec.global_shape is not None for spec in job.flat.specs)
+        if context.ranks.world_size > 1 or is_sharded:
+            return await save_together(job, context, my_turn)
+        async with place_for(job, context):
+            return await save_alone(job, context, my_turn)
 
 
 async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | None = None) -> Say:

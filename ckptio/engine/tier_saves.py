@@ -6,12 +6,11 @@ the commit there, so that leaving the engine waits for both, and aborts both.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking, shielded
+from ckptio.engine.refusal import say_absent
 from ckptio.engine.tiers import CopyJob, make_copy
 from ckptio.engine.transfer import require_files
 from ckptio.errors import (
@@ -20,7 +19,6 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     FormatError,
-    RankError,
     SaveAbortedError,
 )
 from ckptio.events import CopyFailed
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
     Say = Callable[[], None]
-
-_TELL_S = 1.0
 
 
 def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
@@ -122,7 +118,7 @@ async def _copied(
                     path=job.source.path, to=job.target.path, save_id=job.save_id, error=error
                 )
             )
-            await shielded(_fail_copy(job, context, error))
+            await shielded(say_absent(context, job.key, error))
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
@@ -145,15 +141,6 @@ async def _copied(
         plan_reused=first.plan_reused,
     )
     return functools.partial(handle.durable.reach, info)
-
-
-async def _fail_copy(job: CopyJob, context: EngineContext, error: BaseException) -> None:
-    """Tell the other ranks that this one does not come to copy."""
-    cause = error if isinstance(error, Exception) else SaveAbortedError("it was stopped there")
-    if context.ranks.world_size > 1:
-        with contextlib.suppress(RankError, TimeoutError, SaveAbortedError):
-            async with asyncio.timeout(_TELL_S), context.ranks.session(job.key):
-                raise cause
 
 
 def _nothing() -> None:

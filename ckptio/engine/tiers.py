@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import first_failure, run_blocking, shielded
+from ckptio._aio import first_failure, run_blocking, shielded, take_back_cancel
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import require_slabs
 from ckptio.engine.transfer import find_whole, require_files, transfer
@@ -161,10 +161,8 @@ async def _drop(note: Note, job: CopyJob, context: EngineContext) -> None:
     except StorageError as error:
         context.emit(CleanupFailed(path=job.source.path, file="", error=error))
         await shielded(note.release())
-    except asyncio.CancelledError:  # the commit came first, and that is what counts
-        task = asyncio.current_task()
-        if task is not None:
-            task.uncancel()
+    except asyncio.CancelledError:  # the copy is committed
+        take_back_cancel()
 
 
 class _Copy:

@@ -22,11 +22,11 @@ import base64
 import contextlib
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio._aio import run_blocking, shielded
+from ckptio._aio import run_blocking, shielded, take_back_cancel
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
 from ckptio.engine.endings import end_attempt
@@ -56,13 +56,10 @@ if TYPE_CHECKING:
     from ckptio.engine.turns import MyTurn
     from ckptio.plan.save import SavePlan
     from ckptio.plan.trees import RankTree
-    from ckptio.ranks.interface import Session
+    from ckptio.ranks.interface import Json, Session
     from ckptio.storage.interface import Attempt
 
-    Json = Any
 
-
-_TELL_S = 1.0
 #: What rank 0 finds where it commits is raised as itself on all ranks: who resumes a run, or
 #: races for a path, catches that.
 _OF_THE_PATH = (CheckpointExistsError, CommitConflictError)
@@ -90,20 +87,6 @@ class Agreement:
 def save_id_of(nonce: str, key: str) -> str:
     """Make a save id that is the same on all ranks, and of no other save."""
     return hashlib.blake2b(f"{nonce}/{key}".encode(), digest_size=16).hexdigest()
-
-
-async def fail_together(context: EngineContext, key: str, error: Exception) -> None:
-    """Tell the others that this rank failed before it came to what they do together.
-
-    They hear of it when they come; it is not waited for long whether they do.
-    """
-    context.agreements.clear()  # as the others do, whose save fails
-    try:
-        with contextlib.suppress(RankError, TimeoutError):  # the caller raises `error`
-            async with asyncio.timeout(_TELL_S), context.ranks.session(key):
-                raise error
-    finally:
-        del error  # its traceback has this frame now, and the state that was refused
 
 
 async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
@@ -134,15 +117,8 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
     try:
         await shielded(save.end())
     except asyncio.CancelledError:
-        _stay()
+        take_back_cancel()
     return receipt
-
-
-def _stay() -> None:
-    """Take no notice of a cancellation that came after the commit."""
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()
 
 
 class _JointSave:
@@ -250,7 +226,7 @@ class _JointSave:
             return None
         committed = await self._look_back()
         if committed is not None and isinstance(error, asyncio.CancelledError):
-            _stay()
+            take_back_cancel()
         return committed
 
     async def _look_back(self) -> SaveReceipt | None:

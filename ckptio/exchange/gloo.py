@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ckptio._aio import Threads, in_own_thread, outlive, run_blocking
-from ckptio.errors import PeerLostError
+from ckptio.errors import PeerLostError, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -205,7 +205,8 @@ class GlooLink:
             )
         except RuntimeError as error:
             raise PeerLostError(
-                f"the exchange with {_name(ranks)} broke off: {_first_line(error)}", ranks=ranks
+                f"the exchange with {name_ranks(ranks)} broke off: {_first_line(error)}",
+                ranks=ranks,
             ) from error
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
@@ -249,10 +250,6 @@ def _lent(slab: Slab, nbytes: int) -> Iterator[torch.Tensor]:
         tensor = torch.frombuffer(view, dtype=torch.uint8)
         yield tensor
         del tensor
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from ckptio._aio import first_failure
-from ckptio.errors import PeerLostError
+from ckptio.errors import PeerLostError, name_ranks
 from ckptio.staging.pool import Slab
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ async def shared_link(
             missing = sorted(set(range(world_size)) - {rank} - link.peers)
             await link.close()
             raise PeerLostError(
-                f"ranks {missing} did not come to exchange what the group loads", ranks=missing
+                f"{name_ranks(missing)} did not come to exchange what the group loads",
+                ranks=missing,
             ) from None
         except BaseException:
             await link.close()
@@ -205,16 +206,20 @@ class SharedLink:
                 data += chunk
                 usable = len(data) // _WORD.size * _WORD.size
                 for slot, tag, nbytes in _WORD.iter_unpack(data[:usable]):
-                    if slot != _TAKEN:
-                        offer = self._offer(peer, tag)
-                        if not offer.done():
-                            offer.set_result((slot, nbytes))
-                    elif (taken := self._taken.get((peer, tag))) and not taken.done():
-                        taken.set_result(None)
+                    self._hear(peer, slot, tag, nbytes)
                 data = data[usable:]
         except OSError:  # it is gone, or this link is broken off: said below
             pass
         self._lose(peer)
+
+    def _hear(self, peer: int, slot: int, tag: int, nbytes: int) -> None:
+        """Take a word of a rank: that it sends something, or has looked at what was sent."""
+        if slot != _TAKEN:
+            offer = self._offer(peer, tag)
+            if not offer.done():
+                offer.set_result((slot, nbytes))
+        elif (taken := self._taken.get((peer, tag))) and not taken.done():
+            taken.set_result(None)
 
     async def send(self, ranks: Sequence[int], tag: int, slab: Slab, nbytes: int) -> None:
         """Let other ranks look at the start of a slab; see `BulkLink`."""

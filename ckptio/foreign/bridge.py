@@ -13,7 +13,7 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptio._aio import in_own_thread
+from ckptio._aio import Threads, in_own_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -84,9 +84,10 @@ class Bridge:
         if len(values) <= 1:
             return [function(value) for value in values]
         num_threads = min(self._max_threads, len(values))
-        with concurrent.futures.ThreadPoolExecutor(num_threads, "ckptio-foreign") as threads:
+        with Threads(num_threads, "ckptio-foreign") as threads:
             futures = [threads.submit(function, value) for value in values]
             try:
                 return [future.result() for future in futures]
             finally:
-                threads.shutdown(wait=False, cancel_futures=True)
+                for future in futures:
+                    future.cancel()

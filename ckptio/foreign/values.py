@@ -17,19 +17,18 @@ from ckptio.foreign.folder import MemorySource
 from ckptio.foreign.interface import Encoded
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.scan import most_of
-from ckptio.format.encode import MAX_DEPTH, TAG
+from ckptio.format.encode import MAX_DEPTH
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES
 from ckptio.state.flatten import flatten
 from ckptio.state.leaves import encode_key, raw_bytes
+from ckptio.state.tree import renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import Source
-
-    Json = Any
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter)
 #: torch has one set of what is allowed, and makes a new one for each change of it.
@@ -259,20 +258,7 @@ def add_flat(
         files.append((name_of(number), spec.nbytes))
         chunk = Chunk(len(files) - 1, 0)
         tensors.append(TensorEntry(rename(spec.name), spec.dtype, spec.shape, (chunk,)))
-    return Encoded(_shifted(flat.tree, base))
-
-
-def _shifted(node: Json, base: int) -> Json:
-    """Renumber the tensors of a tree."""
-    if type(node) is list:
-        return [_shifted(item, base) for item in node]
-    if type(node) is not dict:
-        return node
-    if type(node.get(TAG)) is int:
-        return {**node, TAG: node[TAG] + base}
-    if TAG in node and "t" in node:
-        return {**node, "t": node["t"] + base}
-    return {key: _shifted(item, base) for key, item in node.items()}
+    return Encoded(renumbered(flat.tree, lambda index: index + base))
 
 
 def source_of(tensor: torch.Tensor) -> Source:

@@ -169,22 +169,19 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     return _LENGTH_NBYTES + length
 
 
-def decode_header(
-    header: bytes, data_nbytes: int, *, keeps_unknown: bool = False
-) -> tuple[list[StoredTensor], dict[str, str]]:
+def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """Read a header strictly: every byte of the data must belong to one tensor.
 
     Args:
         header: The header, length included.
         data_nbytes: Bytes of data behind it.
-        keeps_unknown: Give tensors of unknown types as bytes.
 
     Returns:
-        Tensors in the order of their data, and `__metadata__`.
+        Tensors in the order of their data, those of unknown types as bytes, and `__metadata__`.
 
     Raises:
         FormatError: Anything else than what `encode_header` or another safetensors
-            writer makes of known types.
+            writer makes.
     """
     try:
         raw = _header_decoder.decode(header[_LENGTH_NBYTES:])
@@ -199,11 +196,9 @@ def decode_header(
         known = _dtype_of(name, entry, metadata)
         if known is not None:
             tensor = StoredTensor(name, *known, entry.data_offsets[0])
-        elif keeps_unknown:
+        else:
             start, end = entry.data_offsets
             tensor = StoredTensor(name, "uint8", (max(0, end - start),), start, entry.dtype)
-        else:
-            raise FormatError(f"tensor {name!r} has element type {entry.dtype!r}, not a known one")
         if tensor.start != stop or tensor.start + tensor.nbytes != entry.data_offsets[1]:
             raise FormatError(
                 f"tensor {name!r} of {tensor.nbytes} bytes has offsets {entry.data_offsets},"

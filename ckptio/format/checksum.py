@@ -16,17 +16,7 @@ from crc32c import crc32c
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["block_checksums", "crc32c", "pack_checksums", "unpack_checksums"]
-
-
-def block_checksums(data: memoryview, block_nbytes: int) -> list[int]:
-    """Give the crc32c of each block of `data`; the last block may be short.
-
-    Releases the GIL while it reads. Rate: about 14 GB/s a thread.
-    """
-    return [
-        crc32c(data[start : start + block_nbytes]) for start in range(0, len(data), block_nbytes)
-    ]
+__all__ = ["crc32c", "pack_checksums", "unpack_checksums"]
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:

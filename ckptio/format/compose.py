@@ -18,7 +18,7 @@ from ckptio.format.manifest import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.format.manifest import Chunk, Manifest, Metadata, TensorEntry
+    from ckptio.format.manifest import Manifest, Metadata
 
 
 def encode_manifest(
@@ -42,7 +42,7 @@ def encode_manifest(
         block_nbytes: Bytes under one checksum.
         files: Name, size and checksums of each data file, and the rank that wrote it; 0
             if that is left out.
-        tensors: What `encode_tensors` gave; kept with the plan, since it does not change
+        tensors: What `encode_rows` gave; kept with the plan, since it does not change
             from save to save.
         tree: The tree, as JSON.
         hosts: Host of each rank that took part; none for one rank alone.
@@ -90,22 +90,6 @@ def sealed(body: bytes) -> bytes:
     return body + b',"crc32c":"%08x"}\n' % crc32c(body)
 
 
-def encode_tensors(tensors: Sequence[TensorEntry]) -> bytes:
-    """Write the tensor table of a manifest. Defaults of chunks are left out."""
-    return encode_rows(
-        [(t.name, t.dtype, t.shape, [_short(chunk) for chunk in t.chunks]) for t in tensors]
-    )
-
-
 def encode_rows(rows: Sequence[tuple[str, str, tuple[int, ...], list[tuple[Any, ...]]]]) -> bytes:
     """Write a tensor table whose rows are those of the manifest already, a million of them."""
     return msgspec.json.encode(rows)
-
-
-def _short(chunk: Chunk) -> tuple[Any, ...]:
-    """Leave out what a chunk does not need: copies it has not, the place of a whole tensor."""
-    if chunk.copies:
-        return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape, chunk.copies)
-    if chunk.global_offset is None:
-        return (chunk.file, chunk.start)
-    return (chunk.file, chunk.start, chunk.global_offset, chunk.local_shape)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    Json = Any
+    from ckptio.format.encode import Json
+
     DecodeLeaf = Callable[[str, Any], Any]
 
 Moment = TypeVar("Moment", dt.datetime, dt.time)

@@ -21,7 +21,7 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -30,9 +30,11 @@ from ckptio.errors import UnsupportedLeafError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    Json = Any
-    EncodeLeaf = Callable[[str, Any], Json]
+    EncodeLeaf = Callable[[str, Any], Any]  # gives `Json`
 
+#: An encoded value, which JSON can hold: None, bool, int, finite float, str, lists, and dicts
+#: with str keys.
+Json: TypeAlias = Any
 TAG = "~"
 #: Containers inside containers. Deeper states are refused; so are documents.
 MAX_DEPTH = 100

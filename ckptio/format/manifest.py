@@ -20,7 +20,7 @@ import msgspec
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c, unpack_checksums
-from ckptio.layout import DTYPES, numel
+from ckptio.layout import DTYPES, Box, numel
 from ckptio.tiling import find_overlap, is_grid
 
 if TYPE_CHECKING:
@@ -115,6 +115,23 @@ class TensorEntry(
         """Bytes of the whole tensor."""
         return numel(self.shape) * DTYPES[self.dtype].itemsize
 
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    def box_of(self, chunk: Chunk) -> Box:
+        """Give the part of it that a chunk is."""
+        if chunk.global_offset is None or chunk.local_shape is None:
+            return self.box
+        return Box(chunk.global_offset, chunk.local_shape)
+
+    def chunk_nbytes(self, chunk: Chunk) -> int:
+        """Give the bytes of a chunk."""
+        if chunk.local_shape is None:
+            return self.nbytes
+        return numel(chunk.local_shape) * DTYPES[self.dtype].itemsize
+
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint is made of. Immutable, and consistent if it was parsed.
@@ -123,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ckptio: Version of the format.
         writer: Version of the package that wrote it.
         save_id: Id of the save, 32 hexadecimal digits; in the name of each data file.
-        created: When it was committed, ISO 8601, UTC.
+        created: When it was made, just before the commit; ISO 8601, UTC.
         block_nbytes: Bytes under one checksum.
         files: Data files.
         tensors: Tensors, in the order in which the tree refers to them.
@@ -152,6 +169,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_foreign(self) -> bool:
         """Whether another program wrote the checkpoint: its files have no checksums."""
         return self.ckptio == FOREIGN_VERSION
+
+    @property
+    def document(self) -> TensorEntry | None:
+        """What torch.distributed.checkpoint knows besides; `None` if it did not save this."""
+        return next((tensor for tensor in self.tensors if tensor.name == DOCUMENT_NAME), None)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from ckptio.format.encode import TAG
 if TYPE_CHECKING:
     import numpy as np
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 _NUMPY_NAME = re.compile(
     r"\|[b]1|[<>|][iufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|[munpfa]s)\])?"

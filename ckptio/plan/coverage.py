@@ -13,6 +13,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptio.errors import name_ranks
 from ckptio.layout import DTYPES
 from ckptio.tiling import Region, find_gap, find_overlap, is_grid
 
@@ -283,7 +284,7 @@ def _disagreement(blocks: _Blocks, what: str, values: Sequence[object]) -> str:
     if len(by_value) == 1:
         return f"{blocks.name!r} has {what} {values[0]!r}, which cannot be stored; convert it"
     found = sorted((sorted(held), repr(value)) for value, held in by_value.items())
-    told = ", ".join(f"{value} on {_ranks_text(held)}" for held, value in found[:3])
+    told = ", ".join(f"{value} on {name_ranks(held, max_runs=4)}" for held, value in found[:3])
     return f"{blocks.name!r} differs in {what}: {told}; make it the same on every rank"
 
 
@@ -294,11 +295,4 @@ def _holders(blocks: _Blocks, member: Sequence[int]) -> list[int]:
 
 def _box_text(box: Region, ranks: Sequence[int]) -> str:
     """Show a box and who holds it."""
-    return f"the block of shape {box[1]} at {box[0]} on {_ranks_text(ranks)}"
-
-
-def _ranks_text(ranks: Sequence[int], limit: int = 4) -> str:
-    """Show the first few ranks, and how many more there are."""
-    shown = ", ".join(map(str, ranks[:limit]))
-    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"the block of shape {box[1]} at {box[0]} on {name_ranks(ranks, max_runs=4)}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio.errors import FormatError, PlanError
+from ckptio.errors import FormatError, PlanError, name_ranks
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.format.words import decode_word
@@ -14,7 +14,8 @@ from ckptio.format.words import decode_word
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    Json = Any
+    from ckptio.format.encode import Json
+
     #: Where a node is: the place of its container, and its key there; `None` for the root.
     Place = tuple[Any, Json] | None
 
@@ -24,6 +25,7 @@ RECORD_TAGS = ("namedtuple", "dataclass")
 RANKS_TAG = "ranks"
 _MAX_LISTED = 10
 _MAX_SHOWN = 60
+_MAX_TEXTS = 4
 
 
 class Differences:
@@ -40,7 +42,7 @@ class Differences:
             self._listed.append(text)
 
     def add_values(
-        self, place: Place, held: Iterable[tuple[Sequence[int], Json]], what: str = "is"
+        self, place: Place, held: Iterable[tuple[Sequence[int], Json]], what: str
     ) -> None:
         """Note that ranks have different values at a place.
 
@@ -60,7 +62,7 @@ class Differences:
             ranks_of.setdefault(same, []).extend(ranks)
         texts = _shorten([_show(node) for node in nodes.values()])
         parts = [
-            f"{text} on {_show_ranks(ranks_of[same])}"
+            f"{text} on {name_ranks(ranks_of[same], max_runs=4)}"
             for text, same in zip(texts, nodes, strict=True)
         ]
         self.add(f"{_fqn(place)!r} {what} {_list(parts)}")
@@ -134,21 +136,8 @@ def _shorten(texts: Sequence[str]) -> list[str]:
     return [t if len(t) <= _MAX_SHOWN else f"{t[: _MAX_SHOWN - 3]}..." for t in texts]
 
 
-def _show_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as ranges: `ranks 0-3 and 7`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {_list(texts)}"
-
-
-def _list(texts: Sequence[str], limit: int = 4) -> str:
+def _list(texts: Sequence[str]) -> str:
     """Write a list out: the first few, and how many there are besides."""
-    if len(texts) > limit:
-        texts = [*texts[: limit - 1], f"{len(texts) - limit + 1} more"]
+    if len(texts) > _MAX_TEXTS:
+        texts = [*texts[: _MAX_TEXTS - 1], f"{len(texts) - _MAX_TEXTS + 1} more"]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

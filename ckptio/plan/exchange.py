@@ -75,10 +75,6 @@ class ExchangePlan:
     reasons: tuple[str, ...]
     num_ranks: int
 
-    def of_rank(self, rank: int) -> tuple[Unit, ...]:
-        """Give the units that a rank reads or takes."""
-        return tuple(unit for unit in self.units if unit.reader == rank or rank in unit.takers)
-
     def parts(self) -> list[list[list[Any]]]:
         """Write what each rank has to know, for the network; `decode_part` reads it."""
         parts: list[list[list[Any]]] = [[] for _ in range(self.num_ranks)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.layout import DTYPES, numel
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -110,8 +108,7 @@ def _spans(manifest: Manifest, names: set[str]) -> dict[int, list[tuple[int, int
     for tensor in manifest.tensors:
         if tensor.name in names:
             for chunk in tensor.chunks:
-                shape = tensor.shape if chunk.local_shape is None else chunk.local_shape
-                nbytes = numel(shape) * DTYPES[tensor.dtype].itemsize
+                nbytes = tensor.chunk_nbytes(chunk)
                 for file, start in ((chunk.file, chunk.start), *chunk.copies):
                     spans[file].append((start, start + nbytes))
     return spans

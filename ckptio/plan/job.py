@@ -132,7 +132,7 @@ def merge_tables(
         num_files: Buckets of each rank.
 
     Returns:
-        The table, as `encode_tensors` writes it.
+        The table, as `encode_rows` writes it.
 
     Raises:
         PlanError: A rank has other parts than it was given, or places in other files.

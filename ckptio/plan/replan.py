@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import MiB
-from ckptio.errors import PlanError
+from ckptio.errors import PlanError, name_ranks
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
@@ -90,7 +90,7 @@ def replan_job(
         return _Replan(plans, changed, kept).make(hosts, replicate, local_nbytes)
     except PlanError as error:
         if changed:
-            who = f"the blocks of ranks {sorted(changed)} changed, not those of the others"
+            who = f"the blocks of {name_ranks(changed)} changed, not those of the others"
         else:
             who = "the ranks followed plans of different saves"
         raise PlanError(f"{who}, and there is no plan for all: {error}; save again") from None
@@ -156,12 +156,13 @@ class _Replan:
         """Find out who has written which boxes, by whatever plan."""
         written: defaultdict[tuple[str, Region], list[_Holder]] = defaultdict(list)
         for number, plan in enumerate(self._plans):
-            for tensor in plan.job.tensors:
-                for chunk in tensor.chunks:
-                    for rank, part in chunk.holders:
-                        if self._followers.get(rank) == number:
-                            box = chunk.global_offset, chunk.local_shape
-                            written[tensor.name, box].append((rank, part))
+            chunks = (
+                (tensor.name, chunk) for tensor in plan.job.tensors for chunk in tensor.chunks
+            )
+            for name, chunk in chunks:
+                held = [who for who in chunk.holders if self._followers.get(who[0]) == number]
+                if held:
+                    written[name, (chunk.global_offset, chunk.local_shape)] += held
         yield from written.items()
 
     def _keep(self, tensor: PlannedTensor, number: int) -> _Tensor | str:

@@ -37,9 +37,9 @@ from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS, Differenc
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.plan.differences import Place
 
-    Json = Any
     #: What there is at a place: each node, with the groups of ranks that have it, by bits.
     Branches = list[tuple[int, Json]]
 

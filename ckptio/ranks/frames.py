@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from ckptio._gc import collection_paused
-from ckptio.errors import PeerLostError, RankError, RankFormatError
+from ckptio.errors import PeerLostError, RankError, RankFormatError, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 PROTOCOL_VERSION = 1
 #: A longer frame is refused before it is read.
@@ -244,19 +244,6 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     text = text.encode(errors="backslashreplace").decode()  # JSON takes no lone surrogates
     return text if len(text) <= _MAX_CAUSE_CHARS else text[: _MAX_CAUSE_CHARS - 3] + "..."
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Name ranks: 'rank 3', 'ranks 0-2, 5'; a few runs of them at most."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MAX_SHOWN])
-    more = "" if len(runs) <= _MAX_SHOWN else f" and more, {len(ranks)} in all"
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
 def name_causes(causes: dict[int, str]) -> str:

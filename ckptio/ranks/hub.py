@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptio.errors import name_ranks
 from ckptio.ranks.frames import (
     MAX_CAUSES,
     Answer,
@@ -34,7 +35,6 @@ from ckptio.ranks.frames import (
     failure,
     loss,
     lost_cause,
-    name_ranks,
 )
 from ckptio.ranks.interface import Same
 

@@ -189,7 +189,7 @@ class RankSession:
             where a stop ended its round, and it waits for the verdict.
     """
 
-    def __init__(self, sessions: Sessions, key: str, title: str = "") -> None:
+    def __init__(self, sessions: Sessions, key: str, title: str) -> None:
         self.key = key
         self._title = title
         self.is_doomed = False

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.sharded import Block
-
-    Json = Any
 
 
 @dataclass(slots=True, eq=False)

@@ -23,9 +23,8 @@ from ckptio.state.tree import tensor_index
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
-
-    Json = Any
 
 
 def find_plain(

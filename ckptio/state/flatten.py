@@ -44,10 +44,9 @@ from ckptio.state.ties import resolve_ties
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.state.looks import Look
     from ckptio.state.sharded import Sharded
-
-    Json = Any
 
 #: Longer `bytes` go to a bucket, like a tensor; shorter ones stay in the manifest.
 MAX_INLINE_NBYTES = 1024

@@ -36,7 +36,7 @@ from ckptio.state.versions import Names, above
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 
 #: Longer lists and dicts among an object's attributes hold no modules, but samples or the like.

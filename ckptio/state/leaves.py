@@ -19,7 +19,7 @@ from ckptio.layout import BIT_DTYPES, DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 #: torch's element types that can be stored, by name; fewer in older versions of torch.
 TORCH_DTYPES: dict[str, torch.dtype] = {

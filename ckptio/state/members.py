@@ -12,7 +12,7 @@ from ckptio.state.tree import children, identity_of, keys_of
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 
 def identity_of_key(fqn: str, key: object) -> Hashable:

@@ -91,12 +91,6 @@ def local_parts(layout: Layout, local_shape: tuple[int, ...]) -> list[Part] | No
     return None
 
 
-def local_shape_of(layout: Layout) -> tuple[int, ...]:
-    """Give the shape of a rank's local tensor, in the first reading of its layout."""
-    runs = next(_readings(layout))
-    return tuple(sum(n for _, n in of_dim) for of_dim in runs)
-
-
 def _readings(layout: Layout) -> Iterator[list[list[Run]]]:
     """Give the runs of indices in each dimension, for each way to read a layout."""
     plain = tuple(cut and Cut(cut.dim) for cut in layout.cuts)

@@ -12,10 +12,10 @@ from ckptio.state.tree import names_kept, orders_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
 
-    Json = Any
     Assemble = Callable[[Rebuilder], Any]
 
 

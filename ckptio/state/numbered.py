@@ -7,12 +7,13 @@ a dict is one of an optimizer are its groups, which list the numbers themselves.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckptio.format.encode import TAG
 from ckptio.state.tree import children
 
-Json = Any
+if TYPE_CHECKING:
+    from ckptio.format.encode import Json
 
 #: A number as it is written, of no more parameters than there can be.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

@@ -22,10 +22,9 @@ from ckptio.state.tree import children, is_kept, leaves, names_kept, tensor_inde
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.tree import Predicate
-
-    Json = Any
 
 #: Options that torch's optimizers got one after the other, and set where a state lacks them.
 _LATE_OPTIONS = frozenset(
@@ -70,7 +69,7 @@ def optimizer_differs(
     optimizer: torch.optim.Optimizer,
     node: Json,
     entries: Sequence[TensorEntry],
-    keep: Predicate | None = None,
+    keep: Predicate | None,
 ) -> str:
     """Say what an optimizer would fail on at its next step; empty if nothing tells.
 
@@ -115,7 +114,7 @@ def optimizer_differs(
     return ""
 
 
-def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None = None) -> dict[str, Any]:
+def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> dict[str, Any]:
     """Ask a stateful object what it has, to fill it in place.
 
     Args:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.plan.trees import ABSENT
+from ckptio.state.select import Patterns
 from ckptio.state.tree import MAPPING_TAGS, children, tensor_index
 
 if TYPE_CHECKING:
+    from ckptio.format.encode import Json
     from ckptio.state.tree import Predicate
-
-    Json = Any
 
 _MISSING = object()
 
@@ -63,8 +63,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
 
 def _reaches(keep: Predicate, fqn: str) -> bool:
     """Whether anything in a container could be accepted: nobody else knows but what says so."""
-    reaches: Predicate | None = getattr(keep, "reaches", None)
-    return reaches is None or reaches(fqn)
+    return not isinstance(keep, Patterns) or keep.reaches(fqn)
 
 
 def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:

@@ -24,9 +24,8 @@ from ckptio.state.tree import is_absent
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
-
-    Json = Any
 
 
 def torch_dtype(name: str) -> torch.dtype:

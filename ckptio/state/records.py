@@ -16,7 +16,7 @@ from ckptio.format.encode import TAG
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 
 def record_tag(target: object) -> str | None:

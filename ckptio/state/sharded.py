@@ -22,6 +22,7 @@ import torch
 from ckptio.layout import Box, boxes_of_range, numel
 from ckptio.shards import Shard
 from ckptio.state.mesh import Cut, Layout, local_parts
+from ckptio.tiling import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -255,7 +256,7 @@ def _of_sharded_tensor(value: Any, refuse: Refuse) -> Sharded:
     for shard in shards:
         offset = tuple(shard.metadata.shard_offsets)
         shape = tuple(shard.metadata.shard_sizes)
-        if tuple(shard.tensor.shape) != shape or not _is_inside(offset, shape, global_shape):
+        if tuple(shard.tensor.shape) != shape or not is_inside(offset, shape, global_shape):
             raise refuse(
                 f"a shard of shape {tuple(shard.tensor.shape)} at {offset} of a tensor of shape"
                 f" {global_shape} does not fit its metadata {shape}",
@@ -285,7 +286,7 @@ def _of_shard(value: Shard, refuse: Refuse) -> Sharded:
         raise refuse("a Shard with neither or both of global_offset and flat_start", "give it one")
     if offset is not None:
         blocks = [Block(Box(tuple(offset), shape), local, (0,) * len(shape))]
-        if not _is_inside(tuple(offset), shape, global_shape):
+        if not is_inside(tuple(offset), shape, global_shape):
             raise refuse(
                 f"a Shard of shape {shape} at {offset} is not inside of a tensor of shape"
                 f" {global_shape}",
@@ -318,15 +319,6 @@ def _of_range(
     starts = itertools.accumulate((numel(box.shape) for box in boxes), initial=0)
     for box, at in zip(boxes, starts, strict=False):
         yield Block(box, local, at)
-
-
-def _is_inside(
-    offset: tuple[int, ...], shape: tuple[int, ...], global_shape: tuple[int, ...]
-) -> bool:
-    return len(offset) == len(shape) == len(global_shape) and all(
-        _is_natural(first) and first + extent <= whole
-        for first, extent, whole in zip(offset, shape, global_shape, strict=True)
-    )
 
 
 def _is_natural(number: object) -> bool:

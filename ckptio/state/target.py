@@ -50,9 +50,9 @@ from ckptio.state.versions import Versions
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.state.rebuild import Rebuilder
 
-    Json = Any
     Assemble = Callable[[Rebuilder], Any]
 
 _DICTS = (dict, OrderedDict, Counter)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.handed import Handed
     from ckptio.state.rebuild import Rebuilder
     from ckptio.state.tree import Predicate
 
-    Json = Any
     Assemble = Callable[[Rebuilder], Any]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,9 +19,8 @@ from ckptio.plan.trees import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
-
-    Json = Any
 
 Predicate = Callable[[str], bool]
 _MISSING = object()
@@ -230,6 +229,24 @@ def orders_in(node: Json) -> dict[int, tuple[int, ...]]:
             # what views refer to, or arrays are made of, is row-major
             found[index] = order if found.get(index, order) == order else ()
     return found
+
+
+def renumbered(node: Json, number_of: Callable[[int], int]) -> Json:
+    """Write a tree with other numbers of tensors.
+
+    Args:
+        node: The tree; it is left as it is.
+        number_of: Gives the number to write for one that is there.
+    """
+    if type(node) is list:
+        return [renumbered(item, number_of) for item in node]
+    if type(node) is not dict:
+        return node
+    if type(node.get(TAG)) is int:
+        return {**node, TAG: number_of(node[TAG])}
+    if TAG in node and "t" in node:
+        return {**node, "t": number_of(node["t"])}
+    return {key: renumbered(item, number_of) for key, item in node.items()}
 
 
 def children(fqn: str, node: dict[str, Json]) -> Iterator[tuple[str, Json]]:

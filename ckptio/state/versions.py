@@ -25,9 +25,8 @@ from ckptio.state.tree import keys_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.state.fills import Match
-
-    Json = Any
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
 _OUTER = "module"  # DistributedDataParallel's, at the root, where it may be a module's own name

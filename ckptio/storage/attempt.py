@@ -26,7 +26,7 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking
+from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
@@ -185,10 +185,7 @@ class LocalAttempt:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
             if not self._name.is_committed:
                 raise
-            # the commit came first, as above
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            take_back_cancel()
 
     def _commit(self, manifest: bytes) -> None:
         name = self._name

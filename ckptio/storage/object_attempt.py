@@ -23,13 +23,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all, shielded
+from ckptio._aio import run_all, shielded, take_back_cancel
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, Commit
 from ckptio.storage.object_files import ObjectSink
+from ckptio.storage.requests import settling_wait_s
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
@@ -189,10 +190,7 @@ class ObjectAttempt:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
             if not self._committed:
                 raise
-            # the commit came first, as above
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            take_back_cancel()
 
     async def _commit(self, manifest: bytes) -> None:
         await self.stay()
@@ -217,7 +215,7 @@ class ObjectAttempt:
                 if isinstance(commit.problem, RefusedError) and not commit.in_doubt:
                     break
                 self._go_on(found, commit)
-            await asyncio.sleep(min(2.0**tries / 10, 5.0))
+            await asyncio.sleep(settling_wait_s(tries))
         if commit.is_sent or commit.in_doubt or self._is_ours_perhaps(found, commit):
             raise self._in_doubt(commit.problem)
         self._published = False

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ckptio.errors import CheckpointChangedError, CorruptionError, StorageError
+from ckptio.storage.requests import settling_wait_s
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,
@@ -146,7 +147,7 @@ class ObjectSink(AwaitedSink):
                     return
                 if tries == _MAX_COMPLETING or not isinstance(error, TransientError):
                     raise failure from error
-                await asyncio.sleep(min(2.0**tries / 10, 5.0))
+                await asyncio.sleep(settling_wait_s(tries))
             else:
                 return
 

@@ -41,6 +41,11 @@ _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
 
 
+def settling_wait_s(tries: int) -> float:
+    """Say how long to wait before a store is asked again what became of a request."""
+    return min(2.0**tries / 10, 5.0)
+
+
 class RequestLimit:
     """How many requests to one store run at a time; shared by all that use the store.
 

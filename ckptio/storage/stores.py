@@ -16,13 +16,14 @@ import errno
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptio._aio import Threads
 from ckptio.errors import ConfigError, StorageError
 from ckptio.storage.options import ENTRY_POINTS, options_for
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
     from concurrent.futures import Executor
     from importlib.metadata import EntryPoint
 
@@ -127,6 +128,26 @@ class Stores:
             for store in self._open.values():
                 stack.push_async_callback(store.close)
             self._open.clear()
+
+
+@contextlib.asynccontextmanager
+async def open_stores(
+    config: CheckpointConfig, num_threads: int, name: str
+) -> AsyncIterator[tuple[Threads, Stores]]:
+    """Have threads and stores without an engine; they are closed when the block ends.
+
+    Args:
+        config: Options.
+        num_threads: At most this many.
+        name: Prefix of their names.
+    """
+    threads = Threads(num_threads, name)
+    stores = Stores(config, threads)
+    try:
+        yield threads, stores
+    finally:
+        await stores.close()
+        threads.shutdown()
 
 
 class OpenStore:

@@ -18,6 +18,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptio._aio import take_back_cancel
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -339,10 +340,7 @@ class MemoryAttempt:
         try:
             await self._storage._wait()  # noqa: SLF001  # as above
         except asyncio.CancelledError:
-            # the commit came first, as with the local one
-            task = asyncio.current_task()
-            if task is not None:
-                task.uncancel()
+            take_back_cancel()
         self._end()
 
     async def abort(self) -> None:

@@ -84,10 +84,6 @@ class MemoryTransport(asyncio.Transport):
         self._push(data[:cut])
         self._push(data[cut:])
 
-    def can_write_eof(self) -> bool:
-        """It can."""
-        return True
-
     def write_eof(self) -> None:
         """End the sending."""
         if not self._has_ended:

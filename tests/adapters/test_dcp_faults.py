@@ -30,7 +30,7 @@ from ckptio.errors import (
     StorageError,
     UnsupportedLeafError,
 )
-from ckptio.format.checksum import block_checksums, crc32c, pack_checksums
+from ckptio.format.checksum import crc32c, pack_checksums
 from ckptio.format.manifest import DOCUMENT_NAME, decode_manifest
 from tests.adapters.rig import (
     QUICK,
@@ -44,6 +44,7 @@ from tests.adapters.rig import (
     small_disk,
 )
 from tests.conftest import open_files
+from tests.manifests import block_checksums
 from tests.rig import assert_tidy, names_in
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptio import Checkpointer
 from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
+from ckptio.checkpointer.steps import parse_name
 from ckptio.engine.context import EngineContext
 from ckptio.ranks.interface import Deadlines
 from ckptio.staging.pool import SlabPool
@@ -16,11 +17,12 @@ from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, remote_url, resolve_storage
 from ckptio.storage.root import LocalRoot, resolve_root
 from ckptio.testing import EventLog, MemoryRanks
-from tests.rig import SMALL, InlineCore, engine_on
+from tests.rig import SMALL, InlineCore, committed, engine_on, names_in
 from tests.storage.object_rig import OneStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
@@ -139,3 +141,13 @@ async def on_each(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(rank), name=f"rank {rank}") for rank in range(len(engines))]
     return [task.result() for task in tasks]
+
+
+def committed_steps(root: Path) -> list[int]:
+    """Give the steps that are committed, and check that each is whole."""
+    found = []
+    for name in names_in(root) if root.exists() else []:
+        step = parse_name(name)
+        if step is not None and committed(root / name) is not None:
+            found.append(step)
+    return found

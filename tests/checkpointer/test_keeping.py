@@ -15,28 +15,18 @@ from hypothesis import strategies as st
 from ckptio import CheckpointError, KeepLast, SaveAbortedError
 from ckptio._aio import Threads
 from ckptio.checkpointer.keeper import Keeper
-from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.checkpointer.steps import step_name
 from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, run_virtual
-from tests.checkpointer.rig import checkpointer_on, engines
-from tests.rig import SMALL, committed, config_with, filled_state, names_in, values_in
+from tests.checkpointer.rig import checkpointer_on, committed_steps, engines
+from tests.rig import SMALL, config_with, filled_state, values_in
 
 if TYPE_CHECKING:
     from ckptio import Checkpointer
 
 SIZES = [5000, 100]
 seeds = st.integers(0, 2**32)
-
-
-def committed_steps(root: Path) -> list[int]:
-    """Give the steps that are committed, and check that each is whole."""
-    found = []
-    for name in names_in(root) if root.exists() else []:
-        step = parse_name(name)
-        if step is not None and committed(root / name) is not None:
-            found.append(step)
-    return found
 
 
 @given(seed=seeds, deadline_s=st.floats(0.005, 0.4))

@@ -22,11 +22,11 @@ from ckptio import (
     SaveAbortedError,
     SaveEvery,
 )
-from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, run_virtual
-from tests.checkpointer.rig import checkpointer_on, engines, on_each
-from tests.rig import SMALL, assert_same, committed, config_with, filled_state, names_in
+from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
+from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -38,16 +38,6 @@ seeds = st.integers(0, 2**32)
 
 def state_of(step: int) -> dict[str, Any]:
     return {"shared": filled_state(SIZES, step % 251), "step": step}
-
-
-def committed_steps(root: Path) -> list[int]:
-    """Give the steps that are committed, and check that each is whole."""
-    found = []
-    for name in names_in(root) if root.exists() else []:
-        step = parse_name(name)
-        if step is not None and committed(root / name) is not None:
-            found.append(step)
-    return found
 
 
 @pytest.mark.parametrize("seed", range(3))

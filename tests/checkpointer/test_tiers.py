@@ -368,10 +368,16 @@ def test_options_that_make_no_sense_are_refused(
 
 
 async def test_the_root_is_no_second_tier(tmp_path: Path) -> None:
-    """Said on entering, when both are known."""
-    with pytest.raises(ConfigError, match="the root itself"):
-        async with Checkpointer(tmp_path / "a", then=tmp_path / "b" / ".." / "a", config=SMALL):
-            pass
+    """Said on entering, when both are known, whatever it is called."""
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for root, then in [
+        (f"{tmp_path}/a", f"{tmp_path}/b/../a"),
+        (f"{tmp_path}/a", f"{tmp_path}/link"),
+        ("memory://run", "memory:///run/"),
+    ]:
+        with pytest.raises(ConfigError, match="the root itself"):
+            async with Checkpointer(root, then=then, config=SMALL):
+                pass
 
 
 def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:

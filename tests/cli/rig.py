@@ -15,10 +15,11 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
-from ckptio.format.compose import encode_manifest, encode_tensors
+from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, encode_note
 from ckptio.storage.names import NOTE_PREFIX
+from tests.manifests import encode_tensors
 from tests.rig import SMALL
 
 if TYPE_CHECKING:

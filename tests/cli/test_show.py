@@ -8,7 +8,6 @@ import safetensors.torch
 import torch
 
 from ckptio.__main__ import main
-from ckptio.format.compose import encode_tensors
 from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
     data_file,
@@ -19,6 +18,7 @@ from tests.cli.rig import (
     run_json,
     save_at,
 )
+from tests.manifests import encode_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,6 @@ from safetensors.torch import save_file
 from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.cli.text import format_nbytes
-from ckptio.format.checksum import block_checksums
-from ckptio.format.compose import encode_tensors
 from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
     data_file,
@@ -20,6 +18,7 @@ from tests.cli.rig import (
     run_json,
     save_at,
 )
+from tests.manifests import block_checksums, encode_tensors
 from tests.rig import SMALL
 
 if TYPE_CHECKING:

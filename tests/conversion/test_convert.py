@@ -453,8 +453,10 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for options in cases:
         with pytest.raises((ConfigError, TargetError)):
             sync.convert(source, tmp_path / "x", config=SMALL, **options)
-    with pytest.raises(ConfigError, match="itself"):
-        sync.convert(source, source, to="ckptio", overwrite=True, config=SMALL)
+    sync.save(make_weights(), "memory://wrong/a", overwrite=True)
+    for twin, path in [(f"{source}", f"{source}"), ("memory://wrong/a", "memory:///wrong/a")]:
+        with pytest.raises(ConfigError, match="itself"):
+            sync.convert(twin, path, to="ckptio", overwrite=True, config=SMALL)
     with pytest.raises(TargetError):
         sync.convert(source, tmp_path / "x", to="hf", select="nothing", config=SMALL)
     with pytest.raises(CheckpointNotFoundError):

@@ -10,7 +10,7 @@ from ckptio import sync
 from ckptio.conversion.compare import run_diff
 from ckptio.conversion.safetensors import write_file
 from ckptio.conversion.source import Source, read_views
-from ckptio.engine.core import EngineCore
+from ckptio.engine.solo import solo_engine
 from tests.foreign.rig import assert_same_state
 from tests.rig import SMALL
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from ckptio.engine.core import EngineCore
     from ckptio.plan.load import Wanted
     from ckptio.staging.copy import Destination
 
@@ -39,10 +40,8 @@ class CountingSource(Source):
 
 @pytest.fixture
 def core() -> Iterator[EngineCore]:
-    core = EngineCore(SMALL, None, "solo")
-    core.start()
-    yield core
-    core.close()
+    with solo_engine(SMALL) as core:
+        yield core
 
 
 def make_views() -> dict[str, torch.Tensor]:

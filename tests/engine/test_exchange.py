@@ -22,7 +22,6 @@ from ckptio.engine.exchange import SharedPart, plan_part, read_shared
 from ckptio.engine.landing import Reading
 from ckptio.errors import CheckpointError, CorruptionError, PeerLostError, StorageError
 from ckptio.events import ReadProgressed
-from ckptio.format.checksum import block_checksums
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.plan.exchange import ExchangePlan, block_runs, decode_part, plan_exchange
@@ -31,6 +30,7 @@ from ckptio.staging.copy import Destination, TargetState
 from ckptio.staging.pool import SlabPool
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from ckptio.testing.exchange import MemoryNetwork
+from tests.manifests import block_checksums
 from tests.rig import SAVE_IDS, contents_of, fill_attempt
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptio import PerRank, Shard
+from ckptio import PerRank
 from ckptio.config import KiB
 from ckptio.errors import (
     CheckpointError,
@@ -22,7 +22,7 @@ from ckptio.errors import (
 from ckptio.events import ExchangePlanned, LoadStarted
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
-from tests.job_rig import Job, MemoryLinker, blank, job, shards_of
+from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards_of
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
@@ -42,19 +42,6 @@ def replicated(seed: int = 0, scale: int = 1) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     sizes = [30_000 * scale, 9_001, 4_096, *(50 + 7 * i for i in range(40))]
     return {f"w{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}
-
-
-def blank_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: blank(value) if isinstance(value, Shard) else torch.zeros_like(value)
-        for name, value in state.items()
-    }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in expected.items():
-        one, other = (v.tensor if isinstance(v, Shard) else v for v in (found[name], value))
-        assert torch.equal(one, other), name
 
 
 async def save_states(ranks: Job, states: Sequence[dict[str, Any]], **options: Any) -> None:

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio import Shard
 from ckptio.config import KiB
 from ckptio.errors import CheckpointError, CorruptionError, RankError
 from ckptio.events import ReplicaSubstituted
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, run_virtual
-from tests.job_rig import Job, blank, job, shards_of
+from tests.job_rig import Job, assert_equal, blank_of, job, shards_of
 from tests.rig import config_with, inline_engine
 
 if TYPE_CHECKING:
@@ -31,19 +30,6 @@ def norms(seed: int, count: int = 5) -> dict[str, torch.Tensor]:
     """Small tensors that every rank has."""
     generator = torch.Generator().manual_seed(seed)
     return {f"norm{i}": torch.randn(100 + 300 * i, generator=generator) for i in range(count)}
-
-
-def blank_of(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: blank(value) if isinstance(value, Shard) else torch.zeros_like(value)
-        for name, value in state.items()
-    }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in expected.items():
-        one, other = (v.tensor if isinstance(v, Shard) else v for v in (found[name], value))
-        assert torch.equal(one, other), name
 
 
 async def save_states(ranks: Job, states: Sequence[dict[str, Any]]) -> Manifest:

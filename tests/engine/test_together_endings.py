@@ -457,7 +457,7 @@ class Stateful:
     [
         (object(), UnsupportedLeafError, "UnsupportedLeafError"),
         (Stateful(ZeroDivisionError("in the model")), UnsupportedLeafError, "in the model"),
-        (Stateful(KeyboardInterrupt()), KeyboardInterrupt, "it was interrupted there"),
+        (Stateful(KeyboardInterrupt()), KeyboardInterrupt, "it was stopped there"),
     ],
     ids=["refused", "failed", "interrupted"],
 )

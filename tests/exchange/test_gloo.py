@@ -101,7 +101,7 @@ async def test_a_cancelled_wait_ends_at_once_and_breaks_the_link() -> None:
                 asyncio.create_task(take(a, 1, 9, 10)),
             ]
             while len(b._threads._threads) < 1:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             waiting.cancel()
             async with asyncio.timeout(TIMEOUT_S / 2):
                 with pytest.raises(asyncio.CancelledError):
@@ -120,7 +120,7 @@ async def test_one_lost_taker_does_not_leave_the_slab_with_another() -> None:
         b._break_off()
         with slab_of(b"x" * MiB) as slab:
             async with asyncio.timeout(TIMEOUT_S / 2):
-                with pytest.raises(PeerLostError, match="exchange with ranks 1, 2"):
+                with pytest.raises(PeerLostError, match="exchange with ranks 1-2"):
                     await a.send([1, 2], 1, slab, MiB)
 
 

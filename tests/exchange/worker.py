@@ -25,7 +25,7 @@ from ckptio.errors import PeerLostError
 from ckptio.exchange.gloo import StoreAddress, gloo_link, serve_store
 from ckptio.exchange.shared import shared_link
 from ckptio.format.manifest import decode_manifest
-from ckptio.plan.exchange import block_runs, plan_exchange
+from ckptio.plan.exchange import block_runs, decode_part, plan_exchange
 from ckptio.plan.load import Wanted
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.staging.pool import Slab, SlabPool
@@ -78,7 +78,7 @@ async def load(rank: int, num_ranks: int, link: BulkLink) -> int:
             ["h"] * num_ranks,
             CONFIG.slab_nbytes,
         )
-        part = plan_part(manifest, plan.of_rank(rank), wanted, rank)
+        part = plan_part(manifest, decode_part(plan.parts()[rank]), wanted, rank)
         tensors = [torch.zeros(want.nbytes, dtype=torch.uint8) for want in wanted]
         target = TargetState([Destination(t, torch.uint8) for t in tensors], None)
         try:

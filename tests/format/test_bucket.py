@@ -129,7 +129,6 @@ def entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) 
     [
         [],
         {"a": []},
-        {"a": entry(dtype="I7")},
         {"a": entry(dtype=4)},
         {"a": entry(shape=(5,))},
         {"a": entry(shape=(-4,))},

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio.format.checksum import block_checksums, crc32c, pack_checksums, unpack_checksums
+from ckptio.format.checksum import crc32c, pack_checksums, unpack_checksums
 
 
 def test_the_checksum_is_crc32c() -> None:
@@ -12,13 +12,6 @@ def test_the_checksum_is_crc32c() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c(b"\xff" * 32) == 0x62A8AB43
-
-
-@given(data=st.binary(max_size=300), block=st.integers(1, 64))
-def test_each_block_has_its_checksum(data: bytes, block: int) -> None:
-    """Blocks are cut from the start; the last one may be short."""
-    parts = [data[i : i + block] for i in range(0, len(data), block)]
-    assert block_checksums(memoryview(data), block) == [crc32c(part) for part in parts]
 
 
 @given(sums=st.lists(st.integers(0, 2**32 - 1)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CheckpointError, FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c
-from ckptio.format.compose import encode_manifest, encode_tensors
+from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import (
     FORMAT_VERSION,
     MAX_EXTENT,
@@ -22,6 +22,7 @@ from ckptio.format.manifest import (
     decode_manifest,
 )
 from ckptio.format.summary import decode_summary
+from tests.manifests import encode_tensors
 
 SAVE_ID = "0123456789abcdef" * 2
 FILES = [("data-0.safetensors", 9000, [1, 2, 3]), ("data-1.safetensors", 0, [])]

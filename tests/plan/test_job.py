@@ -242,8 +242,8 @@ def block(
         ([[LeafSpec("w", "uint8", (8, 2), (8, 2), (0,))]], "does not lie in"),
         ([[block(0, 8), block(0, 8)]], "twice on a rank"),
         ([[block(0, 8)], [block(0, 8), block(0, 8)]], "on rank 1 is there twice"),
-        ([[block(0, 8, replica=0)], [block(0, 8, replica=0)]], "on ranks 0, 1 is the main replica"),
-        ([[block(0, 8, replica=1)], [block(0, 8, replica=2)]], "ranks 0, 1 has no main replica"),
+        ([[block(0, 8, replica=0)], [block(0, 8, replica=0)]], "on ranks 0-1 is the main replica"),
+        ([[block(0, 8, replica=1)], [block(0, 8, replica=2)]], "ranks 0-1 has no main replica"),
         ([[block(0, 8, replica=0)], [block(0, 8, replica=0), block(8, 0)]], "is the main replica"),
     ],
 )  # fmt: skip

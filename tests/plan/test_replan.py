@@ -314,7 +314,7 @@ def test_ranks_that_disagree_are_refused(other: LeafSpec, words: str, writer: in
     assert holders_of(job, "w") == [[writer]]
     with pytest.raises(PlanError, match=words) as caught:
         replan(job, world, {1: [other, *world[1][1:]]})
-    assert str(caught.value).startswith("the blocks of ranks [1] changed, not those of the others")
+    assert str(caught.value).startswith("the blocks of rank 1 changed, not those of the others")
 
 
 def test_a_chunk_that_nobody_writes_any_more_is_refused() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    Json = Any
+    from ckptio.format.encode import Json
 
 
 class Tensor(NamedTuple):
@@ -427,7 +427,7 @@ def test_many_values_and_ranks_are_shortened() -> None:
     assert "=1' on ranks 0-1, " in message
     assert " more" in message
     scattered = refused(*({"x": i % 2} for i in range(100)))
-    assert "0 on ranks 0, 2, 4 and 47 more and 1 on ranks 1, 3, 5 and 47 more" in scattered
+    assert "0 on ranks 0, 2, 4, 6 and 46 more and 1 on ranks 1, 3, 5, 7 and 46 more" in scattered
 
 
 def test_digests_leave_per_rank_values_and_numbering_out() -> None:

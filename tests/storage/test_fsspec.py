@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from ckptio.storage.store import (
 )
 from ckptio.testing.conformance import BackendConformance
 from tests.rig import assert_same, config_with, random_state
+from tests.s3.servers import free_port
 from tests.storage.filesystems import LoopFileSystem, SyncFileSystem
 
 if TYPE_CHECKING:
@@ -86,13 +86,6 @@ class TestDirectory(BackendConformance):
         yield
         left = [name for _, _, names in os.walk(tmp_path) for name in names]
         assert left == []
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ import torch
 from ckptio import Engine, sync
 from ckptio.engine.landing import Reading, check_and_land
 from ckptio.errors import CheckpointError, CorruptionError
-from ckptio.format.checksum import block_checksums
 from ckptio.plan.load import ReadSegment
 from ckptio.staging.pool import Slab
 from ckptio.storage import linux
@@ -28,6 +27,7 @@ from ckptio.storage.files import PosixFiles
 from ckptio.storage.lending import Lender
 from ckptio.storage.linux import num_cached_pages
 from ckptio.testing import RecordingFiles, fail_kind
+from tests.manifests import block_checksums
 from tests.rig import SMALL, FilesCore, engine_on
 
 if TYPE_CHECKING:

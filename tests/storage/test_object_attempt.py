@@ -18,11 +18,11 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
-from ckptio.format.checksum import block_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.object_place import Listing
 from ckptio.storage.store import ObjectInfo, StoreTraits, UploadInfo
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
+from tests.manifests import block_checksums
 from tests.rig import (
     SAVE_IDS,
     assert_same,

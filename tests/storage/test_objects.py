@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ckptio.config import KiB
 from ckptio.errors import CheckpointError, CorruptionError, FormatError, SaveAbortedError
 from ckptio.events import CleanupFailed
-from ckptio.format.checksum import block_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.store import StoreTraits
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, crash_at, hit, run_virtual
 from ckptio.testing.objects import FaultKind
+from tests.manifests import block_checksums
 from tests.rig import (
     SAVE_IDS,
     assert_same,

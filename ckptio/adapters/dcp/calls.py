@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.config import CheckpointConfig
-from ckptio.engine.core import EngineCore
 from ckptio.errors import ConfigError
 from ckptio.events import notify
 from ckptio.storage.local import LocalStorage
@@ -23,7 +21,7 @@ from ckptio.storage.resolve import local_path, resolve_storage
 from ckptio.storage.stores import Stores
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from ckptio.events import Observer
     from ckptio.storage.interface import Storage
@@ -45,17 +43,6 @@ class OnTheSpot(concurrent.futures.Executor):
         except BaseException as error:  # who waits for the future raises it
             future.set_exception(error)
         return future
-
-
-@contextlib.contextmanager
-def engine(config: CheckpointConfig, observer: Observer | None) -> Iterator[EngineCore]:
-    """Have an engine for the length of a call. Blocks."""
-    core = EngineCore(config, observer, "solo")
-    core.start()
-    try:
-        yield core
-    finally:
-        core.close()
 
 
 def storage_at(path: PathLike, config: CheckpointConfig, observer: Observer | None) -> Storage:

@@ -24,9 +24,8 @@ from ckptio.format.encode import TAG, ObjectEncoder
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
-
-    Json = Any
 
 #: Version that is written, and the only one that is read.
 DOCUMENT_VERSION = 1

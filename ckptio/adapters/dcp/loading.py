@@ -33,7 +33,6 @@ from ckptio.engine.load import check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.engine.streams import caller_streams
 from ckptio.errors import FormatError, TargetError
-from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from ckptio.plan.load import Wanted
     from ckptio.storage.interface import Storage
 
-    Json = Any
-
 _HOOKS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 
 
@@ -63,7 +60,7 @@ async def open_checkpoint(storage: Storage, context: EngineContext) -> Opened:
         FormatError: It was not saved through DCP, or is damaged.
     """
     manifest = await context.cache.get(storage)
-    entry = next((e for e in manifest.tensors if e.name == DOCUMENT_NAME), None)
+    entry = manifest.document
     if entry is None or entry.dtype != "uint8" or entry.nbytes > MAX_DOCUMENT_NBYTES:
         raise FormatError(
             f"{storage.path!r} was not saved by a StorageWriter; load it with ckptio.load"

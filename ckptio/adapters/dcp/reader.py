@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from ckptio.adapters.dcp.calls import engine, is_path, require_path
+from ckptio.adapters.dcp.calls import is_path, require_path
 from ckptio.adapters.dcp.document import Pieces
 from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
 from ckptio.adapters.dcp.regions import Opened, files_of
@@ -28,6 +28,7 @@ from ckptio.config import CheckpointConfig
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import ConfigError
 from ckptio.state.rebuild import torch_dtype
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from ckptio.adapters.dcp.document import Item
     from ckptio.events import Observer
-    from ckptio.format.manifest import Chunk, Manifest, TensorEntry
+    from ckptio.format.manifest import Manifest
     from ckptio.storage.resolve import PathLike
 
 
@@ -131,7 +132,7 @@ class StorageReader(dcp.StorageReader):
         if self._is_of_rank:
             place = place_of_rank(place, kwargs["rank"])
         self._opened = None
-        with engine(self._config, self._observer) as core:
+        with solo_engine(self._config, self._observer) as core:
             storage = core.storage(place)
             opened = core.call_blocking(lambda context: open_checkpoint(storage, context), "open")
         self._place, self._opened = place, opened
@@ -164,7 +165,7 @@ class StorageReader(dcp.StorageReader):
         if self._is_of_rank:  # others have checkpoints of their own, and look for themselves
             return plans
         files = files_of(opened, [item for plan in plans for item in plan.items])
-        with engine(self._config, self._observer) as core:
+        with solo_engine(self._config, self._observer) as core:
             reading = Reading(core.storage(place), opened.manifest)
             core.call_blocking(lambda context: check_sizes(reading, files, context), "sizes")
         return plans
@@ -179,7 +180,7 @@ class StorageReader(dcp.StorageReader):
             TargetError: A target does not have the shape that was asked for.
         """
         opened, place = self._under_way()
-        with engine(self._config, self._observer) as core:
+        with solo_engine(self._config, self._observer) as core:
             load = RankLoad(
                 opened,
                 core.storage(place),
@@ -230,14 +231,10 @@ def _stored(item: Item, manifest: Manifest) -> TensorStorageMetadata | BytesStor
     else:
         entry = manifest.tensors[item.what]
         shape, dtype = entry.shape, entry.dtype
-        chunks = [_place_of(chunk, entry) for chunk in entry.chunks]
+        boxes = [entry.box_of(chunk) for chunk in entry.chunks]
+        chunks = [_chunk(box.offset, box.shape) for box in boxes]
     properties = TensorProperties(dtype=torch_dtype(dtype), requires_grad=item.requires_grad)
     return TensorStorageMetadata(properties, torch.Size(shape), chunks)
-
-
-def _place_of(chunk: Chunk, entry: TensorEntry) -> ChunkStorageMetadata:
-    first = chunk.global_offset or (0,) * len(entry.shape)
-    return _chunk(first, entry.shape if chunk.local_shape is None else chunk.local_shape)
 
 
 def _chunk(first: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -12,15 +12,15 @@ from ckptio.errors import TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.state.tree import indices_in, read_tree
+from ckptio.tiling import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.checkpoint.planner import ReadItem
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
-
-    Json = Any
 
 
 class Opened(NamedTuple):
@@ -93,7 +93,7 @@ def region_of(opened: Opened, item: ReadItem) -> Region:
     if index.fqn not in opened.parts:
         opened.parts[index.fqn] = _parts_of(opened.manifest, found.what)
     part = opened.parts[index.fqn].get(offset)
-    if part is not None and (_fits(part, first, shape) or isinstance(found.what, Pieces)):
+    if part is not None and (is_inside(first, shape, part.shape) or isinstance(found.what, Pieces)):
         return _inside(item, part, first, shape)
     if isinstance(found.what, Pieces) or len(offset) != len(first):
         raise TargetError(f"the checkpoint has no part of {index.fqn!r} at {offset}")
@@ -111,31 +111,21 @@ def _parts_of(manifest: Manifest, what: int | Pieces) -> dict[tuple[int, ...], T
         return {first: manifest.tensors[number] for number, first in what.parts}
     entry = manifest.tensors[what]
     if len(entry.chunks) == 1:
-        return {(0,) * len(entry.shape): entry}
+        return {entry.box.offset: entry}
+    boxes = [(entry.box_of(chunk), chunk) for chunk in entry.chunks]
     return {
-        chunk.global_offset or (): TensorEntry(
-            entry.name,
-            entry.dtype,
-            entry.shape if chunk.local_shape is None else chunk.local_shape,
-            (Chunk(chunk.file, chunk.start),),
+        box.offset: TensorEntry(
+            entry.name, entry.dtype, box.shape, (Chunk(chunk.file, chunk.start),)
         )
-        for chunk in entry.chunks
+        for box, chunk in boxes
     }
-
-
-def _fits(entry: TensorEntry, start: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a block lies in a tensor."""
-    return len(start) == len(shape) == len(entry.shape) and all(
-        a >= 0 and n >= 0 and a + n <= extent
-        for a, n, extent in zip(start, shape, entry.shape, strict=True)
-    )
 
 
 def _inside(
     item: ReadItem, entry: TensorEntry, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Region:
     """Check that a part lies in its tensor."""
-    if not _fits(entry, start, shape):
+    if not is_inside(start, shape, entry.shape):
         raise TargetError(f"{entry.name!r} of shape {entry.shape} has no {shape} at {start}")
     return Region(item, entry, Box(start, shape))
 

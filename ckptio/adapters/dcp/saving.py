@@ -24,13 +24,13 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckptio._version import __version__
-from ckptio.adapters.dcp.calls import engine
 from ckptio.adapters.dcp.document import encode_document
 from ckptio.adapters.dcp.packing import Packing
 from ckptio.adapters.dcp.place import place_at
 from ckptio.adapters.dcp.source import PlannerSource, take_value
 from ckptio.adapters.dcp.table import make_table
 from ckptio.engine.save import SaveJob, announce, write_buckets
+from ckptio.engine.solo import solo_engine
 from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
 from ckptio.format.compose import encode_manifest, encode_rows
@@ -178,7 +178,7 @@ class RankSave:
     ) -> Files:
         """Write this rank's files, as the coordinator or beside it."""
         options = self._options
-        with engine(options.config, options.observer) as core:
+        with solo_engine(options.config, options.observer) as core:
             storage = self._place.storage(core)
             attempt = core.call_blocking(lambda _: self._attempt(storage, save_id), "begin")
             try:
@@ -241,7 +241,7 @@ class RankSave:
             raise PlanError("finish() without prepare_global_plan(): DCP calls it on one rank")
         try:
             table = make_table(metadata, results)
-            with engine(self._options.config, self._options.observer) as core:
+            with solo_engine(self._options.config, self._options.observer) as core:
                 self._commit(table, core)
         except BaseException:
             self.abandon()

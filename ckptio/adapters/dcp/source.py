@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
     from ckptio.adapters.dcp.document import Word
+    from ckptio.format.encode import Json
     from ckptio.plan.save import SavePlan, Segment
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
-
-    Json = Any
 
 _ARCHIVE = b"PK\x03\x04"  # of torch.save
 

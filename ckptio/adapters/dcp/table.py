@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from ckptio.adapters.dcp.document import Path
+    from ckptio.format.encode import Json
 
-    Json = Any
     Row = tuple[str, str, tuple[int, ...], list[tuple[Any, ...]]]
 
 RECEIPT = "receipt"

@@ -1,0 +1,37 @@
+"""What a caller of `load` asks for, before any of it is checked. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ckptio.state.select import Select
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """The arguments of a load; see `api.Engine.load`. `make_request` checks them.
+
+    Attributes:
+        into: The target, or `None`.
+        device: Where new tensors go.
+        dtype: Element type of floating-point tensors.
+        select: Names to load.
+        strict: What to do when target and checkpoint disagree.
+        types: Classes to build.
+        reports: Whether the caller gets a report.
+    """
+
+    into: Any
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    select: Select | None
+    strict: str
+    types: Sequence[type]
+    _: KW_ONLY
+    reports: bool
