@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckptio.errors import FormatError
+from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
@@ -160,7 +161,11 @@ def _is_list_of_ranks(node: dict[str, Json]) -> bool:
 def _fits(
     tag: str, node: dict[str, Json], num_tensors: int, owned: set[int], below: list[Json]
 ) -> bool:
-    """Whether a node has the members of its tag; what it contains goes to `below`."""
+    """Whether a node has the members of its tag; what it contains goes to `below`.
+
+    Raises:
+        FormatError: Too many of its keys have one hash.
+    """
     value = node.get("v")
     if "t" in node:
         return _is_reference(tag, node, num_tensors, owned)
@@ -175,9 +180,11 @@ def _fits(
         if type(value) is not list or not all(type(p) is list and len(p) == 2 for p in value):  # noqa: PLR2004  # pairs
             return False
         below += [item for pair in value for item in pair]
+        refuse_crowd([key for key, _ in value])
         return tag in _DICT_TAGS or all(type(pair[0]) is str for pair in value)
     if tag in ("tuple", "set", "frozenset"):
         below.append(value)
+        refuse_crowd(value if tag != "tuple" and type(value) is list else ())
         return type(value) is list
     if tag == "enum":
         below.append(value)
