@@ -67,7 +67,7 @@ class Reading:
     on_damage: OnDamage | None = None
     num_tensors: int = 0
     read_nbytes: int = 0
-    _spans: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    _spans: list[list[tuple[int, int, str]]] = field(default_factory=list)
 
     @property
     def holds_slabs(self) -> bool:
@@ -76,14 +76,8 @@ class Reading:
 
     def names_in(self, file: int, start: int, stop: int) -> list[str]:
         """Name the tensors that have bytes in `[start, stop)` of a file."""
-        if file not in self._spans:
-            self._spans[file] = sorted(
-                (start, start + tensor.chunk_nbytes(chunk), tensor.name)
-                for tensor in self.manifest.tensors
-                for chunk in tensor.chunks
-                for place, start in ((chunk.file, chunk.start), *chunk.copies)
-                if place == file
-            )
+        if not self._spans:
+            self._spans = _spans_of(self.manifest)
         spans = self._spans[file]
         # chunks of a file do not overlap, so the first that reaches in is the one before `start`
         first = max(0, bisect.bisect_right(spans, (start,)) - 1)
@@ -141,14 +135,16 @@ async def bring(
         with slab.view[: segment.nbytes] as room:
             await source.read_into(segment.start, room)
         arguments = (segment, slab, None, reading, pending)
-        damage = await run_unless_cancelled(context.copiers, check_and_land, *arguments, keep=keep)
+        damage = await run_unless_cancelled(
+            context.copiers, check_and_land, *arguments, keep=keep, repeats=True
+        )
         for error in damage:  # nothing was landed of these blocks, and no device reads them
             start, stop = error.start - segment.start, error.stop - segment.start
             with slab.view[start:stop] as room:
                 await source.read_into(error.start, room)
         if damage:
             again = [(e.start - segment.start) // reading.manifest.block_nbytes for e in damage]
-            work = _Work(segment, reading, pending)
+            work = _Work(segment, reading, pending, repeats=False)
             damage = await run_unless_cancelled(context.copiers, work.check_some, slab, again)
     except CorruptionError as error:
         return damage or [error]
@@ -163,8 +159,12 @@ def check_and_land(
     pending: list[PendingCopies],
     *,
     keep: bool = False,
+    repeats: bool = False,
 ) -> list[CorruptionError]:
     """Verify and land a range block by block, reading it first if it is not there. Blocks.
+
+    Where nobody collects damage, it ends with the first damaged block: the others would be
+    thousands of errors that nobody hears of.
 
     Where no device reads from the slab and nobody needs all of it, blocks are summed and
     copied where the storage has them, if it lends them; or every block goes through the same
@@ -177,11 +177,12 @@ def check_and_land(
         reading: What is being read.
         pending: Takes what devices still have to read from the slab, also when this raises.
         keep: Whether the slab has to hold all of it in the end.
+        repeats: Whether damaged blocks are asked for once more: then all of them are found.
 
     Returns:
         What is damaged.
     """
-    work = _Work(segment, reading, pending)
+    work = _Work(segment, reading, pending, repeats=repeats)
     if source is None or keep or reading.holds_slabs:
         return work.check_blocks(slab, source, is_spread=True)
     with source.lend(segment.start, segment.nbytes) as lent:
@@ -195,13 +196,19 @@ class _Work:
     """The blocks of a range, as far as they are done."""
 
     def __init__(
-        self, segment: ReadSegment, reading: Reading, pending: list[PendingCopies]
+        self, segment: ReadSegment, reading: Reading, pending: list[PendingCopies], *, repeats: bool
     ) -> None:
         self._segment = segment
         self._reading = reading
         self._pending = pending
         self._damage: list[CorruptionError] = []
         self._num_done = 0
+        self._wants_all = repeats or reading.on_damage is not None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the rest need not be looked at: the first damaged block raises."""
+        return bool(self._damage) and not self._wants_all
 
     def check_blocks(
         self, memory: Memory, source: Source | None, *, is_spread: bool
@@ -218,6 +225,8 @@ class _Work:
         """
         block = self._reading.manifest.block_nbytes
         for index in range(self._num_done, len(self._segment.checksums)):
+            if self._is_over:
+                break
             at = index * block if is_spread else 0
             self._do(index, memory, source, at)
             self._num_done += 1
@@ -226,6 +235,8 @@ class _Work:
     def check_some(self, memory: Memory, indices: Sequence[int]) -> list[CorruptionError]:
         """Do some blocks, each in a place of its own in memory that holds them."""
         for index in indices:
+            if self._is_over:
+                break
             self._do(index, memory, None, index * self._reading.manifest.block_nbytes)
         return self._damage
 
@@ -239,6 +250,8 @@ class _Work:
                 del self._damage[num_damaged:]
                 return
             self._num_done += 1
+            if self._is_over:
+                return
 
     def _do(self, index: int, memory: Memory, source: Source | None, at: int) -> None:
         """Read a block, if there is a source, verify it, and land it."""
@@ -257,20 +270,23 @@ class _Work:
                 except StorageError as error:
                     if error.errno != errno.EIO or reading.on_damage is None:
                         raise
-                    self._damage.append(_unreadable(reading, segment.file, start, nbytes))
+                    # whoever collects hears of what the disk does not give as of damage
+                    problem = os.strerror(errno.EIO)
+                    self._damage.append(_damage(problem, reading, segment.file, start, nbytes))
                     return
             # what a foreign checkpoint has not summed cannot be verified
-            found = expected if expected is None else crc32c(data)
-        if found is not None and found != expected:
-            self._damage.append(_damaged_block(reading, segment.file, start, nbytes, found))
+            found = None if expected is None else crc32c(data)
+        if found != expected:
+            problem = f"checksum {found:08x} instead of {expected:08x}"
+            self._damage.append(_damage(problem, reading, segment.file, start, nbytes))
         elif target is not None:
             target.scatter(segment.pieces[index], memory, at, self._pending)
 
 
-def _unreadable(reading: Reading, file: int, start: int, nbytes: int) -> CorruptionError:
-    """Say which block the disk does not give. Of it, whoever collects hears as of damage."""
+def _damage(problem: str, reading: Reading, file: int, start: int, nbytes: int) -> CorruptionError:
+    """Say what is wrong with a block, and which tensors it holds."""
     return CorruptionError(
-        os.strerror(errno.EIO),
+        problem,
         path=reading.storage.path,
         file=reading.manifest.files[file].name,
         start=start,
@@ -279,17 +295,14 @@ def _unreadable(reading: Reading, file: int, start: int, nbytes: int) -> Corrupt
     )
 
 
-def _damaged_block(
-    reading: Reading, file: int, start: int, nbytes: int, found: int
-) -> CorruptionError:
-    """Say which block does not have its checksum, and which tensors it holds."""
-    entry = reading.manifest.files[file]
-    expected = entry.checksums()[start // reading.manifest.block_nbytes]
-    return CorruptionError(
-        f"checksum {found:08x} instead of {expected:08x}",
-        path=reading.storage.path,
-        file=entry.name,
-        start=start,
-        stop=start + nbytes,
-        fqns=reading.names_in(file, start, start + nbytes),
-    )
+def _spans_of(manifest: Manifest) -> list[list[tuple[int, int, str]]]:
+    """Give for each file where whose bytes are in it: start, stop and name, by start."""
+    spans: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            nbytes = tensor.chunk_nbytes(chunk)
+            for file, start in ((chunk.file, chunk.start), *chunk.copies):
+                spans[file].append((start, start + nbytes, tensor.name))
+    for held in spans:
+        held.sort()
+    return spans

@@ -25,6 +25,8 @@ class SaveProgress:
         to_submit: Segments whose copies have not been made, or queued on a device.
         to_stage: Segments that are not copied.
         leases: That the segment before, in the plan, has its slab.
+        turns: That the segment before has ended, where files are written one slab at a time;
+            empty where several are.
         written_nbytes: Bytes of segments that are written.
         writes_go: That nobody waits for copies any more, or that they need slabs.
     """
@@ -35,6 +37,7 @@ class SaveProgress:
     to_submit: int
     to_stage: int
     leases: list[asyncio.Event]
+    turns: list[asyncio.Event] = field(default_factory=list)
     written_nbytes: int = 0
     writes_go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -78,6 +81,16 @@ class SaveProgress:
             self.context.emit(
                 SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
             )
+
+    async def turn(self, number: int) -> None:
+        """Wait until all segments before one are written, if that is how it is done."""
+        if self.turns:
+            await self.turns[number].wait()
+
+    def ended(self, number: int) -> None:
+        """A segment is written, or it never will be."""
+        if self.turns:
+            self.turns[number + 1].set()
 
     def written(self, nbytes: int) -> None:
         """A segment of so many bytes is written."""

@@ -6,9 +6,10 @@
 
 Segments get slabs in the order of the plan, so files are written from front to back,
 largest first, whatever the size of the pool. A segment holds its slab from copy to write,
-and waits at most, where parts have to come in order, for those before it in its file:
-which had theirs before it. So the first segment of all that hold one waits for nobody; no
-deadlock at any pool size, and no more memory than the pool.
+and waits at most, where parts have to come in order, for those before it in its file, and
+where one is written at a time (`max_writes=1`), for all before it: which had theirs before
+it. So the first segment of all that hold one waits for nobody; no deadlock at any pool size,
+and no more memory than the pool.
 
 Copying is not held back by writing: until the pool is full, slabs are copied as fast as
 memory allows. Where somebody waits for `staged`, writing is held back by copying: writers
@@ -207,9 +208,9 @@ async def write_buckets(
         CheckpointError: The first failure; the others are cancelled and awaited.
     """
     num_segments = sum(len(bucket.segments) for bucket in plan.buckets)
-    leases = [asyncio.Event() for _ in range(num_segments + 1)]
-    leases[0].set()
-    progress = SaveProgress(job, context, plan.nbytes, num_segments, num_segments, leases)
+    leases = _one_after_another(num_segments)
+    turns = _one_after_another(num_segments) if context.config.max_writes == 1 else []
+    progress = SaveProgress(job, context, plan.nbytes, num_segments, num_segments, leases, turns)
     if num_segments == 0:
         progress.to_submit = progress.to_stage = 1
         progress.submitted()
@@ -231,6 +232,13 @@ async def write_buckets(
         raise failure from failure.__cause__
     progress.require_settled()
     return [file.receipt() for file in files]
+
+
+def _one_after_another(number: int) -> list[asyncio.Event]:
+    """Make what each of several waits for, and the one behind the last; the first for nothing."""
+    events = [asyncio.Event() for _ in range(number + 1)]
+    events[0].set()
+    return events
 
 
 async def _carry(
@@ -263,16 +271,28 @@ async def _carry_segment(
     await progress.leases[number].wait()
     async with context.pool.lease() as slab:
         progress.leases[number + 1].set()
-        pending: list[PendingCopies] = []
         try:
-            await run_unless_cancelled(context.copiers, job.source.gather, segment, slab, pending)
-            progress.submitted()
+            await _stage(segment, slab, job, context, progress)
+            await _copies_first(job, context, progress)
+            if not isinstance(sink, AwaitedSink):
+                await progress.turn(number)
+            file.checksums[segment.start] = await _write_out(segment, slab, sink, context)
         finally:
-            await settle(pending, context, saving=True)  # a device may be writing to the slab
-        progress.staged()
-        await _copies_first(job, context, progress)
-        file.checksums[segment.start] = await _write_out(segment, slab, sink, context)
+            progress.ended(number)
         progress.written(segment.nbytes)
+
+
+async def _stage(
+    segment: Segment, slab: Slab, job: SaveJob, context: EngineContext, progress: SaveProgress
+) -> None:
+    """Copy one segment."""
+    pending: list[PendingCopies] = []
+    try:
+        await run_unless_cancelled(context.copiers, job.source.gather, segment, slab, pending)
+        progress.submitted()
+    finally:
+        await settle(pending, context, saving=True)  # a device may be writing to the slab
+    progress.staged()
 
 
 async def _copies_first(job: SaveJob, context: EngineContext, progress: SaveProgress) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.errors import FormatError, TargetError
+from ckptio.format.crowds import Crowd, crowd_error
 from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
 
 if TYPE_CHECKING:
@@ -128,9 +129,18 @@ class ObjectDecoder:
             for key, item in value.items():
                 yield key, self._decode(join_fqn(fqn, key), item, depth)
             return
-        for encoded_key, item in value:
-            key = self._key(fqn, encoded_key, depth)
+        keys = self._keys(fqn, [key for key, _ in value], depth)
+        for key, (_, item) in zip(keys, value, strict=True):
             yield key, self._decode(join_fqn(fqn, key), item, depth)
+
+    def _keys(self, fqn: str, nodes: Sequence[Json], depth: int) -> Iterable[Any]:
+        """Decode keys of one container, one after another, before anybody compares them."""
+        crowd = Crowd(len(nodes))
+        for node in nodes:
+            key = self._key(fqn, node, depth)
+            if crowd.is_over(key):
+                raise crowd_error(fqn)
+            yield key
 
     def _key(self, fqn: str, node: Json, depth: int) -> Any:
         """Decode what has to be hashable."""
@@ -152,7 +162,7 @@ class ObjectDecoder:
                 return tuple(self._sequence(fqn, node, depth))
             case "set" | "frozenset":
                 make = set if tag == "set" else frozenset
-                keys = (self._key(fqn, item, depth) for item in _list_of(node))
+                keys = self._keys(fqn, _list_of(node), depth)
                 return self._whole(fqn, node, make(keys))
             case "namedtuple":
                 return self._namedtuple(fqn, node, depth)

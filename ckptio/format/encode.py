@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import msgspec
 
 from ckptio.errors import UnsupportedLeafError
+from ckptio.format.crowds import require_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -158,6 +159,7 @@ class ObjectEncoder:
                     [self._encode_key(fqn, key), self.encode(join_fqn(fqn, key), item)]
                     for key, item in value.items()
                 ]
+                require_spread(fqn, value, [key for key, _ in encoded])
         finally:
             self._open.discard(id(value))
         tag = _DICT_TAGS.get(type(value))
@@ -227,6 +229,7 @@ class ObjectEncoder:
         self._enter(fqn, value)
         try:
             items = [self._encode_key(fqn, item) for item in value]
+            require_spread(fqn, value, items)
         finally:
             self._open.discard(id(value))
         items.sort(key=msgspec.json.encode)  # sets have no order; files of equal states are equal

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ckptio.format.crowds import Crowd
 from ckptio.format.encode import TAG
 from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS, Differences, decode_key
 
@@ -210,8 +211,14 @@ class _Merger:
     def _check_keys(self, place: Place, entries: Sequence[tuple[Json, Branches]]) -> None:
         """Refuse keys of different ranks that would be one key when they come back."""
         by_value: dict[Any, list[tuple[Json, Branches]]] = {}
+        crowd = Crowd(len(entries))
         for key, items in entries:
-            by_value.setdefault(decode_key(key), []).append((key, items))
+            value = decode_key(key)
+            if crowd.is_over(value):  # each rank has fewer, and no load would take them all
+                branches = [(held, key) for held, _ in items]
+                self._differ(place, branches, what="has too many keys of one hash, among them")
+                return
+            by_value.setdefault(value, []).append((key, items))
         for same in by_value.values():
             holders = (sum(held for held, _ in items) for _, items in same)
             if len(same) > 1 and not functools.reduce(operator.and_, holders):  # nobody has all

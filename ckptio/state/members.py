@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError, UnsupportedLeafError
+from ckptio.format.crowds import Crowd, crowd_error
 from ckptio.format.encode import TAG
 from ckptio.state.leaves import encode_key
 from ckptio.state.tree import children, identity_of, keys_of
@@ -35,10 +36,13 @@ def members_of(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, st
         prefix = f"{fqn}." if fqn else ""
         return {key: (key, prefix + key, item) for key, item in node.items()}
     keys = keys_of(node)
-    members = {
-        identity_of(key): (key, name, item)
-        for key, (name, item) in zip(keys, children(fqn, node), strict=True)
-    }
+    members: dict[Hashable, tuple[Json, str, Json]] = {}
+    crowd = Crowd(len(keys))
+    for key, (name, item) in zip(keys, children(fqn, node), strict=True):
+        identity = identity_of(key)
+        if crowd.is_over(identity):
+            raise crowd_error(fqn)
+        members[identity] = key, name, item
     if len(members) < len(keys):
         raise FormatError(f"two equal keys in the dict at {fqn!r} in the manifest")
     return members

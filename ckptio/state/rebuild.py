@@ -113,6 +113,9 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
 class Rebuilder:
     """Makes values of tree nodes.
 
+    A stored tensor takes memory once, however many nodes refer to it: a tree may name one a
+    million times.
+
     Attributes:
         tensors: Stored tensors by index, as far as they were loaded.
         types: Classes the caller passed, for values saved by field.
@@ -125,7 +128,8 @@ class Rebuilder:
     types: Sequence[type] = ()
     notes: list[str] = field(default_factory=list)
     dtype: torch.dtype | None = None
-    _converted: dict[int, torch.Tensor] = field(default_factory=dict)
+    _converted: dict[int | tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    _bytes: dict[int, bytes] = field(default_factory=dict)
 
     def rebuild(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
         """Make the value of a node.
@@ -154,13 +158,8 @@ class Rebuilder:
         tag = node[TAG]
         if type(tag) is int:
             return self._in_dtype(tag)
-        if tag == "view":
-            return self._view(node)
-        if tag == "np":
-            return self._array(node)
-        if tag in ("bytes", "bytearray"):
-            data = self._stored(node["t"]).numpy().tobytes()
-            return bytearray(data) if tag == "bytearray" else data
+        if "t" in node:
+            return self._referring(fqn, tag, node)
         if tag == RANKS_TAG:
             return self._own(fqn, node)
         if tag == "npscalar":
@@ -171,7 +170,19 @@ class Rebuilder:
             return torch_dtype_word(node["v"])
         if tag == "torch.device":
             return _device_word(node["v"])
-        raise FormatError(f"unknown tag {tag!r} at {fqn!r} in the manifest")
+        raise _unknown(fqn, tag)
+
+    def _referring(self, fqn: str, tag: object, node: Json) -> Any:
+        """Make what is no tensor, and refers to one."""
+        if tag == "view":
+            return self._view(node)
+        if tag == "np":
+            return self._array(node)
+        if tag == "bytes":
+            return self._shared_bytes(node["t"])
+        if tag == "bytearray":  # each has a tensor of its own: `read_tree` refuses another
+            return bytearray(self._stored(node["t"]).numpy().data)
+        raise _unknown(fqn, tag)
 
     def _own(self, fqn: str, node: Json) -> Any:
         """Make this rank's value of those that were kept for each rank; `None` for none."""
@@ -188,6 +199,12 @@ class Rebuilder:
             return self.tensors[index]
         except KeyError:
             raise FormatError(f"the tree refers to tensor {index}, which is not there") from None
+
+    def _shared_bytes(self, index: int) -> bytes:
+        """Give the bytes of a stored tensor, made once: nobody can change them."""
+        if index not in self._bytes:
+            self._bytes[index] = self._stored(index).numpy().tobytes()
+        return self._bytes[index]
 
     def _in_dtype(self, index: int) -> torch.Tensor:
         """Give a stored tensor in the element type that was asked for, converted once."""
@@ -209,10 +226,17 @@ class Rebuilder:
         return base.as_strided(node["s"], node["r"], node["o"] // stored.itemsize)
 
     def _converted_view(self, stored: torch.Tensor, node: Json) -> torch.Tensor:
-        """Convert a view by itself, in the memory that it spans: expanded, it is far larger."""
-        nbytes = check_view(node, stored.nbytes) - node["o"]
-        flat = {**node, "s": [nbytes // DTYPES[node["d"]].itemsize], "r": [1], "neg": False}
-        view = view_of(stored, flat).to(self.dtype).as_strided(node["s"], node["r"], 0)
+        """Convert what a view is of, once for each type of view, and view that: there may be many.
+
+        Not the view: expanded, it is far larger than the memory that it spans.
+        """
+        key = node["t"], node["d"]
+        itemsize = DTYPES[node["d"]].itemsize
+        if key not in self._converted:
+            size = stored.nbytes // itemsize
+            whole = {"d": node["d"], "o": 0, "s": [size], "r": [1]}
+            self._converted[key] = view_of(stored, whole).to(self.dtype)
+        view = self._converted[key].as_strided(node["s"], node["r"], node["o"] // itemsize)
         return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
@@ -224,6 +248,10 @@ class Rebuilder:
         if not numel(tuple(node["s"])):
             return np.empty(node["s"], dtype)
         return flat.view(dtype).reshape(node["s"])
+
+
+def _unknown(fqn: str, tag: object) -> FormatError:
+    return FormatError(f"unknown tag {tag!r} at {fqn!r} in the manifest")
 
 
 def view_of(base: torch.Tensor, node: Json) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio.errors import FormatError
+from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
@@ -66,7 +67,7 @@ def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
         tree = msgspec.json.decode(manifest.tree)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
-    has_ranks = _check([tree], len(manifest.tensors), may_have_ranks=True)
+    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=True)
     return tree if rank is None or not has_ranks else take_rank(tree, rank)
 
 
@@ -109,8 +110,16 @@ def _containers(items: Iterable[Json]) -> Iterator[Json]:
     return (item for item in items if type(item) in (dict, list))
 
 
-def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool:
-    """Check every node of a tree, or of several; say whether any was kept for each rank."""
+def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ranks: bool) -> bool:
+    """Check every node of a tree, or of several; say whether any was kept for each rank.
+
+    Args:
+        level: The nodes.
+        num_tensors: How many tensors there are to refer to.
+        owned: Takes those of which a `bytearray` is made: each is made of one of its own, as no
+            two can share memory, and a tree of a million would take a million times as much.
+        may_have_ranks: Whether a node may be a value of each rank.
+    """
     has_ranks = False
     for _ in range(_MAX_LEVELS):
         below: list[Json] = []
@@ -125,11 +134,11 @@ def _check(level: list[Json], num_tensors: int, *, may_have_ranks: bool) -> bool
                     type(tag) is int
                     and 0 <= tag < num_tensors
                     and (len(node) == 1 or _has_order(node))
-                ) or (type(tag) is str and _fits(tag, node, num_tensors, below)):
+                ) or (type(tag) is str and _fits(tag, node, num_tensors, owned, below)):
                     continue
                 elif may_have_ranks and tag == RANKS_TAG and _is_list_of_ranks(node):
                     values = [value for value in node["v"] if value != ABSENT]
-                    _check(values, num_tensors, may_have_ranks=False)
+                    _check(values, num_tensors, owned, may_have_ranks=False)
                     has_ranks = True
                 else:
                     raise FormatError(f"a bad value in the manifest: {str(node)[:200]}")
@@ -148,11 +157,17 @@ def _is_list_of_ranks(node: dict[str, Json]) -> bool:
     return len(node) == 2 and type(node.get("v")) is list and bool(node["v"])  # noqa: PLR2004  # tag and values
 
 
-def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) -> bool:
-    """Whether a node has the members of its tag; what it contains goes to `below`."""
+def _fits(
+    tag: str, node: dict[str, Json], num_tensors: int, owned: set[int], below: list[Json]
+) -> bool:
+    """Whether a node has the members of its tag; what it contains goes to `below`.
+
+    Raises:
+        FormatError: Too many of its keys have one hash.
+    """
     value = node.get("v")
     if "t" in node:
-        return _is_reference(tag, node, num_tensors)
+        return _is_reference(tag, node, num_tensors, owned)
     if tag in MAPPING_TAGS:
         if "m" in node:
             if tag != "odict" or type(node["m"]) is not dict:
@@ -164,22 +179,28 @@ def _fits(tag: str, node: dict[str, Json], num_tensors: int, below: list[Json]) 
         if type(value) is not list or not all(type(p) is list and len(p) == 2 for p in value):  # noqa: PLR2004  # pairs
             return False
         below += [item for pair in value for item in pair]
+        refuse_crowd([key for key, _ in value])
         return tag in _DICT_TAGS or all(type(pair[0]) is str for pair in value)
     if tag in ("tuple", "set", "frozenset"):
         below.append(value)
+        refuse_crowd(value if tag != "tuple" and type(value) is list else ())
         return type(value) is list
     if tag == "enum":
         below.append(value)
     return tag in _SCALAR_TAGS and "v" in node
 
 
-def _is_reference(tag: str, node: dict[str, Json], num_tensors: int) -> bool:
+def _is_reference(tag: str, node: dict[str, Json], num_tensors: int, owned: set[int]) -> bool:
     """Whether a node with a tensor has the members of its tag, and no others."""
     index, members = node["t"], _REFERENCE_MEMBERS.get(tag)
     if type(index) is not int or not 0 <= index < num_tensors:
         return False
     if members is None or not members[0] <= node.keys() <= members[1]:
         return False
+    if tag == "bytearray":
+        is_first = index not in owned
+        owned.add(index)
+        return is_first
     if tag == "np":
         return _is_naturals(node["s"]) and type(node["d"]) is str
     if tag == "view":

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import KiB
+from ckptio.engine import landing
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -20,6 +21,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import LoadFinished, LoadStarted, ReadProgressed
+from ckptio.format.checksum import unpack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, run_virtual
 from tests.rig import (
@@ -34,7 +36,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptio import Engine
 
@@ -186,6 +188,65 @@ def test_no_damaged_block_lands(sizes: Sequence[int], seed: int, where: int, bit
             assert report.damage[0].start <= position < report.damage[0].stop
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_a_thousand_damaged_blocks_are_said_at_the_cost_of_one_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums of a file are not unpacked for each; where nobody collects, one ends a range."""
+    unpacked, named = Counted(unpack_checksums), Counted(landing._damage)
+    monkeypatch.setattr("ckptio.format.manifest.unpack_checksums", unpacked)
+    monkeypatch.setattr(landing, "_damage", named)
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, [1000 * SMALL.block_nbytes])
+            for name, data in storage.files.items():
+                storage.files[name] = bytearray(byte ^ 1 for byte in data)
+            unpacked.num = 0
+            report = await engine.verify("memory")
+            assert len(report.damage) == named.num >= 1000
+            assert all(damage.fqns == ("tensor0",) for damage in report.damage[1:-1])
+            assert unpacked.num <= 2 * len(storage.files)
+            named.num = 0
+            with pytest.raises(CorruptionError):
+                await engine.load("memory", into=state)
+            assert 1 <= named.num <= SMALL.max_reads
+
+    run_virtual(scenario(), seed=0)
+
+
+class Counted:
+    """A function that counts how often it is called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.num = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.num += 1
+        return self._function(*arguments)
+
+
+def test_files_that_are_gone_are_named_in_one_pass_over_the_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose bytes lie where is found for all files at once, not for each."""
+    passed = Counted(landing._spans_of)
+    monkeypatch.setattr(landing, "_spans_of", passed)
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}) as engine:
+            state = await saved(engine, [SMALL.bucket_nbytes] * 8)
+            assert len(storage.files) >= 8
+            storage.files.clear()
+            report = await engine.verify("memory")
+            assert {name for damage in report.damage for name in damage.fqns} == set(state)
+            assert passed.num == 1
+
+    run_virtual(scenario(), seed=0)
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone"])

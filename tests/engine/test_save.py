@@ -22,6 +22,7 @@ from ckptio.events import (
     SaveStarted,
 )
 from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, fail_kind, run_virtual
+from ckptio.testing.memory_files import MemorySink
 from tests.rig import (
     SMALL,
     StorageCore,
@@ -269,10 +270,20 @@ def test_a_save_aborted_before_it_began_never_begins() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_writer_is_sequential_and_gives_the_same_bytes(seed: int) -> None:
+def test_one_writer_is_sequential_and_gives_the_same_bytes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `max_writes=1` writes go file by file, front to back; only the save id differs."""
     state = random_state([100, 70 * KiB, 300 * KiB, 90 * KiB, 1, 65 * KiB], seed)
     files = {}
+    written: list[tuple[str, int]] = []
+    pwrite = MemorySink.pwrite
+
+    def note(sink: MemorySink, offset: int, data: memoryview) -> None:
+        written.append((sink._name, offset))
+        pwrite(sink, offset, data)
+
+    monkeypatch.setattr(MemorySink, "pwrite", note)
 
     async def scenario(writes: int) -> None:
         storage = MemoryStorage(seed=seed)
@@ -280,6 +291,8 @@ def test_one_writer_is_sequential_and_gives_the_same_bytes(seed: int) -> None:
             await engine.save(state, "memory")
             if writes == 1:
                 assert virtual_loop().peak_calls["_seal"] == 1
+                assert len(written) > 100
+                assert written == sorted(written)
         files[writes] = {name.split("-", 2)[2]: bytes(data) for name, data in storage.files.items()}
 
     for writes in (1, 8):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.errors import PlanError
+from ckptio.format.crowds import MAX_EQUAL_HASHES
 from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes, join_fqn
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees, take_tree
 from ckptio.shards import PerRank
@@ -335,6 +336,13 @@ def test_keys_that_would_become_one_are_refused() -> None:
     trees = [one.encode("", {"x": {key: 5}}) for key in (1, np.int64(1))]
     with pytest.raises(PlanError, match="'x' has equal keys of different kinds"):
         merge_trees([take_tree(tree, []) for tree in trees], {})
+
+
+def test_keys_of_all_ranks_that_no_dict_would_take_are_refused() -> None:
+    """Each rank has few enough of one hash; together they are too many for a load."""
+    keys = [((1 << 61) - 1) * i for i in range(MAX_EQUAL_HASHES + 1)]
+    first, second = ({"x": dict.fromkeys(part, 5)} for part in (keys[:600], keys[600:]))
+    assert "'x' has too many keys of one hash" in refused(first, second)
 
 
 def test_keys_of_torch_are_united_without_torch() -> None:

@@ -223,3 +223,47 @@ def test_a_view_of_more_elements_than_there_can_be_is_refused() -> None:
     node = {"~": "view", "t": 0, "d": "float32", "o": 0, "s": [1 << 40, 1 << 40, 0], "r": [0, 0, 0]}
     with pytest.raises(FormatError):
         Rebuilder({0: torch.zeros(4)}).rebuild("", node)
+
+
+@pytest.mark.parametrize(
+    ("tag", "more"),
+    [
+        ("bytes", {}),
+        ("np", {"d": "<f4", "s": [1000]}),
+        ("view", {"d": "float32", "s": [10], "r": [1]}),
+        ("view", {"d": "float32", "s": [10], "r": [1], "neg": True}),
+        ("view", {"d": "float64", "s": [10], "r": [0]}),
+        (0, {}),
+    ],
+)
+def test_a_tensor_takes_memory_once_however_many_nodes_refer_to_it(
+    tag: object, more: dict[str, Any]
+) -> None:
+    """A manifest of a few megabytes may name a file of a few kilobytes a million times."""
+    nodes = [
+        {"~": tag, **({} if tag == 0 else {"t": 0}), **({"o": 8 * i} if tag == "view" else {})}
+        for i in range(50)
+    ]
+    stored = torch.arange(1000.0)
+    found = Rebuilder({0: stored}, dtype=torch.float16).rebuild("", [n | more for n in nodes])
+    if tag == "bytes":
+        assert len({id(value) for value in found}) == 1
+        assert found[0] == stored.numpy().tobytes()
+    else:
+        assert len({_memory_of(value) for value in found}) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 1), (2, 3)])
+def test_bytes_are_those_of_a_tensor_of_any_shape(shape: tuple[int, ...]) -> None:
+    """Of an integer without dimensions, too, which Python would take for a length."""
+    stored = torch.full(shape, 200, dtype=torch.int32)
+    found = rebuild([{"~": "bytes", "t": 0}, {"~": "bytearray", "t": 0}], stored)
+    assert found == [(200).to_bytes(4, "little") * stored.numel()] * 2
+    assert [type(value) for value in found] == [bytes, bytearray]
+
+
+def _memory_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().data_ptr()
+    address: int = value.ctypes.data
+    return address

@@ -69,6 +69,8 @@ BAD = [
     {"~": "ranks", "v": [1], "x": 1}, {"~": "ranks", "v": [{"~": 1}]}, {"~": "ranks", "t": 0},
     {"~": "ranks", "v": [{"~": "absent", "v": 1}]}, {"~": "ranks", "v": [[{"~": "absent"}]]},
     {"~": "ranks", "v": [{"~": "ranks", "v": [1]}]},
+    [{"~": "bytearray", "t": 0}, {"~": "bytearray", "t": 0}],
+    {"~": "ranks", "v": [{"~": "bytearray", "t": 0}, {"~": "bytearray", "t": 0}]},
 ]  # fmt: skip
 
 

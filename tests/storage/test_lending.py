@@ -264,13 +264,15 @@ class Target:
         self.data[place : place + nbytes] = ctypes.string_at(memory.address + start, nbytes)
 
 
-def land(source: Lending, target: Target, slab: Slab) -> list[CorruptionError]:
-    """Verify and land four blocks."""
+def land(
+    source: Lending, target: Target, slab: Slab, written: bytes | None = None
+) -> list[CorruptionError]:
+    """Verify and land four blocks; of those `written`, if they are others by now."""
     block = SMALL.block_nbytes
-    sums = tuple(block_checksums(memoryview(source.data), block))
+    sums = tuple(block_checksums(memoryview(written or source.data), block))
     places: Any = tuple(((i * block, block),) for i in range(4))
     segment = ReadSegment(0, 0, len(source.data), sums, places)
-    entry = types.SimpleNamespace(name="data", checksums=lambda: sums)
+    entry = types.SimpleNamespace(name="data")
     manifest: Any = types.SimpleNamespace(block_nbytes=block, files=[entry], tensors=())
     storage: Any = types.SimpleNamespace(path="checkpoint")
     reading = Reading(storage, manifest, target=target)
@@ -287,6 +289,22 @@ def test_what_is_taken_back_is_read(num_blocks: int) -> None:
         assert target.data == source.data
         # the last answer that it is held comes before the bytes change
         assert source.reads == [i * block for i in range(num_blocks, 4)]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_reads"), [(1, 1), (2, 0), (9, 0)])
+def test_the_first_damaged_block_ends_a_range_nobody_collects_of(
+    num_blocks: int, num_reads: int
+) -> None:
+    """Lent or read: what lies behind it is not looked at, as the load has failed."""
+    block = SMALL.block_nbytes
+    data = os.urandom(4 * block)
+    damaged = data[:block] + bytes(3 * block)
+    with contextlib.closing(Slab(4 * block)) as slab:
+        source, target = Lending(damaged, num_blocks), Target(4 * block)
+        (error,) = land(source, target, slab, data)
+        assert error.start == block
+        assert len(target.addresses) == 1
+        assert len(source.reads) == num_reads
 
 
 def test_a_device_reads_from_slabs_alone() -> None:
