@@ -119,7 +119,9 @@ def run_convert(
             begins anew.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
-        config: Options; the defaults if not given.
+        config: Options; the defaults if not given. In every format what is made has the modes
+            of `file_mode` and `dir_mode`, and is synced as `durability` says; a directory that
+            was there keeps its own.
         progress: Called with bytes done and bytes in all, from any thread.
         stop: Ends it soon, once it is set, as a failure would.
 
@@ -160,7 +162,7 @@ def run_convert(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes or MAX_SHARD_NBYTES,
-            config=config,
+            config=core.config,
             advance=meter.advance,
         )
     finally:
@@ -249,7 +251,7 @@ def _write(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int,
-    config: CheckpointConfig | None,
+    config: CheckpointConfig,
     advance: Callable[[int], None],
 ) -> list[Written]:
     """Write in the format that was asked for."""
@@ -257,7 +259,12 @@ def _write(
         from ckptio.conversion.safetensors import write_file  # noqa: PLC0415  # only what is needed
 
         return write_file(
-            read, target, overwrite=overwrite, drop_values=drop_values, advance=advance
+            read,
+            target,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            config=config,
+            advance=advance,
         )
     if to == "hf":
         from ckptio.conversion.hf import write_folder  # noqa: PLC0415  # as above
@@ -268,12 +275,13 @@ def _write(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes,
+            config=config,
             advance=advance,
         )
     if to == "dcp":
         from ckptio.conversion.dcp import write_dcp  # noqa: PLC0415  # as above
 
-        return write_dcp(read, target, overwrite=overwrite, advance=advance)
+        return write_dcp(read, target, overwrite=overwrite, config=config, advance=advance)
     from ckptio.conversion.ours import write_checkpoint  # noqa: PLC0415  # as above
 
     writer = EngineCore(config, None, "solo")
