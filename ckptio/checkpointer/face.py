@@ -75,7 +75,8 @@ class Checkpointer:
             the first that has a step whole. Both are looked after by `keep`, each by what
             is committed there; a step that is still to be copied stays.
         keep_local: With `then`: how many steps stay on the first tier once they are
-            copied, the newest. What `keep` keeps if not given. Further ones go when the
+            copied, the newest; no more than `keep=KeepLast` keeps, if it is that. What `keep`
+            keeps if not given. Further ones go when the
             second tier has that very save of them, with all its files.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as

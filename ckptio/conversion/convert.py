@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptio._aio import in_own_thread
+from ckptio.config import require_bool
 from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.engine.core import EngineCore
@@ -135,6 +136,8 @@ def run_convert(
     """
     if to not in FORMATS:
         raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
+    require_bool("overwrite", overwrite)
+    require_bool("drop_values", drop_values)
     if drop_values and to not in ("safetensors", "hf"):
         raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
     if max_shard_nbytes is not None and to != "hf":

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
@@ -93,7 +94,7 @@ def begin_save(
 
     Raises:
         UnsupportedLeafError: A value has no portable form; nothing was started.
-        ConfigError: The path is none.
+        ConfigError: The path is none, or `overwrite` is neither on nor off.
         EngineClosedError: The engine is not open.
     """
     started = time.perf_counter()
@@ -102,6 +103,7 @@ def begin_save(
     copying: Running[Callable[[], None]] = Running()
     try:
         ranks = core.context.ranks
+        require_bool("overwrite", overwrite)
         storage = core.storage(path)
         target = second_tier(core, storage, then)
         flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
