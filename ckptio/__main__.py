@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _USAGE = 2
 _BUG = 3
@@ -31,10 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE
     _open_missing()
     code = _USAGE
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
         from ckptio.cli.app import app  # noqa: PLC0415  # needs the extra
 
-        app(args=sys.argv[1:] if argv is None else list(argv), prog_name="ckptio")
+        _run(app, args)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
         if isinstance(end.__context__, BrokenPipeError):  # of typer's help; typer makes it 1
@@ -46,6 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         code = _BUG
     return code if _flushed() else _USAGE
+
+
+def _run(app: Callable[..., object], args: list[str]) -> None:
+    """Run a command, and say of wrong usage what is wrong also where a document is waited for.
+
+    Raises:
+        SystemExit: Always; its code is the command's.
+    """
+    try:
+        app(args=args, prog_name="ckptio")
+    except SystemExit as end:
+        wrong = getattr(end.__context__, "format_message", None)  # typer's; said on stderr by now
+        if wrong is not None and "--json" in args:
+            from ckptio.cli.terminal import Terminal  # noqa: PLC0415  # needs the extra
+
+            Terminal().json({"error": wrong()})
+        raise
 
 
 def _open_missing() -> None:

@@ -15,6 +15,7 @@ from ckptio.engine.core import EngineCore
 from ckptio.engine.drive import drive
 from ckptio.engine.unseen import end_saves, is_breaking_off
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.errors import ConfigError
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
@@ -351,13 +352,14 @@ class Engine:
         About 0.4 s a GB. It is pinned, too, if CUDA was initialised before, which takes longer.
 
         Args:
-            nbytes: How much; the whole pool if not given.
+            nbytes: How much, at most `pool_nbytes`, in whole slabs; all of them if not given.
             at: A place that will be saved to or loaded from. The client of its object store
                 is made now: packages are imported, which for S3 takes most of a second of
                 the interpreter's time, and credentials are found. Nothing for local paths.
 
         Raises:
-            ConfigError: There is no way to `at`, or a package is missing.
+            ConfigError: There is no way to `at`, or a package is missing; or `nbytes` is no
+                number of bytes, or more than the pool may have.
             StorageError: Its store cannot be reached.
         """
         self._core.pin_if_cuda()
@@ -373,7 +375,14 @@ class Engine:
 
 
 async def prewarm_step(context: EngineContext, nbytes: int | None, at: PathLike | None) -> None:
-    """Touch the pool's memory, and open a store."""
+    """Touch the pool's memory, and open a store.
+
+    Raises:
+        ConfigError: See `Engine.prewarm`.
+    """
+    limit = context.config.pool_nbytes
+    if nbytes is not None and (type(nbytes) is not int or not 0 < nbytes <= limit):
+        raise ConfigError(f"nbytes= is from 1 to the {limit} bytes of pool_nbytes, not {nbytes!r}")
     url = None if at is None else remote_url(at)
     if url is not None:
         store, _ = context.stores.below(url)

@@ -1,6 +1,10 @@
 """`CheckpointConfig`: every option of an engine, checked when it is made.
 
-An option that would have no effect is an error, not a surprise at step 10,000.
+An option that contradicts another, or can have no effect wherever it is used, is an error, not a
+surprise at step 10,000. One that is for other places than this one is taken, so that one
+`CheckpointConfig` serves a laptop and a job: what is for URLs where paths are local, for many
+ranks where there is one, for direct I/O where the file system has none, and limits that nothing
+comes near.
 """
 
 from __future__ import annotations
@@ -230,3 +234,13 @@ def _is_seconds(value: object, default: float) -> bool:
     if type(value) not in {int, float}:
         return False
     return 0 < cast("float", value) < math.inf or value == default
+
+
+def require_bool(name: str, value: object) -> None:
+    """Check an argument that is on or off: a word for "no" would count as on.
+
+    Raises:
+        ConfigError: It is neither `True` nor `False`; numbers and booleans of numpy are neither.
+    """
+    if type(value) is not bool:
+        raise ConfigError(f"{name}= is True or False, not {value!r}")

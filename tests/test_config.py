@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from ckptio import Checkpointer, Engine, sync
+from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import CheckpointConfig, KiB, MiB
 from ckptio.errors import ConfigError
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 def test_the_defaults_are_valid() -> None:
@@ -132,3 +140,54 @@ def test_a_bad_variable_is_refused(environ: dict[str, str], problem: str) -> Non
     """A misspelt option in the environment is an error, not a surprise."""
     with pytest.raises(ConfigError, match=problem):
         CheckpointConfig.from_env(environ)
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0, None, np.True_])
+async def test_what_is_on_or_off_is_a_bool(value: Any, tmp_path: Path) -> None:
+    """At every door: a word for "no" would count as on."""
+    sync.save({"a": 1}, tmp_path / "a", config=SMALL)
+    calls: dict[str, list[Callable[[], object]]] = {
+        "overwrite": [
+            lambda: sync.save({"a": 2}, tmp_path / "a", overwrite=value, config=SMALL),
+            lambda: sync.convert(
+                tmp_path / "a", tmp_path / "b", to="dcp", overwrite=value, config=SMALL
+            ),
+            lambda: StorageWriter(tmp_path / "b", overwrite=value),
+        ],
+        "drop_values": [
+            lambda: sync.convert(
+                tmp_path / "a", tmp_path / "b", to="hf", drop_values=value, config=SMALL
+            )
+        ],
+        "compare_copies": [lambda: sync.verify(tmp_path / "a", compare_copies=value, config=SMALL)],
+        "allow_opaque": [lambda: StorageReader(tmp_path / "a", allow_opaque=value)],
+        "single_file_per_rank": [lambda: StorageWriter(tmp_path, single_file_per_rank=value)],
+        "cache_staged_state_dict": [lambda: StorageWriter(cache_staged_state_dict=value)],
+    }
+    if value is not None:
+        calls["sync_files"] = [lambda: StorageWriter(tmp_path, sync_files=value)]
+    for name, doors in calls.items():
+        for call in doors:
+            with pytest.raises(ConfigError, match=f"{name}= is True or False"):
+                call()
+    async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        with pytest.raises(ConfigError, match="overwrite= is True or False"):
+            ckpt.save({"a": 2}, 1, overwrite=value)
+    async with Engine(SMALL) as engine:
+        with pytest.raises(ConfigError, match="overwrite= is True or False"):
+            engine.save({"a": 2}, tmp_path / "a", overwrite=value)
+        with pytest.raises(ConfigError, match="compare_copies= is True or False"):
+            await engine.verify(tmp_path / "a", compare_copies=value)
+    assert sync.load(tmp_path / "a", config=SMALL) == {"a": 1}
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, True, SMALL.pool_nbytes + 1])
+async def test_memory_that_the_pool_cannot_have_is_refused(nbytes: Any) -> None:
+    """Before any is taken; all of the pool may be asked for by its size."""
+    async with Engine(SMALL) as engine:
+        with pytest.raises(ConfigError, match="nbytes= is from 1 to the 524288 bytes"):
+            await engine.prewarm(nbytes)
+        assert engine.statistics().taken_nbytes == 0
+        await engine.prewarm(SMALL.pool_nbytes)
+        assert engine.statistics().taken_nbytes == engine.statistics().budget_nbytes

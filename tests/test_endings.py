@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -310,6 +312,20 @@ def test_a_limit_of_threads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(EngineClosedError, match="limit of threads"):
             sync.save(FULL, tmp_path / "a")
+    sync.save(FULL, tmp_path / "a")
+
+
+def test_a_limit_of_open_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of threads: a loop has descriptors of its own."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.events, "new_event_loop", refuse)
+        with pytest.raises(EngineClosedError, match=r"Too many open files.*ulimit -n"):
+            sync.save(FULL, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
     sync.save(FULL, tmp_path / "a")
 
 

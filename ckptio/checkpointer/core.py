@@ -87,7 +87,7 @@ class CheckpointerCore:
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
         self._given_root = root
-        self._second = second_tier_of(then, keep_local)
+        self._second = second_tier_of(then, keep_local, keep)
         self._keep = keep
         self._every = every
         self._deadline_s = preempt_deadline_s

@@ -76,7 +76,8 @@ class Checkpointer:
             the first that has a step whole. Both are looked after by `keep`, each by what
             is committed there; a step that is still to be copied stays.
         keep_local: With `then`: how many steps stay on the first tier once they are
-            copied, the newest. What `keep` keeps if not given. Further ones go when the
+            copied, the newest; no more than `keep=KeepLast` keeps, if it is that. What `keep`
+            keeps if not given. Further ones go when the
             second tier has that very save of them, with all its files.
         every: When `should_save` says yes.
         preempt_signals: Signals that announce the end of the run, such as
@@ -88,10 +89,12 @@ class Checkpointer:
             removals, and leaving the block raises `SaveAbortedError`. A save that begins
             later than that is not held back: whoever is still alive may still save.
         sweep_after_s: Remove what a dead save left under a step that has no commit, when
-            nothing was written there for this many seconds, and in an object store for an
-            hour at least; `None` for never. Looked for on entering the block, and after a
-            commit when that long has passed since. A save that is alive, here or elsewhere,
-            is never touched.
+            nothing was written there for this many seconds; `None` for never. For an hour at
+            least where no lock tells whether a save is alive: in object stores, and on a disk
+            for one of another host or from before a reboot, and for files of other ranks than
+            rank 0 without the attempt file that rank 0 makes. Looked for on entering the
+            block, and after a commit when that long has passed since. A save that is alive,
+            here or elsewhere, is never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.

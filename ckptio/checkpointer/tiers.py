@@ -20,6 +20,7 @@ from ckptio.errors import (
     CheckpointExistsError,
     ConfigError,
 )
+from ckptio.plan.retention import KeepLast
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.core import EngineCore
     from ckptio.engine.running import Running
-    from ckptio.plan.retention import StepRecord
+    from ckptio.plan.retention import Retention, StepRecord
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
 
@@ -210,8 +211,14 @@ class SecondTier:
         return lambda: steps | exempt()
 
 
-def second_tier_of(then: PathLike | None, keep_local: int | None) -> SecondTier | None:
+def second_tier_of(
+    then: PathLike | None, keep_local: int | None, keep: Retention | None
+) -> SecondTier | None:
     """Check the options of a second tier; `None` if there is to be none.
+
+    As many local steps as `KeepLast` keeps are not refused: they say something in a run that
+    goes back, whose newest step stays beside those. Of other policies nobody knows how many
+    steps they keep.
 
     Raises:
         ConfigError: One is wrong, or would have no effect.
@@ -222,4 +229,9 @@ def second_tier_of(then: PathLike | None, keep_local: int | None) -> SecondTier 
         if keep_local is not None:
             raise ConfigError("keep_local= has no effect without then=")
         return None
+    if keep_local is not None and isinstance(keep, KeepLast) and keep_local > keep.num_steps:
+        raise ConfigError(
+            f"keep_local={keep_local} has no effect with keep=KeepLast({keep.num_steps}), which"
+            " leaves no more steps than that on either tier"
+        )
     return SecondTier(then, keep_local)

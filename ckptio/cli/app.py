@@ -25,8 +25,8 @@ app = typer.Typer(
         " there, or it cannot be read; 3 a bug of ckptio; 130 interrupted. With several"
         " checkpoints damage (1) outranks the rest.\n\n"
         "With --json the result is one JSON document on stdout, and messages stay on stderr."
-        " Keys are always there; what is not known is null. Sizes are in bytes, and ranges"
-        " exclude their stop."
+        " Keys are always there; what is not known is null. Of wrong usage there is just error."
+        " Sizes are in bytes, and ranges exclude their stop."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -163,7 +163,7 @@ def show(
     entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype, shape, nbytes,
     stored_as (its name in the files), tied_to, is_view, chunks (file, start, stop,
     global_offset, local_shape, and copies, a list of file and start), value (as the manifest
-    has it); error.
+    has it); error. Exits with 2 if no name is selected.
     """
     from ckptio.cli.show import run  # noqa: PLC0415  # only what the command needs
 
@@ -306,7 +306,7 @@ def prune(
             default_factory=list,
             show_default=False,
             metavar="STEP",
-            help="Keep this step; several times.",
+            help="Keep this step, which has to be there; several times.",
         ),
     ],
     even_owed: Annotated[
@@ -324,7 +324,8 @@ def prune(
     tier: it is the only one there is. Steps whose manifests cannot be read count for nothing
     and stay, as does everything that is not called step-<number>. Whoever reads a step while
     it is removed ends with an error. Exits with 2 if something could not be removed, and
-    removes nothing where a manifest cannot be read now or no step has a METRIC.
+    removes nothing where a manifest cannot be read now, no step has a METRIC, or a step to pin
+    is not there.
 
     JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
     (why it is still there); owed, a list of step, path and owed_to (null if the note that

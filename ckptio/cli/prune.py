@@ -111,6 +111,18 @@ def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
             raise ConfigError(f"no step has a metric {part.metric!r}; nothing was removed")
 
 
+def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:
+    """Refuse to pin a step that is not there: mostly a mistyped number, and what was meant goes.
+
+    Raises:
+        ConfigError: There are steps, but not this one.
+    """
+    for part in policy.policies:
+        missing = part.steps.difference(steps) if isinstance(part, KeepSteps) and steps else ()
+        if missing:
+            raise ConfigError(f"there is no step {min(missing)} to pin; nothing was removed")
+
+
 def _best(text: str) -> KeepBest:
     """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`.
 
@@ -154,7 +166,7 @@ class _Pruning:
 
         Raises:
             ConfigError: The root is none, or is not there, or no step has a metric by which to
-                decide.
+                decide, or there is no step of a pin.
             StorageError: It cannot be listed, or a manifest cannot be read now.
         """
         async with open_stores(config, _NUM_THREADS, "ckptio-prune") as (threads, stores):
@@ -167,9 +179,11 @@ class _Pruning:
             doomed = await keeper.plan(policy)
             records = await keeper.records()
             require_metrics(policy, records)
+            steps = await keeper.steps()
+            require_steps(policy, steps)
             good = {record.step for record in records}
             self._kept = sorted(good - {*doomed})
-            self._unreadable = [step for step in await keeper.steps() if step not in good]
+            self._unreadable = [step for step in steps if step not in good]
             for step in doomed:
                 if not self._even_owed:
                     path = root.join(step_name(step))

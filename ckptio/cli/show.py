@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 from ckptio.cli.config import config_for
 from ckptio.cli.entries import read_entries
-from ckptio.cli.outcome import exit_code, explain, state_of
+from ckptio.cli.outcome import FAILED, exit_code, explain, state_of
 from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
@@ -47,12 +47,14 @@ def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_
             terminal.json({**_blank(path), "state": state, "error": problem})
         terminal.message(f"{path}: {problem}")
         return exit_code([state])
+    no_name = f"no name matches {' '.join(select)}" if keep is not None and not entries else None
     if as_json:
-        terminal.json(_document(path, manifest, entries, owed))
-    else:
+        terminal.json({**_document(path, manifest, entries, owed), "error": no_name})
+    elif no_name is None:
         terminal.lines(layout(path, manifest, entries, terminal.width, owed))
-    if keep is not None and not entries:
-        terminal.message(f"{path}: no name matches {' '.join(select)}")
+    if no_name is not None:
+        terminal.message(f"{path}: {no_name}")
+        return FAILED
     return exit_code(["committed"])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptio._aio import in_own_thread
+from ckptio.config import require_bool
 from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.engine.solo import solo_engine
@@ -118,7 +119,9 @@ def run_convert(
             begins anew.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
-        config: Options; the defaults if not given.
+        config: Options; the defaults if not given. In every format what is made has the modes
+            of `file_mode` and `dir_mode`, and is synced as `durability` says; a directory that
+            was there keeps its own.
         progress: Called with bytes done and bytes in all, from any thread.
         stop: Ends it soon, once it is set, as a failure would.
 
@@ -130,6 +133,8 @@ def run_convert(
         ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.
     """
+    require_bool("overwrite", overwrite)
+    require_bool("drop_values", drop_values)
     _check_options(to, max_shard_nbytes, drops_values=drop_values)
     target = _target_of(path, to)
     if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
@@ -152,7 +157,7 @@ def run_convert(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes or MAX_SHARD_NBYTES,
-            config=config,
+            config=core.config,
             advance=meter.advance,
         )
     return ConvertReport(
@@ -243,7 +248,7 @@ def _write(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int,
-    config: CheckpointConfig | None,
+    config: CheckpointConfig,
     advance: Callable[[int], None],
 ) -> list[Written]:
     """Write in the format that was asked for."""
@@ -251,7 +256,12 @@ def _write(
         from ckptio.conversion.safetensors import write_file  # noqa: PLC0415  # only what is needed
 
         return write_file(
-            read, target, overwrite=overwrite, drop_values=drop_values, advance=advance
+            read,
+            target,
+            overwrite=overwrite,
+            drop_values=drop_values,
+            config=config,
+            advance=advance,
         )
     if to == "hf":
         from ckptio.conversion.hf import write_folder  # noqa: PLC0415  # as above
@@ -262,12 +272,13 @@ def _write(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes,
+            config=config,
             advance=advance,
         )
     if to == "dcp":
         from ckptio.conversion.dcp import write_dcp  # noqa: PLC0415  # as above
 
-        return write_dcp(read, target, overwrite=overwrite, advance=advance)
+        return write_dcp(read, target, overwrite=overwrite, config=config, advance=advance)
     from ckptio.conversion.ours import write_checkpoint  # noqa: PLC0415  # as above
 
     with solo_engine(config) as writer:

@@ -38,7 +38,14 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptio.conversion.own import rename_new, take_lock
+from ckptio.conversion.compared import PIECE_NBYTES, ComparedFile
+from ckptio.conversion.own import (
+    make_own_dirs,
+    remove_empty,
+    rename_new,
+    sync_dir,
+    take_lock,
+)
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
 from ckptio.engine.endings import may_go_on
@@ -46,13 +53,14 @@ from ckptio.errors import CheckpointError, CheckpointExistsError, FormatError
 from ckptio.foreign.dcp import METADATA
 from ckptio.layout import BIT_DTYPES
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import PosixFiles, set_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+    from ckptio.config import CheckpointConfig
     from ckptio.conversion.source import Part, Source
     from ckptio.format.manifest import TensorEntry
 
@@ -65,50 +73,6 @@ _NUM_DIGITS = 18
 _OWN_DATA = re.compile(rf"__0_\d{{{_NUM_DIGITS}}}\.distcp")
 #: The data file in the directory inside, whatever it will be called.
 _FILE = "data"
-_PIECE_NBYTES = 1 << 20
-
-
-class _ComparedFile(io.RawIOBase):
-    """A file that is written from front to back, only where it has something else.
-
-    Args:
-        path: The file; made if there is none.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._fd = -1  # what is not opened is closed all the same
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        self._position = 0
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Give the bytes so far."""
-        return self._position
-
-    def write(self, data: Any) -> int:
-        """Write some of `data`, unless it is there, and say how much."""
-        piece = memoryview(data).cast("B")[:_PIECE_NBYTES]
-        if bytearray(os.pread(self._fd, len(piece), self._position)) != piece:
-            piece = piece[: os.pwrite(self._fd, piece, self._position)]
-        self._position += len(piece)
-        return len(piece)
-
-    def end(self) -> None:
-        """Cut off what an earlier file had behind, and sync."""
-        if os.fstat(self._fd).st_size != self._position:
-            os.ftruncate(self._fd, self._position)
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        """Close the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        super().close()
 
 
 class _Writer(FileSystemWriter):
@@ -117,17 +81,25 @@ class _Writer(FileSystemWriter):
     Args:
         path: The directory inside.
         name: What its data file will be called.
+        config: Who may read the files, and whether they are synced.
     """
 
-    def __init__(self, path: str, name: str) -> None:
-        super().__init__(path, single_file_per_rank=True, thread_count=1, overwrite=True)
+    def __init__(self, path: str, name: str, config: CheckpointConfig) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank=True,
+            sync_files=config.durability != "none",
+            thread_count=1,
+            overwrite=True,
+        )
         self._name = name
+        self._config = config
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is not there yet; see `dcp.StorageWriter`."""
         results = []
-        with _ComparedFile(f"{self.path}/{_FILE}") as raw:
-            file = io.BufferedWriter(raw, _PIECE_NBYTES)
+        with ComparedFile(f"{self.path}/{_FILE}", self._config) as raw:
+            file = io.BufferedWriter(raw, PIECE_NBYTES)
             for item in plan.items:
                 start = file.tell()
                 data = planner.resolve_data(item)
@@ -147,7 +119,7 @@ class _Writer(FileSystemWriter):
         return future
 
 
-def _save_tensor(tensor: torch.Tensor, file: io.BufferedWriter[_ComparedFile]) -> None:
+def _save_tensor(tensor: torch.Tensor, file: io.BufferedWriter[ComparedFile]) -> None:
     """Write a tensor as a file of its own, without whatever else its memory has."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -230,7 +202,12 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def write_dcp(
-    source: Source, path: str, *, overwrite: bool, advance: Callable[[int], None]
+    source: Source,
+    path: str,
+    *,
+    overwrite: bool,
+    config: CheckpointConfig,
+    advance: Callable[[int], None],
 ) -> list[Written]:
     """Write a directory of torch.distributed.checkpoint.
 
@@ -238,6 +215,7 @@ def write_dcp(
         source: What is written.
         path: The directory.
         overwrite: Replace a checkpoint that is there.
+        config: Who may read files and directory, and what is synced.
         advance: Takes bytes as they are read.
 
     Raises:
@@ -267,11 +245,12 @@ def write_dcp(
     state = require_dict(source.values(stand_in), source.path)
     _require_names(state, source.path)
     try:
-        os.makedirs(path, exist_ok=True)
-        with _place_inside(path) as aside:
+        made = make_own_dirs(path, config)
+        with _place_inside(path, made, config) as aside:
             name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
-            _save(state, aside, name, _LazyPlanner(source, entries, advance))
-            return _move(aside, path, name, overwrite=overwrite)
+            _save(state, _Writer(aside, name, config), _LazyPlanner(source, entries, advance))
+            set_mode(f"{aside}/{METADATA}", config.file_mode)  # which the stock writer made
+            return _move(aside, path, name, overwrite=overwrite, config=config)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -279,15 +258,20 @@ def write_dcp(
 
 
 @contextlib.contextmanager
-def _place_inside(path: str) -> Iterator[str]:
+def _place_inside(path: str, made: Sequence[str], config: CheckpointConfig) -> Iterator[str]:
     """Lend the directory inside, with nothing but the data file of a conversion that was stopped.
+
+    Args:
+        path: The directory.
+        made: Directories that are new: they go again if nothing stays there.
+        config: Who may read what is inside.
 
     Raises:
         CommitConflictError: Another conversion has it.
     """
     aside = f"{path}/{_ASIDE}"
     with contextlib.suppress(FileExistsError):
-        os.mkdir(aside)
+        PosixFiles().mkdir(aside, config.dir_mode)
     fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         take_lock(fd, aside, path)
@@ -304,8 +288,7 @@ def _place_inside(path: str) -> Iterator[str]:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         PosixFiles().close(fd)
-        with contextlib.suppress(OSError):  # what was there stays there
-            os.rmdir(path)
+        remove_empty(made)
 
 
 def _require_names(state: dict[str, Any], path: str) -> None:
@@ -323,9 +306,8 @@ def _require_names(state: dict[str, Any], path: str) -> None:
         ) from None
 
 
-def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlanner) -> None:
+def _save(state: dict[str, Any], writer: _Writer, planner: DefaultSavePlanner) -> None:
     """Let the stock writer write."""
-    writer = _Writer(path, name)
     log = logging.getLogger("torch.distributed.checkpoint")
     level = log.level
     with warnings.catch_warnings():
@@ -348,15 +330,16 @@ def _save(state: dict[str, Any], path: str, name: str, planner: DefaultSavePlann
             log.setLevel(level)
 
 
-def _move(aside: str, path: str, name: str, *, overwrite: bool) -> list[Written]:
+def _move(
+    aside: str, path: str, name: str, *, overwrite: bool, config: CheckpointConfig
+) -> list[Written]:
     """Put what was written in the place of what was there; one of both is there at any time.
 
     Raises:
         CheckpointExistsError: Somebody else committed one meanwhile, which may not go.
     """
-    files = PosixFiles()
     rename_new(f"{aside}/{_FILE}", f"{path}/{name}")
-    files.fsync_dir(path)
+    sync_dir(path, config)
     if overwrite:
         os.rename(f"{aside}/{METADATA}", f"{path}/{METADATA}")
     else:
@@ -365,7 +348,7 @@ def _move(aside: str, path: str, name: str, *, overwrite: bool) -> list[Written]
         except FileExistsError:
             os.unlink(f"{path}/{name}")
             raise CheckpointExistsError(path) from None
-    files.fsync_dir(path)
+    sync_dir(path, config)
     # from here on it is committed: what cannot be removed stays
     may_go = _DATA if overwrite else _OWN_DATA  # of others, there is no checkpoint that has them
     for other in os.listdir(path):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.conversion.own import take_lock
+from ckptio.conversion.own import make_own_dirs, remove_empty, take_lock
 from ckptio.conversion.safetensors import (
     Shard,
     Written,
@@ -38,6 +38,7 @@ from ckptio.storage.files import PosixFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.conversion.source import Leaf, Source
 
 _INDEX = "model.safetensors.index.json"
@@ -51,6 +52,7 @@ def write_folder(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int,
+    config: CheckpointConfig,
     advance: Callable[[int], None],
 ) -> list[Written]:
     """Write a folder of shards with an index; one file needs none.
@@ -61,6 +63,7 @@ def write_folder(
         overwrite: Replace files of other conversions that are there.
         drop_values: Leave out what is no tensor.
         max_shard_nbytes: Bytes of tensors in a file; a larger tensor has one of its own.
+        config: Who may read files and folder, and what is synced.
         advance: Takes bytes as they are written.
 
     Raises:
@@ -74,9 +77,15 @@ def write_folder(
         for leaves in _share_out(tensors_of(source, drop_values=drop_values), max_shard_nbytes)
     ]
     try:
-        os.makedirs(path, exist_ok=True)
+        made = make_own_dirs(path, config)
         with _held(path):
-            return _write(source, path, shards, overwrite=overwrite, advance=advance)
+            try:
+                return _write(
+                    source, path, shards, overwrite=overwrite, config=config, advance=advance
+                )
+            except BaseException:
+                remove_empty(made)  # held still: another conversion finds out, and begins again
+                raise
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -89,6 +98,7 @@ def _write(
     shards: Sequence[Shard],
     *,
     overwrite: bool,
+    config: CheckpointConfig,
     advance: Callable[[int], None],
 ) -> list[Written]:
     names = _names_for(path, shards)
@@ -98,12 +108,25 @@ def _write(
     if others and not overwrite:
         raise CheckpointExistsError(f"{path}/{others[0]}")
     written = [
-        write_shard(source, shard, f"{path}/{name}", name, overwrite=overwrite, advance=advance)
+        write_shard(
+            source,
+            shard,
+            f"{path}/{name}",
+            name,
+            overwrite=overwrite,
+            config=config,
+            advance=advance,
+        )
         for shard, name in zip(shards, names, strict=True)
     ]
     if index is not None:
         if not has_index:
-            replace_file(f"{path}/{_INDEX}", lambda fd: write_all(fd, index), overwrite=overwrite)
+            replace_file(
+                f"{path}/{_INDEX}",
+                lambda fd: write_all(fd, index),
+                overwrite=overwrite,
+                config=config,
+            )
         written.append(Written(_INDEX, len(index), was_there=has_index))
     for name in others:  # only now: until here the old ones may be all there is
         if index is None or name != _INDEX:

@@ -1,17 +1,66 @@
-"""Have a file or a directory for oneself while a conversion writes it, and give it its name."""
+"""Have a file or a directory for oneself while a conversion writes it, and give it its name.
+
+Who may read what a conversion makes, and what is synced, is as the options say, as for a save.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from typing import TYPE_CHECKING
 
 from ckptio.errors import CommitConflictError
 from ckptio.storage import linux
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import PosixFiles, absolute, make_dirs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.config import CheckpointConfig
 
 #: Over NFS a directory has none: a lock there is of what is open for writing.
 _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def make_own_dirs(path: str, config: CheckpointConfig) -> list[str]:
+    """Make a directory and those above it, and make their names durable.
+
+    Returns:
+        Those that are new, each below the one before it.
+
+    Raises:
+        OSError: As the system gives it; what was made is gone.
+    """
+    made: list[str] = []
+    try:
+        make_dirs(PosixFiles(), absolute(path), config.dir_mode, made)
+        for directory in made:
+            sync_dir(os.path.dirname(directory), config)
+    except OSError:
+        remove_empty(made)
+        raise
+    return made
+
+
+def remove_empty(made: Sequence[str]) -> None:
+    """Remove those directories of `make_own_dirs` that have nothing in them."""
+    for directory in reversed(made):
+        with contextlib.suppress(OSError):  # what a conversion goes on with may be in it
+            os.rmdir(directory)
+
+
+def sync_file(fd: int, config: CheckpointConfig) -> None:
+    """Make a file's bytes durable, unless nothing is to be."""
+    if config.durability != "none":
+        os.fsync(fd)
+
+
+def sync_dir(path: str, config: CheckpointConfig) -> None:
+    """Make the names in a directory durable, where names are to be."""
+    if config.durability == "full":
+        PosixFiles().fsync_dir(path)
 
 
 def take_lock(fd: int, path: str, target: str) -> None:

@@ -1,7 +1,7 @@
 """Write a safetensors file.
 
 It is written under another name, synced and renamed when it is whole, so what has its
-final name is whole.
+final name is whole. (Not synced with `durability="none"`, as in a save.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.conversion.own import rename_new, take_lock
+from ckptio.conversion.own import (
+    make_own_dirs,
+    remove_empty,
+    rename_new,
+    sync_dir,
+    sync_file,
+    take_lock,
+)
 from ckptio.conversion.source import Leaf, batches, parts_of, read_views
 from ckptio.errors import (
     CheckpointExistsError,
@@ -30,11 +37,12 @@ from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import PosixFiles, absolute, set_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptio.config import CheckpointConfig
     from ckptio.conversion.source import Source
 
 _MAX_SHOWN = 5
@@ -87,7 +95,13 @@ def _identity(leaves: Sequence[Leaf], source_id: str) -> str:
 
 
 def write_file(
-    source: Source, path: str, *, overwrite: bool, drop_values: bool, advance: Callable[[int], None]
+    source: Source,
+    path: str,
+    *,
+    overwrite: bool,
+    drop_values: bool,
+    config: CheckpointConfig,
+    advance: Callable[[int], None],
 ) -> list[Written]:
     """Write one safetensors file.
 
@@ -96,16 +110,28 @@ def write_file(
         path: The file.
         overwrite: Replace one that is there.
         drop_values: Leave out what is no tensor.
+        config: Who may read it, and what is synced.
         advance: Takes bytes as they are written.
 
     Raises:
         ConfigError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: Another file is there.
+        CommitConflictError: Another conversion is writing it.
+        StorageError: It cannot be written; what was there is untouched.
     """
     shard = Shard(tensors_of(source, drop_values=drop_values), source.manifest.save_id)
-    if os.path.dirname(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-    return [write_shard(source, shard, path, path, overwrite=overwrite, advance=advance)]
+    try:
+        made = make_own_dirs(os.path.dirname(absolute(path)), config)
+    except OSError as error:
+        raise storage_error(error, path, "cannot make its directory") from error
+    try:
+        written = write_shard(
+            source, shard, path, path, overwrite=overwrite, config=config, advance=advance
+        )
+    except BaseException:
+        remove_empty(made)
+        raise
+    return [written]
 
 
 def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
@@ -156,6 +182,7 @@ def write_shard(
     name: str,
     *,
     overwrite: bool,
+    config: CheckpointConfig,
     advance: Callable[[int], None],
 ) -> Written:
     """Write a file, unless it is there."""
@@ -164,7 +191,9 @@ def write_shard(
         return Written(name, shard.nbytes, was_there=True)
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
-    replace_file(path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite)
+    replace_file(
+        path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite, config=config
+    )
     return Written(name, shard.nbytes, was_there=False)
 
 
@@ -218,8 +247,12 @@ def _cut(fd: int, path: str) -> None:
     os.ftruncate(fd, 0)
 
 
-def replace_file(path: str, fill: Callable[[int], None], *, overwrite: bool) -> None:
+def replace_file(
+    path: str, fill: Callable[[int], None], *, overwrite: bool, config: CheckpointConfig
+) -> None:
     """Write a file aside, and give it its name when it is whole and synced.
+
+    It is new, and has the mode of `config` whatever the one had that it replaces.
 
     Raises:
         CheckpointExistsError: Somebody else gave it to a file meanwhile, which may not go.
@@ -231,12 +264,14 @@ def replace_file(path: str, fill: Callable[[int], None], *, overwrite: bool) -> 
     fd = -1
     try:
         # not cut before it is locked: another conversion may be writing it
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(aside, flags, config.file_mode)
         take_lock(fd, aside, path)
         try:
             _cut(fd, path)
+            set_mode(fd, config.file_mode)
             fill(fd)
-            os.fsync(fd)
+            sync_file(fd, config)
             if overwrite:
                 os.rename(aside, path)
             else:
@@ -245,7 +280,7 @@ def replace_file(path: str, fill: Callable[[int], None], *, overwrite: bool) -> 
             if os.path.lexists(aside):
                 os.unlink(aside)
             raise
-        PosixFiles().fsync_dir(folder)
+        sync_dir(folder, config)
     except FileExistsError:
         raise CheckpointExistsError(path) from None
     except OSError as error:

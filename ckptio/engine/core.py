@@ -25,7 +25,13 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
 from ckptio.engine.in_flight import InFlight
-from ckptio.engine.running import Running, at_exit, never_end_in_child, run_uninterrupted
+from ckptio.engine.running import (
+    Running,
+    at_exit,
+    never_end_in_child,
+    run_uninterrupted,
+    why_no_loop,
+)
 from ckptio.engine.unseen import unsettled
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
@@ -128,6 +134,7 @@ class EngineCore:
         Raises:
             PeerLostError: Ranks did not come in time.
             ConfigError: There are several ranks and no way to meet.
+            EngineClosedError: The system gives it no thread, or no descriptors.
         """
         if "torch" in sys.modules:
             import_module("ckptio.engine.flow")
@@ -144,11 +151,8 @@ class EngineCore:
         never_end_in_child(self, self._portal_block)
         try:
             portal = self._portal_block.__enter__()
-        except RuntimeError as error:
-            why = "the limit of threads or processes is reached"
-            if not threading.main_thread().is_alive():  # Python 3.12 gives none then
-                why = "the program is about to end"
-            raise EngineClosedError(f"no thread begins for the engine: {why}") from error
+        except (RuntimeError, OSError) as error:
+            raise EngineClosedError(why_no_loop(error)) from error
         try:
             self._starting = portal.start_task_soon(self._make_context)
             if self._gives_up:

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
@@ -95,13 +96,14 @@ def begin_save(
 
     Raises:
         UnsupportedLeafError: A value has no portable form; nothing was started.
-        ConfigError: The path is none.
+        ConfigError: The path is none, or `overwrite` is neither on nor off.
         EngineClosedError: The engine is not open.
     """
     key = core.next_key("save")
     running: Running[Say] = Running()
     copying: Running[Say] = Running()
     try:
+        require_bool("overwrite", overwrite)
         job, copy = _take_apart(
             core,
             state,

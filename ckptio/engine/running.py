@@ -177,3 +177,16 @@ def never_end_in_child(owner: object, block: object) -> None:
 def _keep_in_child(block: object, pid: int) -> None:
     if os.getpid() != pid:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
+
+
+def why_no_loop(error: RuntimeError | OSError) -> str:
+    """Say why a loop on a thread of its own does not begin."""
+    if isinstance(error, OSError):
+        return (
+            f"no loop begins for the engine: {error.strerror or error}; where too many files are"
+            " open, close some or raise the limit (ulimit -n)"
+        )
+    why = "the limit of threads or processes is reached"
+    if not threading.main_thread().is_alive():  # Python 3.12 gives none then
+        why = "the program is about to end"
+    return f"no thread begins for the engine: {why}"

@@ -99,7 +99,9 @@ def run_alone(
     """Start the one save of an engine, and its copy; a thread closes the engine behind them.
 
     A commit is said before its copy begins. The end of the copy, or of a save without one, or
-    that a save failed, is said when the engine is gone.
+    that a save failed, is said when the engine is gone: its loop has ended, and all of its
+    threads. That one thread says so itself, and has nothing to do then but to return; who counts
+    threads may still see it.
 
     Args:
         core: The engine.

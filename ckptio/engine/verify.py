@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
+from ckptio.config import require_bool
 from ckptio.engine.copies import CopyDigests, report_differences
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
@@ -67,7 +68,9 @@ async def run_verify(
             nothing can be said of the rest. Or it is of another program, which keeps no checksums.
         CheckpointChangedError: It was overwritten meanwhile.
         StorageError: It cannot be read.
+        ConfigError: `compare_copies` is neither on nor off.
     """
+    require_bool("compare_copies", compare_copies)
     manifest = await context.cache.get(storage, fresh=True)
     if manifest.is_foreign:
         raise FormatError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from typing import TYPE_CHECKING, Any
 
+from ckptio.errors import StorageError
 from ckptio.foreign.archive import UTF8_FLAG, ZIP
 
 if TYPE_CHECKING:
@@ -13,6 +15,32 @@ if TYPE_CHECKING:
 
 #: Names the file in the list of maps.
 NAME = "ckptio-torch-save"
+
+
+class NoRoomError(StorageError):
+    """No file in memory can be as long as an archive; a local one can still be loaded whole."""
+
+
+def file_of_holes(nbytes: int, path: str) -> int:
+    """Make a file in memory that is one hole, and give its descriptor.
+
+    Args:
+        nbytes: Its size. It takes no memory, but the limit of file sizes (`ulimit -f`) holds.
+        path: The archive that it stands for; for messages.
+
+    Raises:
+        NoRoomError: The system refuses.
+    """
+    fd = -1
+    try:
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        what = f"cannot make a file in memory of its size: {error.strerror or error}"
+        raise NoRoomError(what, path=path, code=error.errno or errno.EIO) from error
+    return fd
 
 
 def header_of(name: bytes, info: zipfile.ZipInfo) -> bytes:

@@ -41,7 +41,7 @@ from ckptio.foreign.archive import (
     stops_of,
 )
 from ckptio.foreign.folder import LocalFolder
-from ckptio.foreign.holes import NAME, header_of, mapped, write_at
+from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence
 from ckptio.foreign.scan import Scanned, scan_pickle, together
@@ -126,7 +126,7 @@ class TorchSaveReader:
         try:
             try:
                 return self._load_outline(status.nbytes)
-            except _NotByRangesError:
+            except (_NotByRangesError, NoRoomError):
                 if not isinstance(self._folder, LocalFolder):
                     raise
             self._memory = []
@@ -187,10 +187,10 @@ class TorchSaveReader:
         Raises:
             _NotByRangesError: torch cannot load it so. Of a local file that is read as a whole it
                 says what is wrong, if something is.
+            NoRoomError: There is no such file here.
         """
-        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        fd = file_of_holes(nbytes, self._folder.join(self._name))
         try:
-            os.ftruncate(fd, nbytes)
             try:
                 window = Window(self._read, nbytes, _MAX_DIRECTORY_NBYTES)
                 with zipfile.ZipFile(window) as archive:

@@ -289,11 +289,11 @@ class LocalAttempt:
             self._drop_lock()
             return
         copies = [self._name.copy] if self._name.copy else []
-        for path in (*copies, *reversed(self._made_files)):
+        # of the others, too, if this leads; each once, as one that stays is told of once
+        others = files_of(self._directory, self._save_id) if self._leads else []
+        ours = (*copies, *reversed(self._made_files))
+        for path in dict.fromkeys((*ours, *map(self._path, others))):
             self._try_remove(path)
-        if self._leads:
-            for name in files_of(self._directory, self._save_id):
-                self._try_remove(self._path(name))
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it

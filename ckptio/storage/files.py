@@ -33,7 +33,7 @@ class NoExclusiveNames(OSError):  # noqa: N818  # a limit that one may live with
     """The file system cannot give a name on condition that it is free."""
 
 
-def _set_mode(at: int | str, mode: int) -> None:
+def set_mode(at: int | str, mode: int) -> None:
     """Give a new file or directory the caller's mode, whatever the umask.
 
     A directory keeps the set-group-ID bit that it has from the one above, for which it was
@@ -71,7 +71,7 @@ class PosixFiles:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), mode)
         try:
-            _set_mode(fd, mode)
+            set_mode(fd, mode)
         except OSError:
             os.close(fd)
             raise
@@ -142,7 +142,7 @@ class PosixFiles:
     def mkdir(self, path: str, mode: int) -> None:
         """Make a directory."""
         os.mkdir(path, mode)
-        _set_mode(path, mode)
+        set_mode(path, mode)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""

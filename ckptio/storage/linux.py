@@ -34,6 +34,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 #: btrfs, ext2 to ext4, f2fs, tmpfs and XFS.
 _LOCAL_FILE_SYSTEMS = frozenset({0x9123683E, 0xEF53, 0xF2F52010, 0x01021994, 0x58465342})
 
+#: Made once: each is a class, which is a circle of references, and ctypes keeps none.
+_Statx = ctypes.c_uint32 * (_STATX_NBYTES // 4)
+_StatFS = ctypes.c_uint64 * (_STATFS_NBYTES // 8)
+_CacheSpan = ctypes.c_uint64 * 2
+_CacheCounts = ctypes.c_uint64 * 5
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,7 +61,7 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     statx = getattr(_libc, "statx", None)
     if statx is None:
         return None
-    buffer = (ctypes.c_uint32 * (_STATX_NBYTES // 4))()
+    buffer = _Statx()
     if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(buffer)) != 0:
         return None
     if not buffer[0] & _STATX_DIOALIGN:
@@ -66,8 +72,8 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 
 def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
     """Count the pages of a range that are in the page cache; `None` before Linux 6.5."""
-    span = (ctypes.c_uint64 * 2)(offset, nbytes)
-    result = (ctypes.c_uint64 * 5)()
+    span = _CacheSpan(offset, nbytes)
+    result = _CacheCounts()
     failed = _libc.syscall(
         _SYS_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(result), ctypes.c_uint(0)
     )
@@ -76,7 +82,7 @@ def num_cached_pages(fd: int, offset: int, nbytes: int) -> int | None:
 
 def is_of_this_host(fd: int) -> bool:
     """Whether a file is on a file system that is known to be written to by this host alone."""
-    buffer = (ctypes.c_uint64 * (_STATFS_NBYTES // 8))()
+    buffer = _StatFS()
     # struct statfs: f_type is its first word
     return _libc.fstatfs(fd, ctypes.byref(buffer)) == 0 and buffer[0] in _LOCAL_FILE_SYSTEMS
 

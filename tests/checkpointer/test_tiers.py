@@ -357,6 +357,7 @@ def test_the_blocking_twin_has_a_second_tier(tmp_path: Path, far: str) -> None:
         ({"then": "far", "keep_local": 0}, "at least 1"),
         ({"then": "far", "keep_local": True}, "at least 1"),
         ({"then": 3}, "path"),
+        ({"then": "far", "keep": KeepLast(2), "keep_local": 3}, r"no effect with keep=KeepLast\(2"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

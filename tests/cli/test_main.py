@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,6 +58,22 @@ def test_wrong_usage_is_2_with_a_word_on_stderr(
     shown = capsys.readouterr()
     assert shown.err.strip()
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "argv", [["verify"], ["ls", "--colour"], ["ls", "--sort", "size"], ["ls", "a", "b"]]
+)
+def test_wrong_usage_is_a_document_where_one_is_waited_for(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what is wrong, and so does stderr; without --json nothing is on stdout."""
+    assert main([*argv, "--json"]) == 2
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert list(document) == ["error"]
+    assert document["error"] in " ".join(shown.err.split())
+    assert main(argv) == 2
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "--help", "--version"])

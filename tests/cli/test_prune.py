@@ -159,6 +159,17 @@ def test_a_mistyped_mode_is_a_name_that_nobody_measured(
     assert names_in(root) == NAMES
 
 
+def test_a_pin_of_a_step_that_is_not_there_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped one would cost the step that was meant."""
+    argv = ("prune", str(root), "--keep-last", "1", "--pin", "4", "--pin", "77")
+    code, document = run_json(capsys, *argv)
+    assert (code, document["removed"]) == (2, [])
+    assert document["error"] == "there is no step 77 to pin; nothing was removed"
+    assert names_in(root) == NAMES
+
+
 def test_prune_that_keeps_nothing_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,6 @@ def test_show_says_that_a_copy_is_owed(ckpt: Path, capsys: pytest.CaptureFixture
         (["model.blocks.1"], ["model.blocks.1.bias"]),
         (["epoch", "*head*"], ["model.head.weight", "epoch"]),
         (["*.betas.1"], ["optimizer.groups.0.betas"]),
-        (["nothing"], []),
     ],
 )
 def test_show_selects_as_load_does(
@@ -83,6 +82,19 @@ def test_show_selects_as_load_does(
     assert code == 0
     assert [entry["name"] for entry in document["entries"]] == names
     assert document["num_tensors"] == len({n for n in names if "bias" in n or "head" in n})
+
+
+def test_show_of_a_name_that_is_not_there_is_wrong_usage(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with diff and convert; the document says it, too."""
+    code, document = run_json(capsys, "show", "--select=nothing", "--select=no*", str(ckpt))
+    assert (code, document["entries"]) == (2, [])
+    assert document["error"] == "no name matches nothing no*"
+    assert main(["show", "--select=nothing", str(ckpt)]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "no name matches nothing" in shown.err
 
 
 def test_show_of_what_is_missing_or_damaged_is_a_document_too(

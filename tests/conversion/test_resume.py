@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckptio.conversion.compared
 import ckptio.conversion.dcp
 import ckptio.storage.local
 from ckptio import sync
@@ -231,7 +232,8 @@ def test_a_conversion_to_dcp_goes_on_wherever_it_was_killed(
     """There is the old checkpoint or the new one; the second run makes it the new one."""
     source, state = make_source(tmp_path / "source", is_sharded=False)
     old = {"old": torch.ones(3)}
-    monkeypatch.setattr(ckptio.conversion.dcp, "_PIECE_NBYTES", 16 << 10)
+    monkeypatch.setattr(ckptio.conversion.compared, "PIECE_NBYTES", 16 << 10)
+    monkeypatch.setattr(ckptio.conversion.dcp, "PIECE_NBYTES", 16 << 10)
     with monkeypatch.context() as patch:
         done = dying_after(10_000, patch, tmp_path / "all")
         sync.convert(source, tmp_path / "all", to="dcp", config=FILES)

@@ -68,7 +68,12 @@ def test_views_cost_what_they_are_views_of_and_no_more(
         torch.save(state, tmp_path / "x")
     source = CountingSource(core, tmp_path / "x")
     write_file(
-        source, str(tmp_path / "s"), overwrite=False, drop_values=False, advance=lambda _: None
+        source,
+        str(tmp_path / "s"),
+        overwrite=False,
+        drop_values=False,
+        config=SMALL,
+        advance=lambda _: None,
     )
     assert_same_state(
         {name: tensor.contiguous() for name, tensor in load_file(tmp_path / "s").items()},

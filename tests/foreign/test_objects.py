@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -374,3 +375,19 @@ def test_convert_reads_and_writes_urls(kind: str, tmp_path: Path, store: Counted
             sync.convert(url, "counted://top/other", to=to, config=SMALL)
     with pytest.raises(ConfigError, match="itself"):
         sync.convert(url, url, to="ckptio", overwrite=True, config=SMALL)
+
+
+def test_what_has_no_room_in_memory_is_told_with_its_name(
+    tmp_path: Path, store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not damaged: the limit of file sizes is this machine's."""
+    path, _ = save_as("torch.save", tmp_path)
+    url = put(store, path)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", refuse)
+        with pytest.raises(StorageError, match=r"its size: File too large.*file\.pt"):
+            sync.load(url, config=SMALL)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import errno
 import os
 import re
 import struct
@@ -18,6 +19,7 @@ import torch
 
 from ckptio import sync
 from ckptio.errors import FormatError
+from tests.adapters.rig import small_disk
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.foreign.test_dcp import Payload
 from tests.rig import SMALL
@@ -318,3 +320,21 @@ def test_a_file_of_another_byte_order_is_loaded_as_a_whole(tmp_path: Path) -> No
             big.writestr(name, b"big" if name.endswith("/byteorder") else data)
     assert torch.load(tmp_path / "big.pt")["w"].tolist() == [1, 2]
     assert sync.load(tmp_path / "big.pt", config=SMALL)["w"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("refused", ["memfd_create", "ftruncate"])
+@pytest.mark.usefixtures("no_leaks")
+def test_where_no_file_in_memory_is_to_be_had_it_is_loaded_as_a_whole(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A low limit of file sizes holds for it, too; a conversion works as well."""
+    torch.save(make_training_state(), tmp_path / "x.pt")
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, refused, refuse)
+        assert_same_state(sync.load(tmp_path / "x.pt", config=SMALL), make_training_state())
+    with small_disk(2000):
+        assert sync.load(tmp_path / "x.pt", select="epoch", config=SMALL) == {"epoch": 11}

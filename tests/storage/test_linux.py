@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -42,6 +43,26 @@ def test_pages_just_written_are_in_the_page_cache(fd: int) -> None:
     assert count in (3, None)
     if count is not None:
         assert linux.num_cached_pages(fd, 1 << 30, mmap.PAGESIZE) == 0
+
+
+def test_asking_the_kernel_leaves_no_circle(fd: int) -> None:
+    """Types of arrays are classes: made anew at each call, they are garbage for the collector."""
+    os.write(fd, b"x" * 4096)
+
+    def ask() -> None:
+        linux.num_cached_pages(fd, 0, 4096)
+        linux.is_of_this_host(fd)
+        linux.direct_alignment(fd)
+
+    ask()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            ask()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_allocating_sets_the_size_or_says_no(fd: int) -> None:

@@ -112,6 +112,27 @@ async def test_an_error_at_any_operation_leaves_the_old_or_the_new(
     assert number > 12
 
 
+async def test_an_abort_tells_once_of_each_file_that_stays(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Who leads looks for the files of all ranks, its own among them."""
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == "unlink":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    files = RecordingFiles(refuse)
+    log = EventLog()
+    attempt = await storage_at(tmp_path / "c", executor, files, log).begin(A, overwrite=False)
+    await fill_attempt(attempt, OLD)
+    other = f"data-{A}-00001-00000.safetensors"
+    (tmp_path / "c" / other).touch()
+    await attempt.abort()
+    told = [event.file for event in log.of(CleanupFailed)]
+    assert sorted(told) == names_in(tmp_path / "c")
+    assert {*OLD, other} < set(told)
+
+
 async def test_new_directories_are_synced_where_a_link_leads(
     tmp_path: Path, executor: Executor
 ) -> None:

@@ -24,7 +24,7 @@ from ckptio.adapters.dcp.document import Pieces
 from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
 from ckptio.adapters.dcp.regions import Opened, files_of
 from ckptio.adapters.dcp.writer import place_of_rank
-from ckptio.config import CheckpointConfig
+from ckptio.config import CheckpointConfig, require_bool
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
@@ -80,6 +80,7 @@ class StorageReader(dcp.StorageReader):
                 "_extension_registry has no effect: files hold the bytes of tensors as they are"
             )
         check_types(types)
+        require_bool("allow_opaque", allow_opaque)
         self.path = path
         self._types = tuple(types)
         self._allows_opaque = allow_opaque

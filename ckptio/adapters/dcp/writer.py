@@ -16,7 +16,7 @@ from torch.futures import Future
 from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
-from ckptio.config import CheckpointConfig
+from ckptio.config import CheckpointConfig, require_bool
 from ckptio.errors import CheckpointNotFoundError, ConfigError
 from ckptio.storage.resolve import remote_url
 
@@ -90,6 +90,10 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         observer: Observer | None = None,
     ) -> None:
         _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
+        require_bool("single_file_per_rank", single_file_per_rank)
+        require_bool("overwrite", overwrite)
+        if sync_files is not None:
+            require_bool("sync_files", sync_files)
         staging: dict[str, bool] = {}
         if _Stager is not object:
             staging["cache_staged_state_dict"] = cache_staged_state_dict
@@ -271,6 +275,7 @@ def _refuse(
     Raises:
         ConfigError: One was given.
     """
+    require_bool("cache_staged_state_dict", cache_staged_state_dict)
     if per_thread_copy_ahead is not None:
         raise ConfigError(
             "per_thread_copy_ahead has no effect: set config=CheckpointConfig(pool_nbytes=...)"

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import sync
+from ckptio.conversion.convert import FORMATS
+from ckptio.errors import StorageError
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STATE = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
+
+
+def modes_under(path: Path) -> set[tuple[bool, int]]:
+    """Give whether each is a directory, and its permissions."""
+    found = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return {(one.is_dir(), stat.S_IMODE(one.stat().st_mode)) for one in found}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file that each format can be made of."""
+    torch.save(STATE, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+@pytest.fixture(params=[0o022, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run with the most usual mask, and with one that takes all of others' rights."""
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("modes", [None, (0o640, 0o750)])
+def test_what_a_conversion_makes_has_the_modes_of_its_options(
+    to: Any, modes: tuple[int, int] | None, source: Path, tmp_path: Path
+) -> None:
+    """As what a save makes: by default for the owner alone, whatever the umask."""
+    config = None
+    file_mode, dir_mode = modes or (0o600, 0o700)
+    if modes is not None:
+        config = dataclasses.replace(SMALL, file_mode=file_mode, dir_mode=dir_mode)
+    target = tmp_path / "new" / "target"
+    shards: Any = {"max_shard_nbytes": 800} if to == "hf" else {}
+    sync.convert(source, target, to=to, config=config, **shards)
+    wanted = {(True, dir_mode), (False, file_mode)}
+    assert modes_under(tmp_path / "new") == wanted
+    sync.convert(source, target, to=to, config=config, overwrite=True)
+    assert modes_under(tmp_path / "new") == wanted
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_directory_that_was_there_keeps_its_mode(to: Any, source: Path, tmp_path: Path) -> None:
+    """And so do the user's own files in it."""
+    target = tmp_path / "target"
+    target.mkdir(mode=0o755)
+    (target / "config.json").write_text("{}")
+    (target / "config.json").chmod(0o644)
+    sync.convert(source, target, to=to, config=SMALL)
+    assert modes_under(target) == {(True, 0o755), (False, 0o644), (False, 0o600)}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_what_a_killed_conversion_left_gets_the_modes_of_the_next(
+    to: Any, source: Path, tmp_path: Path
+) -> None:
+    """Whatever the killed one was told."""
+    folder = tmp_path / "target"
+    folder.mkdir(mode=0o700)
+    target = folder if to == "hf" else folder / "model.safetensors"
+    left = folder / ".model.safetensors.partial"
+    left.touch()
+    left.chmod(0o666)
+    sync.convert(source, target, to=to, config=SMALL)
+    assert modes_under(folder) == {(True, 0o700), (False, 0o600)}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("durability", ["none", "file", "full"])
+def test_a_conversion_syncs_what_it_is_told_to(
+    to: Any, durability: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, files, or files and the names of all that is new."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(file: Any) -> None:
+        fd = file if type(file) is int else file.fileno()
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    target = tmp_path / "new" / "target"
+    config = dataclasses.replace(SMALL, durability=durability)
+    sync.convert(source, target, to=to, config=config)
+    dirs = {str(tmp_path), str(tmp_path / "new")} | (
+        {str(target)} if to != "safetensors" else set()
+    )
+    assert {path for path in synced if os.path.isdir(path)} == (
+        dirs if durability == "full" else set()
+    )
+    assert bool([path for path in synced if not os.path.isdir(path)]) == (durability != "none")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_a_conversion_that_fails_leaves_no_directory(
+    to: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own nor those above that it made."""
+
+    def pwrite(*_: Any) -> int:
+        raise OSError(28, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(StorageError, match="no space"):
+            sync.convert(source, tmp_path / "new" / "target", to=to, config=SMALL)
+    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
