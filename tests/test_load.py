@@ -576,6 +576,26 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
         ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "names have 'module.': load into a wrapped"),
         ({"m": {"_orig_mod.w": 1}}, {"m": {"w": 1}}, "; and save the module before torch.compile"),
         ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "load into the module before torch.compile"),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"w": 1}},
+            "names have '_orig_mod.' and 'module.': load into a module that is wrapped",
+        ),
+        (
+            {"m": {"w": 1}},
+            {"m": {"_orig_mod.module.w": 1}},
+            "names have '_orig_mod.' and 'module.': load into the module inside of both wrappers",
+        ),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"module.w": 1}},
+            "names have '_orig_mod.': load into a compiled module",
+        ),
+        (
+            {"m": {"_orig_mod.w": 1}},
+            {"m": {"module.w": 1}},
+            "checkpoint's names have '_orig_mod.' and the target's 'module.': load into a module",
+        ),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
