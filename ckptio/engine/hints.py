@@ -24,18 +24,20 @@ _OTHER_FLOAT = re.compile(
 )
 
 
-def hint_for(match: Match, given: Sequence[str]) -> str:
+def hint_for(match: Match, given: Sequence[str], writer: str) -> str:
     """Say what to do, empty if nothing tells.
 
     Args:
         match: What disagrees.
         given: Names of the target.
+        writer: What wrote the checkpoint, as its manifest says.
     """
     return (
         _level(given, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
         or _conversion(match)
+        or _renaming(match, writer)
     )
 
 
@@ -105,3 +107,13 @@ def _conversion(match: Match) -> str:
     if match.missing or match.unexpected or len(dtypes) != 1 or "" in dtypes:
         return ""
     return f"dtype={dtypes.pop()} converts"
+
+
+def _renaming(match: Match, writer: str) -> str:
+    """Say so if others give names of a module to what has other names in the file."""
+    if writer != "safetensors" or not (match.missing and match.unexpected):
+        return ""
+    return (
+        "names are taken as they are in the file; where from_pretrained() gives a module others,"
+        " load with that, and save what it made"
+    )
