@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptio import sync
@@ -576,6 +577,26 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
         ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "names have 'module.': load into a wrapped"),
         ({"m": {"_orig_mod.w": 1}}, {"m": {"w": 1}}, "; and save the module before torch.compile"),
         ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "load into the module before torch.compile"),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"w": 1}},
+            "names have '_orig_mod.' and 'module.': load into a module that is wrapped",
+        ),
+        (
+            {"m": {"w": 1}},
+            {"m": {"_orig_mod.module.w": 1}},
+            "names have '_orig_mod.' and 'module.': load into the module inside of both wrappers",
+        ),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"module.w": 1}},
+            "names have '_orig_mod.': load into a compiled module",
+        ),
+        (
+            {"m": {"_orig_mod.w": 1}},
+            {"m": {"module.w": 1}},
+            "checkpoint's names have '_orig_mod.' and the target's 'module.': load into a module",
+        ),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
@@ -585,6 +606,19 @@ def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
     sync.save(saved, tmp_path / "c")
     with pytest.raises(MismatchError, match=re.escape(hint)):
         sync.load(tmp_path / "c", into=target)
+
+
+def test_names_that_from_pretrained_would_convert_are_explained(tmp_path: Path) -> None:
+    """Of a file of safetensors, where other names are in the way, and nothing else is known."""
+    save_file({"experts.0.w1.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    target = {"experts.gate_up_proj": torch.zeros(2)}
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(MismatchError, match=r"as they are in the file.*from_pretrained\(\)"):
+            sync.load(path, into=target)
+    more = {"experts.0.w1.weight": torch.zeros(2), **target}
+    with pytest.raises(MismatchError) as caught:
+        sync.load(tmp_path, into=more)
+    assert "from_pretrained" not in str(caught.value)
 
 
 @pytest.mark.skipif("float4_e2m1fn_x2" not in vars(torch), reason="a later version of torch")

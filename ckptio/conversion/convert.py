@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptio._aio import in_own_thread
 from ckptio.config import require_bool
-from ckptio.conversion.losses import lost_in_dcp, lost_in_safetensors
+from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
@@ -44,8 +44,8 @@ class ConvertReport:
         num_tensors: Tensors in it, under all of their names.
         nbytes: Bytes of them.
         files: What it is made of.
-        notes: What the format does not keep, and what lies beside the source and was not
-            converted with it, a line each.
+        notes: What the format does not keep, names that a wrapper gave to a whole model, and
+            what lies beside the source and was not converted with it, a line each.
     """
 
     source: str
@@ -110,7 +110,8 @@ def run_convert(
         to: The format.
         select: Names to take, as in `ckptio.load`.
         strip: Take only what is below this name, and drop it from the names: `"model"` makes
-            `layers.0.weight` of `model.layers.0.weight`.
+            `layers.0.weight` of `model.layers.0.weight`, and `"model._orig_mod"` of what
+            `torch.compile` calls `model._orig_mod.layers.0.weight`.
         overwrite: Replace what is there. With it or without, a conversion that was stopped,
             killed or refused by the system goes on when it is run again with the same
             arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
@@ -167,7 +168,7 @@ def run_convert(
         num_tensors=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         files=tuple(files),
-        notes=(*_lost(read.tree, leaves, to), *notes_of(read.manifest)),
+        notes=(*_lost(read.tree, leaves, to, strip), *notes_of(read.manifest)),
     )
 
 
@@ -181,11 +182,13 @@ def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool)
         raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
 
 
-def _lost(tree: Json, leaves: list[Leaf], to: Format) -> list[str]:
-    """Say what the format does not keep."""
+def _lost(tree: Json, leaves: list[Leaf], to: Format, strip: str) -> list[str]:
+    """Say what the format does not keep, and what its readers do not find."""
     if to == "dcp":
         return lost_in_dcp(tree)
-    return lost_in_safetensors(leaves) if to in ("safetensors", "hf") else []
+    if to == "ckptio":
+        return []
+    return [*left_by_wrappers(leaves, strip), *lost_in_safetensors(leaves)]
 
 
 def _target_of(path: PathLike, to: Format) -> str:

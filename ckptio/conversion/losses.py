@@ -7,12 +7,16 @@ kind of dict it went through, nor dicts in which there is nothing. It pickles wh
 of the words in pickles `weights_only` knows few: a date is in the directory, but whoever loads that
 without running what it says does not get it. Classes are never imported for a conversion, so what
 they made goes as the plain value that it is stored as.
+
+Nothing is lost, but nobody finds it, where names are those that a wrapper gave to a model.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
+from ckptio.engine.hints import WRAPPERS
 from ckptio.format.bucket import later_code
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.layout import DTYPES
@@ -54,6 +58,24 @@ def lost_in_safetensors(leaves: Iterable[Leaf]) -> list[str]:
             what = f"pairs of {dtype.code}" if dtype.inner else dtype.code
             lost.append(f"{leaf.name}: other readers get {leaf.dtype} as {what}")
     return lost
+
+
+def left_by_wrappers(leaves: Iterable[Leaf], strip: str) -> list[str]:
+    """Say so if all names are those that a wrapper gave to a model: other readers have none.
+
+    Args:
+        leaves: What is written.
+        strip: The name whose part was taken, if any.
+    """
+    levels = zip(*(leaf.name.split(".")[:-1] for leaf in leaves), strict=False)
+    common = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, levels)]
+    depth = max((n for n, part in enumerate(common, 1) if f"{part}." in WRAPPERS), default=0)
+    if not depth:
+        return []
+    above = ".".join(common[:depth])
+    whole = f"{strip.removesuffix('.')}.{above}" if strip else above
+    note = f"every name begins with {f'{above}.'!r}, which a wrapper put there"
+    return [f"{note}: strip={whole!r} (--strip {whole}) takes it off"]
 
 
 def lost_in_dcp(tree: Json) -> list[str]:

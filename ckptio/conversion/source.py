@@ -11,7 +11,7 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
 from ckptio.errors import ConfigError, FormatError, TargetError
-from ckptio.format.encode import TAG
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
@@ -117,11 +117,14 @@ class Source:
         tree = read_tree(self.manifest)
         if strip:
             tree = _below(tree, strip.removesuffix("."))
+            if tree == {}:
+                raise TargetError(f"there is nothing below {strip!r} in checkpoint {self.path!r}")
         if select is not None:
             tree = prune(tree, make_predicate(select))
+            if tree == {}:
+                where = f" below {strip!r}" if strip else ""
+                raise TargetError(f"{select!r} selects nothing{where} in checkpoint {self.path!r}")
         self.tree = tree
-        if tree == {} and (select is not None or strip):
-            raise TargetError(f"there is nothing of that name in checkpoint {self.path!r}")
 
     @property
     def path(self) -> str:
@@ -332,7 +335,16 @@ def new_like(entry: TensorEntry) -> torch.Tensor:
 
 
 def _below(tree: Json, name: str) -> Json:
-    """Give what the tree has under a name; `{}` if there is nothing."""
+    """Give what the tree has under a name; `{}` if there is nothing.
+
+    The name may end inside of keys, which have dots in a flat state, and in the `state_dict` of
+    a module: then it is what they begin with.
+
+    Raises:
+        ConfigError: It is a tensor's.
+        FormatError: Two values below it have one name.
+    """
+    inside: dict[str, Json] = {}
     found = [("", tree)]
     while found:
         fqn, node = found.pop()
@@ -340,21 +352,21 @@ def _below(tree: Json, name: str) -> Json:
             if type(node) is dict and tensor_index(node) is not None:
                 raise ConfigError(f"{name!r} is a tensor: there are no names below it to keep")
             return node
-        if fqn and not name.startswith(f"{fqn}."):
-            continue
         if type(node) is list:
-            found += [(f"{fqn}.{i}" if fqn else str(i), item) for i, item in enumerate(node)]
+            items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
         elif type(node) is dict and tensor_index(node) is None:
-            found += list(children(fqn, node))
-    return _flat_below(tree, name)
-
-
-def _flat_below(tree: Json, name: str) -> Json:
-    """Give the entries of a flat state whose keys begin with a name."""
-    prefix = f"{name}."
-    if type(tree) is not dict or TAG in tree:
-        return {}
-    return {key.removeprefix(prefix): node for key, node in tree.items() if key.startswith(prefix)}
+            items = list(children(fqn, node))
+        else:
+            continue
+        for below, item in items:
+            if below == name or name.startswith(f"{below}."):
+                found.append((below, item))
+            elif below.startswith(f"{name}."):
+                key = below.removeprefix(f"{name}.")
+                if key in inside:
+                    raise FormatError(f"two values are called {below!r}")
+                inside[key] = item
+    return {TAG: "dict", "v": list(inside.items())} if TAG in inside else inside
 
 
 def require_dict(state: Any, path: str) -> dict[str, Any]:

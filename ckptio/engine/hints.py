@@ -10,28 +10,34 @@ if TYPE_CHECKING:
 
     from ckptio.state.fills import Match
 
-#: What wrappers put before the names of a module, and what has the names without.
-_PREFIXES = {
-    "_orig_mod.": ("the module before torch.compile", "a compiled module"),
-    "module.": ("the .module of the wrapper", "a wrapped module"),
+#: What wrappers put before the names of a module: torch.compile, and DistributedDataParallel and
+#: its like.
+WRAPPERS = ("_orig_mod.", "module.")
+#: What has the names without, and what has them with, by what is put before them.
+_WRAPPED = {
+    WRAPPERS[:1]: ("the module before torch.compile", "a compiled module"),
+    WRAPPERS[1:]: ("the .module of the wrapper", "a wrapped module"),
+    WRAPPERS: ("the module inside of both wrappers", "a module that is wrapped and compiled so"),
 }
 _OTHER_FLOAT = re.compile(
     r".*: (torch\.b?float\d+) in the target, torch\.b?float\w+ in the checkpoint"
 )
 
 
-def hint_for(match: Match, given: Sequence[str]) -> str:
+def hint_for(match: Match, given: Sequence[str], writer: str) -> str:
     """Say what to do, empty if nothing tells.
 
     Args:
         match: What disagrees.
         given: Names of the target.
+        writer: What wrote the checkpoint, as its manifest says.
     """
     return (
         _level(given, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
         or _conversion(match)
+        or _renaming(match, writer)
     )
 
 
@@ -63,17 +69,35 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say so if names differ by what a wrapper put before them."""
-    for prefix, (plain, wrapped) in _PREFIXES.items():
-        here, there = ({n.replace(prefix, "") for n in names} for names in (missing, unexpected))
-        if here & there:
-            if any(prefix in name for name in unexpected):
-                return (
-                    f"the checkpoint's names have {prefix!r}: load into {wrapped}, or into a dict"
-                    f" of the target's tensors by these names; and save {plain} from now on"
-                )
-            return f"the target's names have {prefix!r}: load into {plain}"
+    """Say so if names differ by what wrappers put before them."""
+    for prefixes, (plain, wrapped) in _WRAPPED.items():
+        if not {_bare(n, prefixes) for n in missing} & {_bare(n, prefixes) for n in unexpected}:
+            continue
+        here, there = (_those_in(names, prefixes) for names in (missing, unexpected))
+        if not there:
+            return f"the target's names have {here}: load into {plain}"
+        if len(prefixes) > 1 and here:
+            return (
+                f"the checkpoint's names have {there} and the target's {here}: load into a module"
+                " wrapped like the one that was saved"
+            )
+        return (
+            f"the checkpoint's names have {there}: load into {wrapped}, or into a dict"
+            f" of the target's tensors by these names; and save {plain} from now on"
+        )
     return ""
+
+
+def _bare(name: str, prefixes: Sequence[str]) -> str:
+    for prefix in prefixes:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _those_in(names: Sequence[str], prefixes: Sequence[str]) -> str:
+    """Say which prefixes names have."""
+    found = [prefix for prefix in prefixes if any(prefix in name for name in names)]
+    return " and ".join(map(repr, found))
 
 
 def _conversion(match: Match) -> str:
@@ -83,3 +107,13 @@ def _conversion(match: Match) -> str:
     if match.missing or match.unexpected or len(dtypes) != 1 or "" in dtypes:
         return ""
     return f"dtype={dtypes.pop()} converts"
+
+
+def _renaming(match: Match, writer: str) -> str:
+    """Say so if others give names of a module to what has other names in the file."""
+    if writer != "safetensors" or not (match.missing and match.unexpected):
+        return ""
+    return (
+        "names are taken as they are in the file; where from_pretrained() gives a module others,"
+        " load with that, and save what it made"
+    )

@@ -190,7 +190,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match.look_again(manifest.tensors)
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     if request.strict == "raise" and not match.agrees:
-        hint = hint_for(match, _names_in(request.into))
+        hint = hint_for(match, _names_in(request.into), manifest.writer)
         raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
     num_notes = len(notes)
     notes += match.doubles

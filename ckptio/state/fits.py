@@ -67,20 +67,56 @@ def find_tensor(
         dtype: Its element type.
         converted: Floating-point element type that it may have instead of the stored one.
     """
-    index = tensor_index(node)
-    if index is None or node[TAG] in ("bytes", "bytearray", "np"):
+    stored = stored_as(entries, node)
+    if stored is None:
         return other("a tensor")
-    entry = entries[index]
-    stored_shape, stored_dtype = entry.shape, entry.dtype
-    if node[TAG] == "view":
-        check_view(node, entry.nbytes)
-        stored_shape, stored_dtype = tuple(node["s"]), node["d"]
-    stored = torch_dtype(stored_dtype)
+    index, stored_shape, stored_dtype = stored
     if shape != stored_shape:
         return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
-    if dtype != stored and not (converted == dtype and is_convertible(stored)):
-        return f"{dtype} in the target, {stored} in the checkpoint"
+    if dtype != stored_dtype and not (converted == dtype and is_convertible(stored_dtype)):
+        return f"{dtype} in the target, {stored_dtype} in the checkpoint"
     return index
+
+
+def stored_as(
+    entries: Sequence[TensorEntry], node: Json
+) -> tuple[int, tuple[int, ...], torch.dtype] | None:
+    """Give index, shape and element type of the tensor that a node is; `None` for other nodes."""
+    index = tensor_index(node)
+    if index is None or node[TAG] in ("bytes", "bytearray", "np"):
+        return None
+    entry = entries[index]
+    if node[TAG] == "view":
+        check_view(node, entry.nbytes)
+        return index, tuple(node["s"]), torch_dtype(node["d"])
+    return index, entry.shape, torch_dtype(entry.dtype)
+
+
+def resized_like(
+    entries: Sequence[TensorEntry], node: Json, target: torch.Tensor
+) -> torch.Tensor | None:
+    """Give what a new tensor is like that an object is given in the stored shape.
+
+    It has the stored element type, too, unless both are of floating-point numbers: whether one
+    goes into the other, `dtype=` says.
+
+    Args:
+        entries: Tensors of the manifest.
+        node: The node.
+        target: What the object has.
+
+    Returns:
+        A tensor on the meta device; `None` if the node is no tensor.
+    """
+    stored = stored_as(entries, node)
+    if stored is None:
+        return None
+    _, shape, dtype = stored
+    if dtype.is_floating_point and target.is_floating_point():
+        dtype = target.dtype
+    is_trained = target.requires_grad and (dtype.is_floating_point or dtype.is_complex)
+    like = torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_trained)
+    return torch.nn.Parameter(like, is_trained) if type(target) is torch.nn.Parameter else like
 
 
 def is_like(entry: TensorEntry, tensor: torch.Tensor) -> bool:

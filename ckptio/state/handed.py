@@ -8,6 +8,13 @@ second copy of a model; what has code of others to take its state is given new t
 `torch.load` gives them, and does with its own what it likes. Of a module that is what is below
 each module with such code: a hook that runs before, or a `_load_from_state_dict` of its own.
 
+Such code may also give what it has another shape: a buffer of samples is as long as it was when
+it was saved, an observer of torch's quantisation learns how many channels there are. So there a
+tensor of another shape is no mismatch: the object is given what is stored, and says itself if
+that does not fit, when other targets are filled already. Of a module that goes for the buffers of
+just the parts with such code, those among them that are `None` as yet. Its parameters have to
+fit: what differs there is another model, as a rule, and that is said before anything changes.
+
 An object that has modules and optimizers among its attributes (an `AppState`, as tutorials of
 torch.distributed.checkpoint call it) hands on to those what is theirs, as a rule. So their
 tensors are filled where they are, too: a second copy of a model may not fit on its device.
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
     from ckptio.format.encode import Json
 
 
+#: What of torch's gives its buffers the shapes of what it is given.
+_RESIZING = frozenset(("torch.ao.quantization.observer", "torch.ao.quantization.fake_quantize"))
 #: Longer lists and dicts among an object's attributes hold no modules, but samples or the like.
 _MAX_PARTS = 1000
 
@@ -50,13 +59,19 @@ class Handed:
         fqn: Its name.
         is_new: Whether a name of its state gets a new tensor.
         kept: Storages that are filled where they are.
+        is_resized: Whether what is new under a name may have another shape than it has.
     """
 
     def __init__(
-        self, fqn: str, is_new: Callable[[str], bool], kept: Container[int] = frozenset()
+        self,
+        fqn: str,
+        is_new: Callable[[str], bool],
+        kept: Container[int] = frozenset(),
+        is_resized: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._start = len(fqn) + 1 if fqn else 0
         self._is_new = is_new
+        self._is_resized = is_resized
         self._kept = kept
         self._blanks: dict[Hashable, Blank] = {}
         #: The first that was made for a tensor of the object, by its memory.
@@ -66,14 +81,28 @@ class Handed:
         """Whether a tensor or an array of the object, by its whole name, is left for a new one."""
         return self._is_new(fqn[self._start :]) and not self._is_kept(target)
 
+    def is_resized(self, fqn: str) -> bool:
+        """Whether what is new under a whole name may have another shape than it has."""
+        return self._is_resized(fqn[self._start :])
+
     def _is_kept(self, target: torch.Tensor | np.ndarray[Any, Any]) -> bool:
         return isinstance(target, torch.Tensor) and _storage_of(target) in self._kept
 
-    def blank(self, fqn: str, target: torch.Tensor, stored: int, view: Json) -> Blank:
-        """Give the new tensor for one of the object: one for what is one here and there."""
+    def blank(
+        self, fqn: str, target: torch.Tensor, like: torch.Tensor, stored: int, view: Json
+    ) -> Blank:
+        """Give the new tensor for one of the object: one for what is one here and there.
+
+        Args:
+            fqn: Its whole name.
+            target: What the object has.
+            like: What it is to be like: the same, or one of another shape.
+            stored: Index of what it takes.
+            view: The part of that, if it is not all.
+        """
         memory = memory_of(target)
         key = (memory, stored, msgspec.json.encode(view))
-        blank = self._blanks.setdefault(key, Blank(fqn, target, target.device))
+        blank = self._blanks.setdefault(key, Blank(fqn, like, target.device))
         self._firsts.setdefault(memory, blank)
         return blank
 
@@ -124,19 +153,35 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
         target: The object.
         keys: Of its state.
     """
-    if not _is_of_torch(target.load_state_dict):
-        is_one = isinstance(target, (torch.nn.Module, torch.optim.Optimizer))
-        return Handed(fqn, lambda _: True, () if is_one else _kept_by_torch(target))
+    has_own = not _is_of_torch(target.load_state_dict)
     if isinstance(target, torch.optim.Optimizer):
         hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", {})
-        return None if all(map(_is_of_torch, hooks.values())) else Handed(fqn, lambda _: True)
+        is_new = has_own or not all(map(_is_of_torch, hooks.values()))
+        return Handed(fqn, lambda _: True) if is_new else None
     if not isinstance(target, torch.nn.Module):
-        return None
+        if not has_own:
+            return None
+        return Handed(fqn, lambda _: True, _kept_by_torch(target), lambda _: True)
     names = Names(keys)
-    rewritten = {names.bare(name) for name, part in target.named_modules() if _rewrites(part)}
-    if not rewritten:
+    rewriting = {
+        name: part
+        for name, part in target.named_modules(remove_duplicate=False)
+        if _rewrites(part) or (has_own and part is target)
+    }
+    if not rewriting:
         return None
-    return Handed(fqn, lambda key: any(bare in rewritten for bare in above(names.bare(key))))
+    rewritten = {names.bare(name) for name in rewriting}
+    resized = {
+        names.bare(join_fqn(name, buffer))
+        for name, part in rewriting.items()
+        for buffer in part._buffers  # noqa: SLF001  # nothing public names those that are None
+        if buffer not in part._non_persistent_buffers_set  # noqa: SLF001  # nor those not stored
+    }
+    return Handed(
+        fqn,
+        lambda key: has_own or any(bare in rewritten for bare in above(names.bare(key))),
+        is_resized=lambda key: names.bare(key) in resized,
+    )
 
 
 def _kept_by_torch(target: Any) -> set[int]:
@@ -150,11 +195,13 @@ def _kept_by_torch(target: Any) -> set[int]:
         cls = type(value)  # what a proxy says it is may be gone
         if not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
             continue
-        if handed_to("", value, ()) is not None:
+        if not _is_of_torch(value.load_state_dict):
             continue
         tensors: Iterable[Any]
         if issubclass(cls, torch.nn.Module):
-            tensors = (*value.parameters(), *value.buffers())
+            tensors = _filled_in(value)
+        elif handed_to("", value, ()) is not None:
+            continue
         else:
             states = list(value.state.values())
             dicts = [state for state in states if isinstance(state, dict)]
@@ -167,6 +214,13 @@ def _kept_by_torch(target: Any) -> set[int]:
     return kept - {0}
 
 
+def _filled_in(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Give the tensors of a module that are not below a part with code of others."""
+    parts = [part for part in module.modules() if _rewrites(part)]
+    new = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in new]
+
+
 def _storage_of(tensor: torch.Tensor) -> int:
     """Tell storages apart; 0 for a tensor that shows none."""
     try:
@@ -177,10 +231,12 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _rewrites(module: torch.nn.Module) -> bool:
-    """Whether a module runs code of others on a state before it takes it."""
+    """Whether a module runs code of others on a state before it takes it, or resizes itself."""
     hooks = getattr(module, "_load_state_dict_pre_hooks", {})
-    functions = (module._load_from_state_dict, *hooks.values())  # noqa: SLF001  # made to be overridden
-    return not all(map(_is_of_torch, functions))
+    own = module._load_from_state_dict  # noqa: SLF001  # made to be overridden
+    if getattr(own, "__module__", None) in _RESIZING:
+        return True
+    return not all(map(_is_of_torch, (own, *hooks.values())))
 
 
 def _is_of_torch(function: Any) -> bool:
@@ -246,6 +302,8 @@ def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
     made = dict(_tensors_of(module))
     with torch.no_grad():
         for path, held in stays.items():  # an optimizer may have them
+            if held.shape != made[path].shape:  # resized by the module
+                continue
             parent, _, attribute = path.rpartition(".")
             held.copy_(made[path])
             setattr(module.get_submodule(parent), attribute, held)

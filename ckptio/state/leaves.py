@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
+import io
+import random
 import types
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,19 +84,34 @@ def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
 
 def way_out_of(value: object) -> str:
     """Say what to save instead of a value that has no portable form."""
-    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
-        return "save vars(...) of it"
-    if isinstance(value, torch.Generator):
-        return "save its get_state(), and give that to set_state()"
-    if isinstance(value, np.random.Generator):
-        return "save its bit_generator.state"
-    if isinstance(value, dict):
-        return "save dict(...) of it"
-    if isinstance(value, (list, collections.deque)):
-        return "save list(...) of it"
+    if type(value).__module__.partition(".")[0] == "omegaconf":
+        return "save OmegaConf.to_container(..., resolve=True) of it"
+    for classes, way_out in _ways_out():
+        if isinstance(value, classes):
+            return way_out
+    if callable(getattr(type(value), "to_dict", None)):
+        return "save its to_dict()"
     return (
         "give it state_dict() and load_state_dict(), make it a dataclass, or save what it is"
         " made of"
+    )
+
+
+def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
+    """Say what to save instead of values of some classes; numpy imports some of them for it."""
+    return (
+        ((argparse.Namespace, types.SimpleNamespace), "save vars(...) of it"),
+        (
+            (torch.Generator, np.random.RandomState),
+            "save its get_state(), and give that to set_state()",
+        ),
+        ((random.Random,), "save its getstate(), and give that to setstate()"),
+        ((np.random.Generator,), "save its bit_generator.state"),
+        ((np.random.BitGenerator,), "save its state"),
+        ((np.ma.MaskedArray,), "save its data and its mask"),
+        ((io.BytesIO, io.StringIO), "save its getvalue()"),
+        ((Mapping,), "save dict(...) of it"),
+        ((list, collections.deque, collections.UserList, range), "save list(...) of it"),
     )
 
 
@@ -224,8 +242,10 @@ def _refusal(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
         return UnsupportedLeafError(
             fqn, f"a tensor on {tensor.device.type!r}", "move it with tensor.cpu()"
         )
+    is_told = hasattr(type(tensor), "__tensor_flatten__")
     return UnsupportedLeafError(
         fqn,
         f"a tensor subclass {type(tensor).__qualname__!r} may hold its data elsewhere",
-        "save the plain tensors it is made of",
+        "save the plain tensors it is made of"
+        + (", the attributes that its __tensor_flatten__() names" if is_told else ""),
     )

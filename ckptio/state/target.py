@@ -12,10 +12,10 @@ places, which have different values in the checkpoint, becomes two. A list or a 
 nothing to fill is one value, of any length, and a list stays the one that it is.
 
 A stateful object gives its state as a template, its tensors are filled in place (those that
-code of others takes are made new, see `handed`), and what else the checkpoint has under it is
-made new (but a module takes no names that it does not have, and lacks none that is tied to one
-it is given); then it takes the whole, unless nothing of it was selected. Any other value of the
-target is a placeholder; an enum comes back as its class.
+code of others takes are made new, some in whatever shape is stored, see `handed`), and what else
+the checkpoint has under it is made new (but a module takes no names that it does not have, and
+lacks none that is tied to one it is given); then it takes the whole, unless nothing of it was
+selected. Any other value of the target is a placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -235,7 +235,7 @@ class Matcher(TensorMatcher):
         own = tuple(classes_in(target)) if stored and not closed else ()
         made: list[tuple[Json, Assemble]] = []
         for encoded_key, name, item in stored.values():
-            if closed:
+            if closed and not (flat and self._is_resized(name)):  # a buffer that is None
                 self._note_unexpected(name, item)
             elif self._selects(name, item):
                 made.append((encoded_key, self._value(name, None, item, own)))

@@ -10,7 +10,15 @@ import numpy as np
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.state.fills import Blank, Fill, check_array, check_fillable
-from ckptio.state.fits import array_differs, find_plain, find_tensor, is_like, other, shape_of
+from ckptio.state.fits import (
+    array_differs,
+    find_plain,
+    find_tensor,
+    is_like,
+    other,
+    resized_like,
+    shape_of,
+)
 from ckptio.state.leaves import as_tensor
 from ckptio.state.noted import Noted
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
@@ -65,22 +73,30 @@ class TensorMatcher(Noted):
             self.match.num_filled += 1
             self.match.fills.append(fill)
             return lambda _: target
-        found = self._find(node, shape_of(fqn, target), target.dtype)
+        found, like = self._find(node, shape_of(fqn, target), target.dtype), target
+        if isinstance(found, str) and is_new and self._is_resized(fqn):
+            resized = resized_like(self._tensors, node, target)
+            if resized is not None:
+                found, like = self._find(node, resized.shape, resized.dtype), resized
         if isinstance(found, str):
             return self._mismatch(fqn, target, found)
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         if target.is_meta:
-            blank = self._blank(fqn, target, memory_of(target))
+            blank = self._blank(fqn, like, memory_of(target))
             self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
         check_fillable(fqn, target)
         if self._handed is not None and is_new:
-            blank = self._handed.blank(fqn, target, found, view)
+            blank = self._handed.blank(fqn, target, like, found, view)
             self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
         self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
         return lambda _: target
+
+    def _is_resized(self, fqn: str) -> bool:
+        """Whether the object that has a name may give it another shape, when it takes its state."""
+        return self._handed is not None and self._handed.is_resized(fqn)
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a tensor of which this rank holds blocks."""
@@ -119,9 +135,10 @@ class TensorMatcher(Noted):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
             return self._mismatch(fqn, target, other("an array"))
-        if found := array_differs(target, node):
+        is_new = self._handed is not None and self._handed.is_new(fqn, target)
+        if (found := array_differs(target, node)) and not (is_new and self._is_resized(fqn)):
             return self._mismatch(fqn, target, found)
-        if self._handed is not None and self._handed.is_new(fqn, target):
+        if is_new:
             return self._take(fqn, node)
         check_array(fqn, target)
         tensor = as_tensor(target)

@@ -98,6 +98,53 @@ def test_the_model_of_a_state_becomes_a_folder_for_hugging_face(kind: str, tmp_p
     assert back.keys() == state["model"].keys()
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("name", ["model._orig_mod", "model._orig_mod.module.", "lists.1.inner"])
+def test_a_name_may_end_inside_of_keys(kind: str, name: str, tmp_path: Path) -> None:
+    """Those of a state_dict have dots, wherever it is."""
+    part = {"a.weight": torch.ones(2), "a.bias": torch.zeros(2), "~": torch.ones(1)}
+    inside = name.removeprefix("model.").removeprefix("lists.1.").removesuffix(".")
+    held: Any = OrderedDict({f"{inside}.{key}": value for key, value in part.items()})
+    held["n_averaged"] = torch.tensor(3)
+    state = {"epoch": 1, "lists": [1, held]} if name.startswith("lists") else {"model": held}
+    source = save_as(kind, tmp_path / "source", state)
+    sync.convert(source, tmp_path / "x", to="ckptio", strip=name, config=SMALL)
+    assert_same_state(sync.load(tmp_path / "x", config=SMALL), part)
+
+
+def test_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    """Neither is left out."""
+    source = save_as("ours", tmp_path / "source", {"x": {"a.b.c": torch.ones(1)}, "x.a.b.c": 1})
+    with pytest.raises(FormatError, match=r"two values are called 'x\.a\.b\.c'"):
+        sync.convert(source, tmp_path / "x", to="dcp", strip="x.a.b", config=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("names", "strip", "said"),
+    [
+        (("_orig_mod.w", "_orig_mod.b.w"), "model", "model._orig_mod"),
+        (("_orig_mod.module.w", "_orig_mod.module.w2"), "", "model._orig_mod.module"),
+        (("module.w", "n_averaged"), "model.", ""),
+        (("module", "module.w"), "model", ""),
+        (("w", "b"), "", ""),
+    ],
+)
+def test_names_that_a_wrapper_gave_are_noted(
+    names: tuple[str, ...], strip: str, said: str, tmp_path: Path
+) -> None:
+    """With what takes them off, which does."""
+    state = {"model": OrderedDict((name, torch.ones(2)) for name in names)}
+    source = save_as("ours", tmp_path / "source", state)
+    report = sync.convert(source, tmp_path / "x", to="hf", strip=strip, config=SMALL)
+    assert [said in note for note in report.notes] == [True] * bool(said)
+    if not said:
+        return
+    assert f"(--strip {said})" in report.notes[0]
+    again = sync.convert(source, tmp_path / "x", to="hf", strip=said, overwrite=True, config=SMALL)
+    assert not again.notes
+    assert again.num_tensors == len(names)
+
+
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
     """It has the name that libraries look for, and a note that they want."""
     save_as("ours", tmp_path / "source", make_weights())
@@ -457,8 +504,10 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for twin, path in [(f"{source}", f"{source}"), ("memory://wrong/a", "memory:///wrong/a")]:
         with pytest.raises(ConfigError, match="itself"):
             sync.convert(twin, path, to="ckptio", overwrite=True, config=SMALL)
-    with pytest.raises(TargetError):
+    with pytest.raises(TargetError, match="'nothing' selects nothing"):
         sync.convert(source, tmp_path / "x", to="hf", select="nothing", config=SMALL)
+    with pytest.raises(TargetError, match="nothing below 'nothing'"):
+        sync.convert(source, tmp_path / "x", to="hf", strip="nothing", config=SMALL)
     with pytest.raises(CheckpointNotFoundError):
         sync.convert(tmp_path / "nowhere", tmp_path / "x", to="hf", config=SMALL)
 

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import random
+import types
 import warnings
+from collections import UserDict, UserList
 from typing import Any
 
 import numpy as np
@@ -133,6 +137,26 @@ class OwnMemory(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
 
+class Wrapper(OwnMemory):
+    """One that says what it is made of."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        raise NotImplementedError
+
+
+class DictConfig(dict[str, Any]):
+    """What omegaconf has, by its name."""
+
+    __module__ = "omegaconf.dictconfig"
+
+
+class Settled:
+    """Says what it is made of."""
+
+    def to_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class Tagged(torch.Tensor):
     """A subclass that is a tensor with a label."""
 
@@ -142,10 +166,24 @@ def refused() -> dict[str, tuple[Any, str]]:
         "sparse": (torch.eye(3).to_sparse(), r"indices and values.*tensor.to_dense\(\)"),
         "meta": (torch.zeros(3, device="meta"), r"to_empty\(\)"),
         "subclass": (torch.zeros(3).as_subclass(OwnMemory), "plain tensors it is made of"),
+        "wrapper": (torch.zeros(3).as_subclass(Wrapper), r"its __tensor_flatten__\(\) names"),
         "objects": (np.array([object()]), "convert it to numbers"),
         "records": (np.zeros(2, [("a", "i4")]), "save its fields"),
         "record": (np.zeros(2, [("a", "i4")])[0], "Python value"),
-        "masked": (np.ma.masked_array([1]), "MaskedArray"),
+        "masked": (np.ma.masked_array([1]), "MaskedArray.*save its data and its mask"),
+        "namespace": (types.SimpleNamespace(a=1), r"vars\(...\)"),
+        "torch's generator": (torch.Generator(), r"its get_state\(\)"),
+        "RandomState": (np.random.RandomState(0), r"its get_state\(\)"),
+        "Random": (random.Random(0), r"its getstate\(\)"),
+        "numpy's generator": (np.random.default_rng(0), "its bit_generator.state"),
+        "BitGenerator": (np.random.PCG64(0), "save its state"),
+        "BytesIO": (io.BytesIO(b"a"), r"its getvalue\(\)"),
+        "DictConfig": (DictConfig(a=1), r"OmegaConf.to_container\(..., resolve=True\)"),
+        "UserDict": (UserDict(a=1), r"save dict\(...\)"),
+        "proxy": (types.MappingProxyType({"a": 1}), r"save dict\(...\)"),
+        "UserList": (UserList([1]), r"save list\(...\)"),
+        "range": (range(3), r"save list\(...\)"),
+        "to_dict": (Settled(), r"save its to_dict\(\)"),
         "function": (lambda: 0, "state_dict"),
         "generator": ((i for i in "a"), "generator"),
         "class": (Loader, "type"),
