@@ -322,6 +322,43 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         run_virtual(scenario(overwrite=overwrite), seed=0)
 
 
+def test_a_save_that_was_silent_and_swept_is_not_acknowledged() -> None:
+    """Its mark went with its files: nothing tells how long it was silent, so it gives up."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+        await fill_attempt(attempt, contents_of(A, 5000))
+        await asyncio.sleep(8000)
+        assert await save(bucket, B, 10, overwrite=True) == "won"
+        assert bucket.keys == keys_of(B, 10)
+        with pytest.raises(StorageError, match="others may have removed its files; save again"):
+            await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+        await attempt.abort()
+        assert winner(bucket) == B
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_two_processes_commit_is_acknowledged_to_both() -> None:
+    """Who is first takes the mark along; the files are there, so nobody has swept."""
+
+    async def scenario() -> None:
+        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+        attempts = [
+            await object_storage(MemoryStore(bucket)).begin(A, overwrite=True) for _ in range(2)
+        ]
+        for attempt in attempts:
+            await fill_attempt(attempt, contents)
+        for attempt in attempts:
+            await attempt.commit(manifest_of(A, contents))
+            assert winner(bucket) == A
+            assert bucket.keys == keys_of(A, 100, 5000)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_damaged_read_back_settles_nothing() -> None:
     """What is read wrong once is read again before anything is removed."""
 
