@@ -9,8 +9,9 @@ import pytest
 
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.errors import StorageError
+from ckptio.events import CleanupFailed
 from ckptio.storage.streams import AwaitedSink
-from ckptio.testing import MemoryBucket, MemoryStore, hit, run_virtual
+from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
 from tests.rig import (
     SAVE_IDS,
     SMALL,
@@ -21,7 +22,7 @@ from tests.rig import (
     object_storage,
     write_files,
 )
-from tests.storage.test_object_attempt import keys_of, winner
+from tests.storage.test_object_attempt import MANIFEST, keys_of, winner
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -79,6 +80,22 @@ def test_an_abort_removes_what_it_made_beside_another_checkpoint() -> None:
         await fill_attempt(attempt, contents_of(A, 100))
         await attempt.abort()
         assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_an_abort_beside_a_manifest_that_cannot_be_read_removes_no_file() -> None:
+    """It may be of a newer version, and name them; a later sweep decides."""
+
+    async def scenario() -> None:
+        bucket, log = MemoryBucket(), EventLog()
+        storage = object_storage(MemoryStore(bucket), log=log)
+        attempt = await storage.begin(A, overwrite=True)
+        await fill_attempt(attempt, contents_of(A, 100, 5000))
+        bucket.put(MANIFEST, b"of a newer version")
+        await attempt.abort()
+        assert bucket.keys == keys_of(A, 100, 5000)
+        assert [event.file for event in log.of(CleanupFailed)] == ["manifest.json"]
 
     run_virtual(scenario(), seed=0)
 

@@ -297,6 +297,78 @@ def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
         run_virtual(scenario(removes=removes), seed=0)
 
 
+@pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
+def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> None:
+    """The manifest cannot be read any more, and a request for it is still under way."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        await save(bucket, B, 100)
+        is_sent = False
+
+        def fault(request: Operation) -> FaultKind | None:
+            nonlocal is_sent
+            if request.path != MANIFEST:
+                return None
+            if request.kind == "put":
+                is_sent = True
+                return "late"
+            return "refused" if is_sent else None
+
+        end = await save(bucket, A, 5000, traits=traits, fault=fault, overwrite=True)
+        assert end == "in doubt"
+        await asyncio.sleep(100)
+        assert winner(bucket) == A
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_beside_another_checkpoint_an_unconditional_request_is_in_doubt() -> None:
+    """It will replace that one, whatever the store said of the second try."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = MemoryStore(bucket, traits=PLAIN, fault=late_once())
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 5000))
+        commit = asyncio.get_running_loop().create_task(
+            attempt.commit(manifest_of(A, contents_of(A, 5000)))
+        )
+        await asyncio.sleep(0.05)
+        other = object_storage(MemoryStore(bucket, traits=PLAIN))
+        await write_files(other, B, contents_of(B, 10))
+        with pytest.raises(StorageError, match="nobody knows"):
+            await commit
+        await attempt.abort()
+        assert winner(bucket) == B
+        await asyncio.sleep(100)
+        assert winner(bucket) == A
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_is_written_over_where_nobody_decides_has_lost() -> None:
+    """Both had found the place free; whose manifest is there has won."""
+
+    async def scenario() -> None:
+        bucket, theirs = MemoryBucket(), contents_of(B, 10)
+        for name, data in theirs.items():
+            bucket.put(PREFIX + name, data)
+        is_sent = False
+
+        def fault(request: Operation) -> None:
+            nonlocal is_sent
+            if request.path == MANIFEST and request.kind == "get" and is_sent:
+                bucket.put(MANIFEST, manifest_of(B, theirs))
+            is_sent |= request.path == MANIFEST and request.kind == "put"
+
+        assert await save(bucket, A, 5000, traits=PLAIN, fault=fault) == "lost"
+        assert winner(bucket) == B
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_save_that_was_swept_is_not_acknowledged() -> None:
     """The machine was suspended for hours, just before its manifest went out."""
 
@@ -320,6 +392,43 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
 
     for overwrite in (False, True):
         run_virtual(scenario(overwrite=overwrite), seed=0)
+
+
+def test_a_save_that_was_silent_and_swept_is_not_acknowledged() -> None:
+    """Its mark went with its files: nothing tells how long it was silent, so it gives up."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+        await fill_attempt(attempt, contents_of(A, 5000))
+        await asyncio.sleep(8000)
+        assert await save(bucket, B, 10, overwrite=True) == "won"
+        assert bucket.keys == keys_of(B, 10)
+        with pytest.raises(StorageError, match="others may have removed its files; save again"):
+            await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+        await attempt.abort()
+        assert winner(bucket) == B
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_two_processes_commit_is_acknowledged_to_both() -> None:
+    """Who is first takes the mark along; the files are there, so nobody has swept."""
+
+    async def scenario() -> None:
+        bucket, contents = MemoryBucket(), contents_of(A, 100, 5000)
+        attempts = [
+            await object_storage(MemoryStore(bucket)).begin(A, overwrite=True) for _ in range(2)
+        ]
+        for attempt in attempts:
+            await fill_attempt(attempt, contents)
+        for attempt in attempts:
+            await attempt.commit(manifest_of(A, contents))
+            assert winner(bucket) == A
+            assert bucket.keys == keys_of(A, 100, 5000)
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_a_damaged_read_back_settles_nothing() -> None:

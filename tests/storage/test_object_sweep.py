@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import secrets
@@ -11,15 +12,21 @@ import torch
 
 from ckptio import Engine
 from ckptio.errors import SaveAbortedError
-from ckptio.events import LeftoversRemoved
-from ckptio.testing import EventLog
-from tests.rig import SMALL
+from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.storage.store import ObjectMissingError
+from ckptio.testing import EventLog, MemoryBucket, MemoryStore, run_virtual
+from tests.rig import SAVE_IDS, SMALL, contents_of, fill_attempt, object_storage
+from tests.storage.test_object_attempt import MANIFEST, PREFIX, save, winner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptio.storage.store import ObjectInfo
+    from ckptio.testing import Operation
+
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
+A, B = SAVE_IDS[:2]
 STATE = {"tensor": torch.arange(5)}
 
 
@@ -86,3 +93,50 @@ async def test_a_sweep_leaves_what_a_manifest_needs_that_it_cannot_read(
     log = await begin(url)
     assert log.of(LeftoversRemoved) == []
     assert data in names_at(url)
+
+
+class Behind(MemoryStore):
+    """Lists a manifest, and does not find it."""
+
+    async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
+        if key == MANIFEST:
+            raise ObjectMissingError(key)
+        return await super().get(key, limit)
+
+
+def test_a_sweep_leaves_what_a_manifest_needs_that_is_listed_and_not_found() -> None:
+    """One wrong answer of a store costs no checkpoint."""
+
+    async def scenario() -> None:
+        bucket, log = MemoryBucket(), EventLog()
+        await save(bucket, A, 5000)
+        await asyncio.sleep(8000)
+        attempt = await object_storage(Behind(bucket), log=log).begin(B, overwrite=True)
+        await attempt.abort()
+        assert winner(bucket) == A
+        assert {event.file for event in log.of(CleanupFailed)} == {"manifest.json"}
+        assert log.of(LeftoversRemoved) == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
+    """Who goes on with a save marks it first; its files were quiet for hours."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        dead = await object_storage(MemoryStore(bucket)).begin(A, overwrite=True)
+        await fill_attempt(dead, contents_of(A, 5000))
+        await asyncio.sleep(8000)
+        before = bucket.keys
+
+        def fault(request: Operation) -> None:
+            if store.counts["list"] == 1 and request.kind == "get":
+                bucket.put(f"{PREFIX}.attempt-{A}", b"")
+
+        store = MemoryStore(bucket, fault=fault)
+        attempt = await object_storage(store).begin(B, overwrite=True)
+        await attempt.abort()
+        assert bucket.keys == before
+
+    run_virtual(scenario(), seed=0)
