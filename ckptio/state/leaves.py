@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
+from ckptio.format.words import numpy_scalar
 from ckptio.layout import BIT_DTYPES, DTYPES
 
 if TYPE_CHECKING:
@@ -152,12 +153,23 @@ class _Lender:
 
 
 def encode_scalar(fqn: str, value: np.generic) -> Json:
-    """Encode a numpy scalar with its exact type and bytes."""
+    """Encode a numpy scalar with its exact type and bytes.
+
+    Raises:
+        UnsupportedLeafError: It is none of numbers, strings and dates; or it is a string that
+            Python has no string for, and a load would have to make one.
+    """
     if value.dtype.kind not in NUMPY_KINDS:
         raise UnsupportedLeafError(
             fqn, f"a numpy scalar of dtype {value.dtype}", "save it as a Python value"
         )
     raw = base64.b64encode(value.tobytes()).decode("ascii")
+    if value.dtype.kind == "U":
+        try:
+            numpy_scalar(value.dtype.str, raw)
+        except UnicodeDecodeError:
+            problem = "a numpy string with characters that Unicode does not have"
+            raise UnsupportedLeafError(fqn, problem, "save it in an array") from None
     return {TAG: "npscalar", "d": value.dtype.str, "v": raw}
 
 

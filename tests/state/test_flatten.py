@@ -170,6 +170,7 @@ def refused() -> dict[str, tuple[Any, str]]:
         "objects": (np.array([object()]), "convert it to numbers"),
         "records": (np.zeros(2, [("a", "i4")]), "save its fields"),
         "record": (np.zeros(2, [("a", "i4")])[0], "Python value"),
+        "no text": (np.frombuffer(b"2KTP" * 2, "U2")[0], "save it in an array"),
         "masked": (np.ma.masked_array([1]), "MaskedArray.*save its data and its mask"),
         "namespace": (types.SimpleNamespace(a=1), r"vars\(...\)"),
         "torch's generator": (torch.Generator(), r"its get_state\(\)"),
