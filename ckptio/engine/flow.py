@@ -302,8 +302,6 @@ class _Load:
             return await plan_and_read(reading, wanted, context, whole_files=self.whole_files)
         except BaseException:
             self.target.count_write()  # some of it is
-            self.target.let_go()
-            self.restoration.let_go()
             raise
 
 
