@@ -188,6 +188,29 @@ async def test_the_order_of_syncs(
     )
 
 
+async def test_a_rank_seals_its_files_by_name(tmp_path: Path, executor: Executor) -> None:
+    """As the commit of another rank does not: that one may see none of these names."""
+    directory = tmp_path / "new" / "c"
+    files = RecordingFiles()
+    member = await storage_at(directory, executor, files).join(A)
+    await fill_attempt(member, OLD)
+    files.operations.clear()
+    await member.seal()
+    synced = [op.path for op in files.operations if op.kind == "fsync_dir"]
+    assert {str(directory), str(directory.parent), str(tmp_path)} <= set(synced)
+    for path in (directory, directory.parent, tmp_path):
+        files.fault = lambda op, path=path: _fail_sync(op, path)
+        with pytest.raises(StorageError, match="cannot end the files of a rank"):
+            await member.seal()
+    await member.abort()
+    assert not directory.parent.exists()
+
+
+def _fail_sync(operation: Operation, directory: Path) -> None:
+    if operation.kind == "fsync_dir" and operation.path == str(directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+
 async def test_files_and_directories_are_private(
     tmp_path: Path, executor: Executor, umask: Callable[[int], object]
 ) -> None:
