@@ -145,6 +145,7 @@ def entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) 
         {"__metadata__": {"ckptio.dtype.a": "complex64"}, "a": entry()},
         {"__metadata__": {"ckptio.dtype.a": "os.system"}, "a": entry()},
         {"__metadata__": {"ckptio.dtype.a": "complex64"}, "a": entry("F32", (), (0, 4))},
+        {"a": entry("F4", (9,), (0, 4))},
     ],
     ids=str,
 )

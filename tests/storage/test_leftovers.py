@@ -185,6 +185,36 @@ def test_without_locks_nothing_is_taken_for_dead(directory: Path) -> None:
     assert leftovers(directory, RecordingFiles(has_locks=False)) == []
 
 
+async def test_a_save_that_got_no_lock_is_not_taken_for_dead(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Others may get it: what the file of its attempt says must not let them ask."""
+    files = RecordingFiles(has_locks=False)
+    attempt = await LocalStorage(str(tmp_path), SMALL, executor, EventLog(), files).begin(
+        A, overwrite=True
+    )
+    await fill_attempt(attempt, contents_of(A, 5000))
+    await write_files(
+        LocalStorage(str(tmp_path), SMALL, executor, EventLog()),
+        B,
+        contents_of(B, 10),
+        overwrite=True,
+    )
+    await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+    assert committed(tmp_path) == contents_of(A, 5000)
+
+
+async def test_a_save_that_gets_no_lock_sweeps_nothing(directory: Path, executor: Executor) -> None:
+    """It cannot tell the dead from the living."""
+    before = names_in(directory)
+    files, log = RecordingFiles(has_locks=False), EventLog()
+    storage = LocalStorage(str(directory), SMALL, executor, log, files)
+    attempt = await storage.begin(C, overwrite=True)
+    await attempt.abort()
+    assert names_in(directory) == before
+    assert log.of(LeftoversRemoved) == []
+
+
 @pytest.mark.parametrize("kind", ["link", "directory"])
 def test_an_attempt_that_is_no_file_is_left_alone(directory: Path, kind: str) -> None:
     """Something strange in the attempt's place is nobody's to judge."""

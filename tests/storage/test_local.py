@@ -410,6 +410,21 @@ async def test_a_file_in_the_directorys_place_is_an_error(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+async def test_files_that_the_replaced_manifest_names_too_stay(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """What is committed is whole, whatever stood in its place before."""
+    for name, data in NEW.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "manifest.json").write_bytes(manifest_of(A, NEW))
+    storage = storage_at(tmp_path, executor)
+    attempt = await storage.begin(B, overwrite=True, resumes=True)
+    for name, data in NEW.items():
+        await attempt.keep(name, len(data))
+    await attempt.commit(manifest_of(B, NEW))
+    assert committed(tmp_path) == NEW
+
+
 async def test_other_peoples_files_stay(tmp_path: Path, executor: Executor) -> None:
     """Whatever else is in the directory is not ours to remove, in success and in failure."""
     for name in ("notes.txt", "data-.safetensors", ".attempt-x", "data-1.safetensors"):
