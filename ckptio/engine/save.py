@@ -30,15 +30,15 @@ import msgspec
 from ckptio._aio import Siblings, run_blocking, run_unless_cancelled
 from ckptio._gc import collection_paused
 from ckptio._version import __version__
+from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import settle
-from ckptio.engine.endings import end_attempt
 from ckptio.engine.progress import SaveProgress
 from ckptio.errors import SaveAbortedError
 from ckptio.events import SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
-from ckptio.storage.names import data_file_name
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.streams import AwaitedSink
 
 if TYPE_CHECKING:

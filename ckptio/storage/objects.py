@@ -19,7 +19,7 @@ from ckptio.errors import (
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_commit import join_key, read_commit

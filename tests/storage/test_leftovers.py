@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.events import LeftoversRemoved
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.names import data_file_name
 from ckptio.testing import EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.running import Running
+    from ckptio.runtime.running import Running
 
 T = TypeVar("T")
 
