@@ -47,7 +47,7 @@ PRELOADED = [
     "bench.planners",
     "bench.rounds",
     "anyio._backends._asyncio",
-    "ckptio.engine.flow",
+    "ckptio.runtime.flows",
     "torch._dynamo",
 ]
 #: Names of what can be measured.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ckptio.checkpointer import Checkpointer
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.convert import ConvertReport, convert
-    from ckptio.engine.flow import LoadResult
     from ckptio.engine.restore import LoadReport
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import (
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
         UnsupportedLeafError,
     )
     from ckptio.handle import CheckpointInfo, SaveHandle
-    from ckptio.plan.decision import SaveEvery
     from ckptio.plan.retention import (
         KeepAll,
         KeepBest,
@@ -67,6 +65,8 @@ if TYPE_CHECKING:
         Retention,
         StepRecord,
     )
+    from ckptio.plan.schedule import SaveEvery
+    from ckptio.runtime.flows import LoadResult
     from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
 
@@ -85,7 +85,7 @@ _HOMES = {
     "ckptio.checkpointer": ("Checkpointer",),
     "ckptio.config": ("CheckpointConfig",),
     "ckptio.conversion.convert": ("ConvertReport", "convert"),
-    "ckptio.engine.flow": ("LoadResult",),
+    "ckptio.runtime.flows": ("LoadResult",),
     "ckptio.engine.restore": ("LoadReport",),
     "ckptio.engine.verify": ("VerifyReport",),
     "ckptio.errors": (
@@ -112,7 +112,7 @@ _HOMES = {
         "UnsupportedLeafError",
     ),
     "ckptio.handle": ("CheckpointInfo", "SaveHandle"),
-    "ckptio.plan.decision": ("SaveEvery",),
+    "ckptio.plan.schedule": ("SaveEvery",),
     "ckptio.plan.retention": (
         "KeepAll",
         "KeepBest",

@@ -22,6 +22,7 @@ import anyio
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
     from concurrent.futures import Executor
+    from types import TracebackType
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -281,13 +282,45 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], name: str) -> li
     Raises:
         BaseException: The failure that came first, itself; all have ended by then.
     """
+    tasks: list[asyncio.Task[T]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine, name=name) for coroutine in coroutines]
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
-    return [task.result() for task in tasks]
+        async with Siblings() as group:
+            tasks += [group.create_task(coroutine, name=name) for coroutine in coroutines]
+        return [task.result() for task in tasks]
+    finally:
+        tasks.clear()  # as in `Siblings`: an error that ended one has this frame
+
+
+class Siblings(asyncio.TaskGroup):
+    """A task group that raises the failure that came first, itself, when all have ended.
+
+    That is the one that cancelled the others. The group refers to no task and no error then.
+    asyncio's own does, before Python 3.13: an error that leaves it has the frame that has the
+    group, which has the task that has the error, and with that circle all that the frames have
+    (a state that was loaded in part) stays in memory until Python collects garbage.
+    """
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for all; raise the first failure."""
+        failure: BaseException | None = None
+        try:
+            await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup as errors:
+            failure = first_failure(errors)
+            errors.__traceback__ = None  # a frame of asyncio's has them
+        finally:
+            vars(self).update(_parent_task=None, _errors=[])
+            del error, trace
+        try:
+            if failure is not None:
+                raise failure from failure.__cause__
+        finally:
+            del failure
 
 
 def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:

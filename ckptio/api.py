@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from ckptio._aio import in_own_thread
 from ckptio.engine.asked import Asked
-from ckptio.engine.core import EngineCore
-from ckptio.engine.drive import drive
-from ckptio.engine.unseen import end_saves, is_breaking_off
 from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.errors import ConfigError
+from ckptio.runtime.core import EngineCore
+from ckptio.runtime.drive import drive
+from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.flow import LoadResult
-    from ckptio.engine.slices import Index
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import SaveHandle
+    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -155,7 +155,7 @@ class Engine:
             ConfigError: `path` is none.
             EngineClosedError: The engine is not open.
         """
-        from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
         return begin_save(self._core, state, path, overwrite=overwrite, then=then)
 
@@ -176,7 +176,7 @@ class Engine:
             CheckpointError: One could not be made, the first of them; all were tried.
             StorageError: The directory cannot be listed.
         """
-        from ckptio.engine.tier_saves import finishing  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.begin_copy import finishing  # noqa: PLC0415  # where it is needed
 
         return await self._core.call(finishing(self._core, root), f"finish copies of {root!s}")
 
@@ -254,10 +254,10 @@ class Engine:
             RankError: It failed on another rank, or on several while they read.
             PeerLostError: A rank died, froze or did not come.
         """
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        load = flow.load_flow(self._core, path, asked, then)
+        load = flows.load_flow(self._core, path, asked, then)
         return (await drive(self._core, load, f"load {path!s}")).state
 
     async def load_with_report(
@@ -279,10 +279,10 @@ class Engine:
         lies beside a checkpoint of another program and is no part of it.
         Everything else is as with `load`.
         """
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
-        load = flow.load_flow(self._core, path, asked, then)
+        load = flows.load_flow(self._core, path, asked, then)
         return await drive(self._core, load, f"load {path!s}")
 
     async def load_slice(
@@ -308,7 +308,7 @@ class Engine:
             TargetError: There is no such tensor, or the index does not fit it.
             CheckpointError: As with `load`.
         """
-        from ckptio.engine import slices  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
         return await drive(
             self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.engine.asked import Asked
-from ckptio.engine.core import EngineCore
-from ckptio.engine.drive import drive_blocking
-from ckptio.engine.unseen import end_saves, is_breaking_off
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.runtime.core import EngineCore
+from ckptio.runtime.drive import drive_blocking
+from ckptio.runtime.leaving import end_saves, is_breaking_off
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.flow import LoadResult
-    from ckptio.engine.slices import Index
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -98,13 +98,13 @@ class Engine:
         then: PathLike | None = None,
     ) -> SaveHandle:
         """Start saving a state and return at once; see `ckptio.Engine.save`."""
-        from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
         return begin_save(self._core, state, path, overwrite=overwrite, then=then)
 
     def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""
-        from ckptio.engine.tier_saves import finishing  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.begin_copy import finishing  # noqa: PLC0415  # where it is needed
 
         return self._core.call_blocking(finishing(self._core, root), f"finish copies of {root!s}")
 
@@ -121,10 +121,10 @@ class Engine:
         types: Sequence[type] = (),
     ) -> Any:
         """Load a state; see `ckptio.Engine.load`."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        load = flow.load_flow(self._core, path, asked, then)
+        load = flows.load_flow(self._core, path, asked, then)
         return drive_blocking(self._core, load, f"load {path!s}").state
 
     def load_with_report(
@@ -140,10 +140,10 @@ class Engine:
         types: Sequence[type] = (),
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
-        load = flow.load_flow(self._core, path, asked, then)
+        load = flows.load_flow(self._core, path, asked, then)
         return drive_blocking(self._core, load, f"load {path!s}")
 
     def load_slice(
@@ -155,7 +155,7 @@ class Engine:
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """Load a part of one tensor; see `ckptio.Engine.load_slice`."""
-        from ckptio.engine import slices  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
         return drive_blocking(
             self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"

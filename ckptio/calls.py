@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.api import Engine
-from ckptio.engine.core import EngineCore
+from ckptio.runtime.core import EngineCore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.flow import LoadResult
-    from ckptio.engine.slices import Index
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import SaveHandle
+    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
@@ -43,7 +43,7 @@ def save(
     A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
     ranks, this blocks until all of them have called it, and raises what `Engine` raises.
     """
-    from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+    from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
     core = EngineCore(config, observer, ranks)
     core.start()

@@ -48,7 +48,8 @@ class CheckpointConfig:
 
     Attributes:
         pool_nbytes: Hard budget of the staging pool, in bytes; whole slabs of it are used,
-            all but one, so that what a save takes beside them fits in too. A state up to
+            all but one, so that what a save takes beside them fits in too (about 2 KB for
+            each tensor: a slab is enough for some 8,000). A state up to
             this size is copied at once, and `await handle.staged` takes one memory copy; a
             larger one flows through in waves. For the shortest stall, set it to a rank's
             bytes, a slab for each file, and one more. Memory is taken as it is first

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.convert import ConvertReport, Format
-    from ckptio.engine.flow import LoadResult
-    from ckptio.engine.slices import Index
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import CheckpointInfo
+    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 

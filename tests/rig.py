@@ -17,15 +17,15 @@ from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
-from ckptio.engine.core import EngineCore
-from ckptio.engine.running import Running
 from ckptio.errors import CheckpointNotFoundError
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
+from ckptio.runtime.core import EngineCore
+from ckptio.runtime.running import Running
 from ckptio.staging.pool import Slab, SlabPool
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.interface import Found
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.names import data_file_name
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.resolve import local_path
 from ckptio.storage.stores import OpenStore

@@ -20,7 +20,6 @@ import pytest
 import ckptio
 from ckptio import sync
 from ckptio.config import KiB
-from ckptio.engine.core import EngineCore
 from ckptio.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -29,6 +28,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
+from ckptio.runtime.core import EngineCore
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
     SMALL,
@@ -225,7 +225,7 @@ async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
         del args
         raise EngineClosedError("the engine was closed meanwhile")
 
-    monkeypatch.setattr("ckptio.engine.saved.begin_copy", refuse)
+    monkeypatch.setattr("ckptio.runtime.run_save.begin_copy", refuse)
     handle = ckptio.save(STATE, tmp_path / "a", then=tmp_path / "b", config=SMALL)
     await handle
     with pytest.raises(EngineClosedError, match="before the copy began"):

@@ -12,10 +12,10 @@ from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import refuse_both
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.engine.drive import drive_blocking
-from ckptio.engine.running import run_uninterrupted
-from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
+from ckptio.runtime.drive import drive_blocking
+from ckptio.runtime.leaving import is_breaking_off
+from ckptio.runtime.running import run_uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.flow import LoadResult
-    from ckptio.engine.running import Running
     from ckptio.events import Observer
     from ckptio.handle import CheckpointInfo, SaveHandle
-    from ckptio.plan.decision import SaveEvery
     from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.plan.schedule import SaveEvery
+    from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.running import Running
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 

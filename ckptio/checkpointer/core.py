@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice, missing
-from ckptio.checkpointer.finding import meet
+from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
@@ -19,8 +19,6 @@ from ckptio.checkpointer.steps import metadata_of, step_name
 from ckptio.checkpointer.stops import Stop, Stops
 from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
-from ckptio.engine.refusal import refuse
-from ckptio.engine.running import Running
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -29,8 +27,10 @@ from ckptio.errors import (
     SaveAbortedError,
 )
 from ckptio.events import Preempted
-from ckptio.plan.decision import SaveEvery
 from ckptio.plan.retention import Retention, require_seconds
+from ckptio.plan.schedule import SaveEvery
+from ckptio.runtime.refusal import refuse
+from ckptio.runtime.running import Running
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from ckptio._outcome import Outcome
     from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.drive import Flow
-    from ckptio.engine.flow import LoadResult
     from ckptio.handle import SaveHandle
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.drive import Flow
+    from ckptio.runtime.flows import LoadResult
     from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
 
@@ -252,7 +252,7 @@ class CheckpointerCore:
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool
     ) -> SaveHandle:
         """Start saving a step."""
-        from ckptio.engine.flow import begin_save  # noqa: PLC0415  # imports torch
+        from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
         engine = self.engine
         try:
@@ -355,13 +355,13 @@ class CheckpointerCore:
 
     def _load_one(self, step: int, steps: list[int], asked: Asked) -> Flow[LoadResult]:
         """Load a step. It is of `steps`, if those are known."""
-        from ckptio.engine import flow  # noqa: PLC0415  # imports torch
+        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         self.upkeep.busy[step] += 1
         try:
             with advice(steps):
                 then = None if self._second is None else self._second.path(step)
-                load = functools.partial(flow.load_flow, self.engine, self.path(step), asked, then)
+                load = functools.partial(flows.load_flow, self.engine, self.path(step), asked, then)
                 try:
                     result = yield from load()
                 except (CheckpointNotFoundError, CheckpointChangedError):

@@ -13,9 +13,9 @@ from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.engine.drive import drive
-from ckptio.engine.unseen import is_breaking_off
 from ckptio.errors import ConfigError
+from ckptio.runtime.drive import drive
+from ckptio.runtime.leaving import is_breaking_off
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.flow import LoadResult
     from ckptio.events import Observer
     from ckptio.handle import SaveHandle
-    from ckptio.plan.decision import SaveEvery
     from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.plan.schedule import SaveEvery
+    from ckptio.runtime.flows import LoadResult
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 

@@ -15,8 +15,8 @@ from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
+from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.interface import SupportsLooks
-from ckptio.storage.names import QUIET_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence

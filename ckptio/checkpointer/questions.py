@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptio.checkpointer.finding import agreed_records, agreed_steps
+from ckptio.checkpointer.agree import agreed_records, agreed_steps
 from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
-from ckptio.engine.tier_saves import finish_copies, is_copied, is_owed
 from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
 )
 from ckptio.plan.retention import KeepLast
+from ckptio.runtime.begin_copy import finish_copies, is_copied, is_owed
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.running import Running
     from ckptio.plan.retention import Retention, StepRecord
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
 

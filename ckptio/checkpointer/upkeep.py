@@ -14,18 +14,18 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.steps import step_name
-from ckptio.engine.unseen import end_saves, unsettled
 from ckptio.events import HigherStepFound, RetentionFailed
+from ckptio.runtime.leaving import end_saves, unsettled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.tiers import SecondTier
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.running import Running
     from ckptio.handle import SaveHandle
     from ckptio.plan.retention import Retention
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
     from ckptio.storage.interface import Found
 
 _log = logging.getLogger("ckptio")

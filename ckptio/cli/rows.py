@@ -14,11 +14,11 @@ from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
 from ckptio.cli.find_objects import find_objects, open_place
 from ckptio.cli.outcome import explain, state_of
 from ckptio.cli.owed import read_owed
-from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.runtime.solo import solo_engine
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import absolute
-from ckptio.storage.names import NOTE_PREFIX
 from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptio.cli.terminal import Advance, Terminal
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
+    from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Storage
 
 _LONG = 10  # manifests; fewer are read before a line of progress could be read

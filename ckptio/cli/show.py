@@ -13,8 +13,8 @@ from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
-from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointError
+from ckptio.runtime.solo import solo_engine
 from ckptio.state.select import make_predicate
 
 if TYPE_CHECKING:

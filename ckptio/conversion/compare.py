@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from ckptio.conversion.source import Leaf, Source, batches, parts_of, read_views
-from ckptio.engine.solo import solo_engine
 from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.runtime.solo import solo_engine
 from ckptio.state.leaves import as_integers, raw_bytes
 from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.core import EngineCore
     from ckptio.format.encode import Json
+    from ckptio.runtime.core import EngineCore
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 

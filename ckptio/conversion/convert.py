@@ -11,10 +11,10 @@ from ckptio._aio import in_own_thread
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
-from ckptio.engine.solo import solo_engine
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
 from ckptio.foreign.interface import notes_of
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.runtime.solo import solo_engine
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:

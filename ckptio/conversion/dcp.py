@@ -48,7 +48,7 @@ from ckptio.conversion.own import (
 )
 from ckptio.conversion.safetensors import Written
 from ckptio.conversion.source import new_like, parts_of, require_dict
-from ckptio.engine.endings import may_go_on
+from ckptio.engine.attempt_end import may_go_on
 from ckptio.errors import CheckpointError, CheckpointExistsError, FormatError
 from ckptio.foreign.dcp import METADATA
 from ckptio.layout import BIT_DTYPES

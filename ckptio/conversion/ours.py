@@ -26,9 +26,7 @@ import torch
 
 from ckptio._version import __version__
 from ckptio.conversion.safetensors import Written
-from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob
-from ckptio.engine.saved import run_save
 from ckptio.engine.verify import run_verify
 from ckptio.errors import (
     CheckpointExistsError,
@@ -38,6 +36,8 @@ from ckptio.errors import (
 )
 from ckptio.handle import SaveHandle
 from ckptio.plan.load import Wanted
+from ckptio.runtime.run_save import run_save
+from ckptio.runtime.running import Running
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState
 from ckptio.state.flatten import FlatState
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptio.conversion.source import Source
-    from ckptio.engine.core import EngineCore
     from ckptio.format.manifest import Chunk
     from ckptio.plan.save import Segment
+    from ckptio.runtime.core import EngineCore
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage

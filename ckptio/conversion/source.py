@@ -23,10 +23,10 @@ from ckptio.state.tree import children, indices_in, read_tree, tensor_index, wal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptio.engine.core import EngineCore
     from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
+    from ckptio.runtime.core import EngineCore
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 

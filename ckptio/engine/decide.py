@@ -23,9 +23,9 @@ from ckptio._version import __version__
 from ckptio.errors import PlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.compose import encode_manifest
-from ckptio.plan.again import plan_again
 from ckptio.plan.job import merge_tables, plan_job
-from ckptio.plan.replan import Followed, replan_job
+from ckptio.plan.replan_changed import plan_again
+from ckptio.plan.replan_followed import Followed, replan_job
 from ckptio.plan.trees import RankTree, find_twins, merge_trees, missing_trees
 from ckptio.ranks.interface import OutOfStepError, Same
 from ckptio.shards import LeafSpec

@@ -86,9 +86,12 @@ class Reading:
 
     def damaged(self, error: CorruptionError) -> None:
         """Raise, or report to who collects."""
-        if self.on_damage is None:
-            raise error
-        self.on_damage(error)
+        try:
+            if self.on_damage is None:
+                raise error
+            self.on_damage(error)
+        finally:
+            del error  # it has this frame
 
 
 @contextlib.asynccontextmanager

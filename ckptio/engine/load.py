@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure, outlive, run_blocking
+from ckptio._aio import Siblings, outlive, run_blocking
 from ckptio._gc import collection_paused
 from ckptio.engine.context import num_cached_lanes, settle
 from ckptio.engine.landing import bring, check_and_land, opened
@@ -97,16 +97,14 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
     for segment in plan.segments:
         by_file.setdefault(segment.file, []).append(segment)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with Siblings() as group:
             for file, segments in by_file.items():
                 group.create_task(
                     _read_file(file, segments, reading, context, total), name=f"read file {file}"
                 )
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        if isinstance(failure, CheckpointChangedError):
-            context.cache.forget(reading.storage)  # what is trusted for a while misleads
-        raise failure from failure.__cause__
+    except CheckpointChangedError:
+        context.cache.forget(reading.storage)  # what is trusted for a while misleads
+        raise
     if reading.read_nbytes - before < total:  # groups take a cancelled task for a success
         raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")
 
@@ -182,7 +180,7 @@ async def _read_file(
     async with (
         context.files,
         opened(reading.storage, entry.name, entry.nbytes, context) as source,
-        asyncio.TaskGroup() as group,
+        Siblings() as group,
     ):
         if isinstance(source, AwaitedSource) or reading.holds_slabs:
             for segment in segments:
@@ -313,14 +311,14 @@ def _read_turn(
 
 def _have_read(
     nbytes: int,
-    damage: Sequence[CorruptionError],
+    damage: list[CorruptionError],
     reading: Reading,
     context: EngineContext,
     total_nbytes: int,
 ) -> None:
     """Report what is damaged, and say how far the load is."""
-    for error in damage:
-        reading.damaged(error)
+    while damage:  # as in `Reading.damaged`: no frame keeps an error that has that frame
+        reading.damaged(damage.pop(0))
     reading.read_nbytes += nbytes
     context.emit(
         ReadProgressed(

@@ -114,12 +114,6 @@ class Restoration:
                 need.expand(wanted, place)
         return wanted
 
-    def let_go(self) -> None:
-        """Refer to no tensor any more, of a load that failed: its error keeps what led to it."""
-        self.makers.clear()
-        self.finish = lambda: None
-        self.match = None
-
     def destinations(self) -> list[Destination]:
         """Make what is new, on the caller's thread, after the sizes of files were checked."""
         with collection_paused():

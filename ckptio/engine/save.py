@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio._aio import first_failure, run_blocking, run_unless_cancelled
+from ckptio._aio import Siblings, run_blocking, run_unless_cancelled
 from ckptio._gc import collection_paused
 from ckptio._version import __version__
+from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import settle
-from ckptio.engine.endings import end_attempt
 from ckptio.engine.progress import SaveProgress
 from ckptio.errors import SaveAbortedError
 from ckptio.events import SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.save import plan_save
-from ckptio.storage.names import data_file_name
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.streams import AwaitedSink
 
 if TYPE_CHECKING:
@@ -221,15 +221,11 @@ async def write_buckets(
         name = data_file_name(job.save_id, context.ranks.rank, bucket.index)
         files.append(_File(name, bucket, first))
         first += len(bucket.segments)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for file in files:
-                group.create_task(
-                    _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
-                )
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
+    async with Siblings() as group:
+        for file in files:
+            group.create_task(
+                _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
+            )
     progress.require_settled()
     return [file.receipt() for file in files]
 
@@ -246,7 +242,7 @@ async def _carry(
 ) -> None:
     """Copy and write one bucket."""
     sink = await attempt.create(file.name, file.bucket.nbytes)
-    async with asyncio.TaskGroup() as group:
+    async with Siblings() as group:
         for number, segment in enumerate(file.bucket.segments, file.first):
             group.create_task(
                 _carry_segment(segment, number, file, sink, job, context, progress),

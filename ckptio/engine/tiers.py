@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import first_failure, run_blocking, shielded, take_back_cancel
+from ckptio._aio import Siblings, run_blocking, shielded, take_back_cancel
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import require_slabs
 from ckptio.engine.transfer import find_whole, require_files, transfer
@@ -226,18 +226,14 @@ class _Copy:
         if self._job.ticket is not None:
             await self._context.copies.approach(self._job.ticket)
         beat_s = self._context.config.meet_timeout_s * _BEAT
-        try:
-            async with asyncio.TaskGroup() as group:
-                work = group.create_task(self._work(place), name=f"send {self._job.source.path}")
-                is_over = False
-                while not is_over:
-                    await asyncio.wait((work,), timeout=beat_s)
-                    if work.done():
-                        work.result()  # it may have failed just now
-                    is_over = await self._meet(session, is_done=work.done())
-        except BaseExceptionGroup as errors:
-            failure = first_failure(errors)
-            raise failure from failure.__cause__
+        async with Siblings() as group:
+            work = group.create_task(self._work(place), name=f"send {self._job.source.path}")
+            is_over = False
+            while not is_over:
+                await asyncio.wait((work,), timeout=beat_s)
+                if work.done():
+                    work.result()  # it may have failed just now
+                is_over = await self._meet(session, is_done=work.done())
 
     async def _meet(self, session: Session, *, is_done: bool) -> bool:
         """Go into a round; gives whether the copy is committed."""

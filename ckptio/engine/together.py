@@ -6,7 +6,7 @@
 
 A rank knows by itself whether its own blocks are those of the last save, and says in its
 receipt which plan it followed. Where some ranks changed and others did not, those that did
-wait for the receipts of the others, and share out what is new (`plan.replan`); so no rank
+wait for the receipts of the others, and share out what is new (`plan.replan_followed`); so no rank
 ever waits for a round to learn that nothing has changed.
 
 All ranks commit or none does. A failure anywhere before the manifest is written ends the
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio._aio import run_blocking, shielded, take_back_cancel
+from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import meet
 from ckptio.engine.decide import Decider
-from ckptio.engine.endings import end_attempt
 from ckptio.engine.save import (
     SaveReceipt,
     announce,

@@ -17,7 +17,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure, run_blocking, run_unless_cancelled, shielded
+from ckptio._aio import Siblings, run_blocking, run_unless_cancelled, shielded
 from ckptio.engine.landing import Reading, bring, close_source, opened
 from ckptio.errors import ConfigError, StorageError
 from ckptio.plan.load import plan_load
@@ -71,13 +71,9 @@ async def transfer(
     for segment in segments:
         file = work.files.setdefault(segment.file, _File(reading.manifest.files[segment.file], 0))
         file.num_left += 1
-    try:
-        async with work.closing(), asyncio.TaskGroup() as group:
-            for number in range(min(context.copies.max_slabs, len(segments))):
-                group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
+    async with work.closing(), Siblings() as group:
+        for number in range(min(context.copies.max_slabs, len(segments))):
+            group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
 
 
 def _segments(

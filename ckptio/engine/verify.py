@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.config import require_bool
-from ckptio.engine.copies import CopyDigests, report_differences
+from ckptio.engine.compare_copies import CopyDigests, report_differences
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.errors import FormatError

@@ -6,7 +6,6 @@ What it raises is logged and goes no further: a broken progress bar must not bre
 It cannot call its own engine, whose thread it may be on (`ConfigError`).
 """
 
-from ckptio.events.base import Event, Observer, notify
 from ckptio.events.loading import (
     ExchangePlanned,
     LoadFinished,
@@ -16,6 +15,7 @@ from ckptio.events.loading import (
     ReplicaSubstituted,
     TierPassedOver,
 )
+from ckptio.events.observer import Event, Observer, notify
 from ckptio.events.saving import (
     CopyCommitted,
     CopyEvent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio.events.base import Event
+from ckptio.events.observer import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

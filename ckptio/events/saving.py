@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckptio.events.base import Event
+from ckptio.events.observer import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure
+from ckptio._aio import Siblings
 from ckptio.errors import PeerLostError, name_ranks
 from ckptio.staging.pool import Slab
 
@@ -109,16 +109,13 @@ async def shared_link(
     finally:
         os.close(descriptor)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with Siblings() as group:
             for peer in link.peers:
                 group.create_task(link.listen(peer), name=f"hear rank {peer}")
             try:
                 yield link
             finally:
                 link.break_off()
-    except BaseExceptionGroup as errors:
-        failure = first_failure(errors)
-        raise failure from failure.__cause__
     finally:
         await link.close()
 

@@ -101,7 +101,7 @@ class ObjectDecoder:
 
     def _decode(self, fqn: str, node: Json, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:
-            raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+            raise FormatError(f"values nested deeper than {2 * MAX_DEPTH} in the manifest")
         if type(node) is dict:
             tag = node.get(TAG)
             if tag is None and TAG not in node:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 #: with str keys.
 Json: TypeAlias = Any
 TAG = "~"
-#: Containers inside containers. Deeper states are refused; so are documents.
+#: Containers inside containers. Deeper states are refused; so are documents that are twice as
+#: deep: there may be an enum in each container, which is none.
 MAX_DEPTH = 100
 _MAX_PLAIN_INT = 1 << 53
 _MAX_KEY_TEXT_DEPTH = 8

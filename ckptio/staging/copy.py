@@ -266,7 +266,7 @@ class TargetState:
     """
 
     def __init__(self, destinations: Sequence[Destination], streams: CallerStreams | None) -> None:
-        self._destinations = list(destinations)
+        self._destinations = destinations
         self._tensors = [each.tensor for each in destinations]
         #: By number: where one memmove goes, 0 where none can; and where the tensor is.
         self._addresses: list[int] = []
@@ -349,11 +349,6 @@ class TargetState:
         load that fills them fails. (An operation of torch is counted when it has ended.)
         """
         torch.autograd.graph.increment_version(self._tensors)
-
-    def let_go(self) -> None:
-        """Refer to no tensor any more. After the last `scatter`."""
-        for each in (self._destinations, self._tensors, self._storages):
-            each.clear()
 
     def mark_written(self) -> None:
         """All is written.

@@ -20,7 +20,7 @@ from ckptio.state.fits import (
     shape_of,
 )
 from ckptio.state.leaves import as_tensor
-from ckptio.state.noted import Noted
+from ckptio.state.match import Noted
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@
     <path>/.attempt-<save id>                          locked while its save is alive
     <path>/.manifest-<save id>                         the manifest on its way
 
-`storage.names` has all names.
+`storage.file_names` has all names.
 
 Order, with `durability="full"`: data files are written and synced; the manifest is
 written under its own name and synced; the directory is synced, and every directory above
 it that is new, so that all names it speaks of are on the disk; the manifest gets its
-name (`storage.naming`); the directory is synced again.
+name (`storage.manifest_name`); the directory is synced again.
 A power cut before the name leaves what was there before; after the last sync, the new one.
 
 Exchange tells exactly which manifest was replaced, so that just the files of that one go
@@ -32,6 +32,7 @@ from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import (
     MAX_TRIES,
     follow_pointer,
@@ -46,8 +47,7 @@ from ckptio.storage.leftovers import (
     notes_of,
     put_back_mistakes,
 )
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX
-from ckptio.storage.naming import ManifestName
+from ckptio.storage.manifest_name import ManifestName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

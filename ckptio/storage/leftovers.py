@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
-from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.names import (
+from ckptio.storage.file_names import (
     ATTEMPT_PREFIX,
     NEW_MANIFEST_PREFIX,
     NOTE_PREFIX,
@@ -41,6 +40,7 @@ from ckptio.storage.names import (
     REPLACED_SUFFIX,
     TOMB,
 )
+from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
     from ckptio.format.summary import Summary

@@ -25,8 +25,8 @@ from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer
-from ckptio.storage.names import NOTE_PREFIX
 from ckptio.storage.notes import LocalNote, read_note, take_note
 from ckptio.storage.resumed import ResumedAttempt
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import read_regular
-from ckptio.storage.names import NOTE_PREFIX
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

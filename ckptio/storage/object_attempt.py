@@ -27,7 +27,7 @@ from ckptio._aio import run_all, shielded, take_back_cancel
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, Commit
 from ckptio.storage.object_files import ObjectSink
 from ckptio.storage.requests import settling_wait_s

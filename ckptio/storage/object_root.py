@@ -32,8 +32,8 @@ from ckptio.events import LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import decode_pointer, encode_pointer
 from ckptio.format.summary import decode_summary
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.interface import Found
-from ckptio.storage.names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests

@@ -10,17 +10,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
-from ckptio._aio import first_failure
+from ckptio._aio import run_all
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_commit import join_key, read_commit
@@ -126,13 +125,7 @@ class ObjectStorage:
                 return None
             return info.nbytes
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(size(name), name=f"size of {name}") for name in names]
-        except BaseExceptionGroup as errors:
-            failure = first_failure(errors)
-            raise failure from failure.__cause__
-        return [task.result() for task in tasks]
+        return await run_all((size(name) for name in names), "size of an object")
 
     async def open(self, name: str, nbytes: int) -> ObjectSource:
         """Give what reads a data file; sends nothing."""

@@ -29,8 +29,8 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
+from ckptio.storage.file_names import REPLACED_SUFFIX
 from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.names import REPLACED_SUFFIX
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)

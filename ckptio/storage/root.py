@@ -30,6 +30,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.file_names import TOMB
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
@@ -39,7 +40,6 @@ from ckptio.storage.leftovers import (
     put_back,
     read_tomb,
 )
-from ckptio.storage.names import TOMB
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:

@@ -190,3 +190,48 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
             threads.shutdown()
 
     run_virtual(scenario(), seed=0)
+
+
+class _Reading(LocalRoot):
+    """A root where another step begins to be loaded as soon as one is removed."""
+
+    def __init__(self, *args: Any, ckpt: Checkpointer, step: int) -> None:
+        super().__init__(*args)
+        self._ckpt, self._step = ckpt, step
+        self.load: asyncio.Task[Any] | None = None
+
+    async def remove(self, name: str) -> int:
+        nbytes = await super().remove(name)
+        if self.load is None:
+            self.load = asyncio.get_running_loop().create_task(self._ckpt.load(step=self._step))
+            while not self._ckpt._core.upkeep.busy[self._step]:
+                await asyncio.sleep(0)
+        return nbytes
+
+
+def test_a_step_that_is_read_by_now_is_not_removed(tmp_path: Path) -> None:
+    """It was not when its removal was decided; those before it took their time to go."""
+
+    async def scenario() -> None:
+        async with engines() as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in (1, 2):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            ckpt = checkpointer_on(engine, tmp_path, keep=KeepLast(1))
+            roots: list[_Reading] = []
+
+            def make_root(path: Any, *args: Any) -> _Reading:
+                roots.append(_Reading(str(path), *args[:3], ckpt=ckpt, step=2))
+                return roots[-1]
+
+            ckpt._core.make_root = make_root
+            async with ckpt:
+                await ckpt.save(filled_state(SIZES, 3), 3)
+                for running in ckpt._core.upkeep.passes:
+                    await running.end.wrapped()
+                (root,) = roots
+                assert root.load is not None
+                assert values_in(await root.load) == {2}
+            assert committed_steps(tmp_path) == [2, 3]
+
+    run_virtual(scenario(), seed=0)

@@ -10,7 +10,7 @@ import pytest
 
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import HigherStepFound, LeftoversRemoved
-from ckptio.storage.names import QUIET_S
+from ckptio.storage.file_names import QUIET_S
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SAVE_IDS, assert_same, filled_state

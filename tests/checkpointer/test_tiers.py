@@ -26,10 +26,10 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
-from ckptio.engine.running import Running
 from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.runtime.running import Running
+from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.names import NOTE_PREFIX
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in

@@ -18,7 +18,7 @@ from ckptio.__main__ import main
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, encode_note
-from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX
 from tests.manifests import encode_tensors
 from tests.rig import SMALL
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.__main__ import main
 from ckptio.format.manifest import decode_manifest
-from ckptio.storage.names import ATTEMPT_PREFIX, data_file_name
+from ckptio.storage.file_names import ATTEMPT_PREFIX, data_file_name
 from tests.cli.rig import (
     NARROW,
     data_file,

@@ -7,7 +7,7 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
-from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX
 from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
 from tests.rig import SMALL, names_in
 from tests.test_import import modules_after

@@ -17,7 +17,7 @@ from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.config import CheckpointConfig
 from ckptio.format.note import CopyNote, encode_note
-from ckptio.storage.names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX
 from tests.cli.rig import make_state, run_json
 from tests.rig import SMALL, assert_same
 

@@ -10,7 +10,7 @@ from ckptio import sync
 from ckptio.conversion.compare import run_diff
 from ckptio.conversion.safetensors import write_file
 from ckptio.conversion.source import Source, read_views
-from ckptio.engine.solo import solo_engine
+from ckptio.runtime.solo import solo_engine
 from tests.foreign.rig import assert_same_state
 from tests.rig import SMALL
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from ckptio.engine.core import EngineCore
     from ckptio.plan.load import Wanted
+    from ckptio.runtime.core import EngineCore
     from ckptio.staging.copy import Destination
 
 NUM = 48

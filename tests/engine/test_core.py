@@ -13,8 +13,6 @@ import torch
 import ckptio
 import ckptio.sync
 from ckptio.engine.context import wait_for_all
-from ckptio.engine.core import EngineCore
-from ckptio.engine.running import Running
 from ckptio.errors import (
     CheckpointNotFoundError,
     EngineClosedError,
@@ -22,6 +20,8 @@ from ckptio.errors import (
     StateError,
     StorageError,
 )
+from ckptio.runtime.core import EngineCore
+from ckptio.runtime.running import Running
 from ckptio.staging.cuda import PendingCopies
 from ckptio.testing import EventLog, MemoryStorage, RecordingFiles, fail_kind
 from tests.rig import (

@@ -468,6 +468,26 @@ def test_the_first_failure_is_what_the_caller_sees(seed: int) -> None:
     assert log.of(SaveCommitted) == []
 
 
+def test_a_part_that_somebody_cancels_fails_the_save() -> None:
+    """What is left out by that is not taken for written."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage(max_delay_s=0.5)
+        async with inline_engine({"memory": storage}) as engine:
+            handle = engine.save(random_state([5000]), "memory")
+            parts: list[asyncio.Task[object]] = []
+            while not parts:
+                await asyncio.sleep(0.01)
+                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith("segment ")]
+            parts[0].cancel()
+            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+                await handle
+        assert storage.manifest is None
+        assert_nothing_left(storage)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_cancelling_a_wait_for_staged_only_stops_waiting() -> None:
     """The save goes on, and others still wait for the same moment."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ckptio._aio import shielded
-from ckptio.engine import flow, streams
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -21,6 +20,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from ckptio.format.manifest import decode_manifest
+from ckptio.runtime import flows, streams
 from ckptio.testing import MemoryStorage, run_virtual
 from ckptio.testing.memory import MemoryAttempt
 from tests.job_rig import Job, job
@@ -242,6 +242,55 @@ def test_a_commit_that_fails_when_the_manifest_is_out_is_found() -> None:
             infos = [await handle for handle in begin_saves(ranks)]
             assert len({(info.save_id, info.nbytes, info.num_files) for info in infos}) == 1
             assert infos[0].num_files == 3
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
+            await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+class CommitsLate(MemoryStorage):
+    """Does not know whether it has published a manifest: a store that carries it out later."""
+
+    late: _LateAttempt
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        self.late = _LateAttempt(self, save_id, overwrite=overwrite, leads=True)
+        return self.late
+
+
+class _LateAttempt(MemoryAttempt):
+    manifest = b""
+
+    @property
+    def is_published(self) -> bool:
+        return bool(self.manifest)
+
+    async def commit(self, manifest: bytes) -> None:
+        self.manifest = manifest
+        raise StorageError("nobody knows whether it was committed", path="memory", code=5)
+
+    async def abort(self) -> None:
+        await self.leave()  # it may be published
+
+    async def land(self) -> None:
+        await super().commit(self.manifest)
+
+
+def test_a_commit_that_comes_after_all_ranks_gave_up_finds_their_files() -> None:
+    """Every rank is in doubt, finds nothing, and leaves what it wrote."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            slow = same_place(ranks, CommitsLate)
+            give_place(ranks, 0, slow)
+            for error in await outcomes_of(begin_saves(ranks)):
+                assert isinstance(error, RankError)
+                assert error.in_doubt
+            assert ranks.place.manifest is None
+            await slow.late.land()
             give_place(ranks, 0, ranks.storages[0])
             await check_saved(ranks)
             await check_goes_on(ranks)
@@ -505,7 +554,7 @@ def test_a_device_that_fails_at_the_call_fails_the_save_on_all(
                 await engine.save(own_state(rank), "memory")
 
             with monkeypatch.context() as patch:
-                patch.setattr(flow, "caller_streams", failing_streams)
+                patch.setattr(flows, "caller_streams", failing_streams)
                 results = await ranks.each(save)
             assert isinstance(results[failing], RuntimeError)
             error = results[1 - failing]

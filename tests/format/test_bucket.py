@@ -145,6 +145,7 @@ def entry(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4)) 
         {"__metadata__": {"ckptio.dtype.a": "complex64"}, "a": entry()},
         {"__metadata__": {"ckptio.dtype.a": "os.system"}, "a": entry()},
         {"__metadata__": {"ckptio.dtype.a": "complex64"}, "a": entry("F32", (), (0, 4))},
+        {"a": entry("F4", (9,), (0, 4))},
     ],
     ids=str,
 )
@@ -152,6 +153,23 @@ def test_a_header_that_contradicts_itself_is_refused(document: Any) -> None:
     """Every byte of the data belongs to one tensor of a known type, or it is no header."""
     with pytest.raises(FormatError):
         decode_header(make(document), 4)
+
+
+@pytest.mark.parametrize(
+    ("noted", "dtype", "shape", "nbytes"),
+    [
+        ("float8_e8m0fnu", "I8", (4,), 4),  # as large as U8, and not that
+        ("complex64", "F32", (3, 5), 24),  # as large as what is left without the last extent
+    ],
+)
+def test_a_note_that_contradicts_its_tensor_is_refused(
+    noted: str, dtype: str, shape: tuple[int, ...], nbytes: int
+) -> None:
+    """Also where the sizes agree: the bytes would be taken for another type."""
+    notes = {"ckptio.dtype.a": noted}
+    document = {"__metadata__": notes, "a": entry(dtype, shape, (0, nbytes))}
+    with pytest.raises(FormatError, match=f"is not '{noted}'"):
+        decode_header(make(document), nbytes)
 
 
 def test_data_behind_the_last_tensor_is_refused() -> None:

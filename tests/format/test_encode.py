@@ -342,6 +342,15 @@ def test_what_is_deep_but_not_too_deep_comes_back(kind: str) -> None:
     assert_same(found, value)
 
 
+def test_a_member_of_an_enum_may_lie_in_the_deepest_container() -> None:
+    """Though it takes a level of its own in the document."""
+    value: Any = [Color.RED]
+    for _ in range(MAX_DEPTH - 1):
+        value = [value]
+    found, _ = decode(encode(value), CLASSES)
+    assert_same(found, value)
+
+
 @pytest.mark.parametrize("kind", NESTINGS)
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3000])
 def test_what_is_too_deep_is_refused(kind: str, depth: int) -> None:

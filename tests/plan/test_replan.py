@@ -15,9 +15,9 @@ from ckptio.config import MiB
 from ckptio.errors import PlanError
 from ckptio.format.manifest import TensorEntry
 from ckptio.layout import DTYPES
-from ckptio.plan.again import plan_again
 from ckptio.plan.job import JobPlan, merge_tables, plan_job
-from ckptio.plan.replan import Followed, replan_job
+from ckptio.plan.replan_changed import plan_again
+from ckptio.plan.replan_followed import Followed, replan_job
 from ckptio.plan.save import plan_save
 from ckptio.shards import LeafSpec
 from tests.plan.test_job import World, parts_of, shards, worlds

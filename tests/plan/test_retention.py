@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio import ConfigError
-from ckptio.plan.decision import SaveEvery
 from ckptio.plan.retention import (
     KeepAll,
     KeepBest,
@@ -21,6 +20,7 @@ from ckptio.plan.retention import (
     StepRecord,
     plan_removals,
 )
+from ckptio.plan.schedule import SaveEvery
 
 if TYPE_CHECKING:
     from collections.abc import Callable

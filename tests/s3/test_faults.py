@@ -19,7 +19,7 @@ from ckptio.config import MiB
 from ckptio.errors import CheckpointError, CheckpointNotFoundError
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.names import ATTEMPT_PREFIX
+from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.testing import EventLog
 from tests.s3.fault_proxy import FAULTS, HONEST, FaultOnce, GoneFrom
 from tests.s3.proxy import Proxy

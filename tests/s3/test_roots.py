@@ -14,7 +14,7 @@ from ckptio._aio import Threads
 from ckptio.checkpointer.steps import step_name
 from ckptio.config import CheckpointConfig, MiB
 from ckptio.events import CleanupFailed
-from ckptio.storage.names import QUIET_S
+from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog

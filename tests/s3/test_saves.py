@@ -19,7 +19,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import RequestRetried
-from ckptio.storage.names import ATTEMPT_PREFIX
+from ckptio.storage.file_names import ATTEMPT_PREFIX
 from tests.conftest import open_files
 from tests.rig import assert_same, random_state
 from tests.s3.proxy import Fault, Proxy, Request, answer

@@ -311,3 +311,14 @@ async def test_a_directory_that_the_end_of_another_save_took_along_is_made_again
         assert place.data_names() == []
         if place.directory is not None:
             assert not place.directory.parent.exists()
+
+
+async def test_a_rank_without_files_has_its_directory_when_it_seals(place: Place) -> None:
+    """Another save's end took it along; this one's commit may come at once."""
+    failed = await place.storage.join(A)
+    member = await place.storage.join(B)
+    await failed.abort()
+    await member.seal()
+    assert place.directory is None or place.directory.is_dir()
+    await member.abort()
+    assert place.directory is None or not place.directory.parent.exists()

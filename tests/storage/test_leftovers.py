@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.events import LeftoversRemoved
+from ckptio.storage.file_names import data_file_name
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.names import data_file_name
 from ckptio.testing import EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,
@@ -183,6 +183,36 @@ def test_without_locks_nothing_is_taken_for_dead(directory: Path) -> None:
     """Where nobody can lock, an attempt's file counts as a living save."""
     (directory / f".attempt-{B}").write_bytes(boot_id())
     assert leftovers(directory, RecordingFiles(has_locks=False)) == []
+
+
+async def test_a_save_that_got_no_lock_is_not_taken_for_dead(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Others may get it: what the file of its attempt says must not let them ask."""
+    files = RecordingFiles(has_locks=False)
+    attempt = await LocalStorage(str(tmp_path), SMALL, executor, EventLog(), files).begin(
+        A, overwrite=True
+    )
+    await fill_attempt(attempt, contents_of(A, 5000))
+    await write_files(
+        LocalStorage(str(tmp_path), SMALL, executor, EventLog()),
+        B,
+        contents_of(B, 10),
+        overwrite=True,
+    )
+    await attempt.commit(manifest_of(A, contents_of(A, 5000)))
+    assert committed(tmp_path) == contents_of(A, 5000)
+
+
+async def test_a_save_that_gets_no_lock_sweeps_nothing(directory: Path, executor: Executor) -> None:
+    """It cannot tell the dead from the living."""
+    before = names_in(directory)
+    files, log = RecordingFiles(has_locks=False), EventLog()
+    storage = LocalStorage(str(directory), SMALL, executor, log, files)
+    attempt = await storage.begin(C, overwrite=True)
+    await attempt.abort()
+    assert names_in(directory) == before
+    assert log.of(LeftoversRemoved) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])

@@ -188,6 +188,29 @@ async def test_the_order_of_syncs(
     )
 
 
+async def test_a_rank_seals_its_files_by_name(tmp_path: Path, executor: Executor) -> None:
+    """As the commit of another rank does not: that one may see none of these names."""
+    directory = tmp_path / "new" / "c"
+    files = RecordingFiles()
+    member = await storage_at(directory, executor, files).join(A)
+    await fill_attempt(member, OLD)
+    files.operations.clear()
+    await member.seal()
+    synced = [op.path for op in files.operations if op.kind == "fsync_dir"]
+    assert {str(directory), str(directory.parent), str(tmp_path)} <= set(synced)
+    for path in (directory, directory.parent, tmp_path):
+        files.fault = lambda op, path=path: _fail_sync(op, path)
+        with pytest.raises(StorageError, match="cannot end the files of a rank"):
+            await member.seal()
+    await member.abort()
+    assert not directory.parent.exists()
+
+
+def _fail_sync(operation: Operation, directory: Path) -> None:
+    if operation.kind == "fsync_dir" and operation.path == str(directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+
 async def test_files_and_directories_are_private(
     tmp_path: Path, executor: Executor, umask: Callable[[int], object]
 ) -> None:
@@ -385,6 +408,21 @@ async def test_a_file_in_the_directorys_place_is_an_error(
         with pytest.raises(StorageError):
             await storage.begin(A, overwrite=True)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+async def test_files_that_the_replaced_manifest_names_too_stay(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """What is committed is whole, whatever stood in its place before."""
+    for name, data in NEW.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "manifest.json").write_bytes(manifest_of(A, NEW))
+    storage = storage_at(tmp_path, executor)
+    attempt = await storage.begin(B, overwrite=True, resumes=True)
+    for name, data in NEW.items():
+        await attempt.keep(name, len(data))
+    await attempt.commit(manifest_of(B, NEW))
+    assert committed(tmp_path) == NEW
 
 
 async def test_other_peoples_files_stay(tmp_path: Path, executor: Executor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -108,3 +109,19 @@ def test_the_lock_of_an_open_file_lasts(tmp_path: Path) -> None:
     assert not locks(path)
     files.close(fd)
     assert locks(path)
+
+
+def test_a_lock_ends_though_something_else_has_the_file_open(tmp_path: Path) -> None:
+    """A child that was made by other means than a fork of Python's, say."""
+    path = tmp_path / "file"
+    path.touch()
+    files = PosixFiles()
+    fd = files.open(str(path), direct=False, writable=True)
+    assert files.lock(fd)
+    copy = os.dup(fd)
+    try:
+        assert not locks(path)
+        files.close(fd)
+        assert locks(path)
+    finally:
+        os.close(copy)

@@ -156,6 +156,54 @@ async def test_where_nobody_can_tell_nothing_goes(
     assert not overwrite or set(OLD) <= set(names_in(tmp_path / "c"))
 
 
+class SeenOnce(Mount):
+    """Gives the name after the first look at it, and lets nobody look again."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if path.endswith("/manifest.json") and self.kinds(self.operation):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        if path.endswith("/manifest.json") and self.pending:
+            self.pending.pop()()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return super().open(path, direct=direct, writable=writable)
+
+
+async def test_where_an_abort_cannot_tell_nothing_goes(tmp_path: Path, executor: Executor) -> None:
+    """The commit was told that its manifest is not there, and it came after that."""
+    files = SeenOnce("publish", errno.EIO, late=True)
+    with pytest.raises(StorageError, match="cannot commit"):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW)
+    assert committed(tmp_path / "c") == NEW
+
+
+class Overtaken(RecordingFiles):
+    """Gives the name to another save's manifest, too, and cannot sync that."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def fsync_dir(self, path: str) -> None:
+        if self.kinds("publish") and path == str(self.directory):
+            for name, data in OTHER.items():
+                (self.directory / name).write_bytes(data)
+            (self.directory / "manifest.json").unlink()
+            (self.directory / "manifest.json").write_bytes(manifest_of(C, OTHER))
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().fsync_dir(path)
+
+
+async def test_who_takes_its_name_back_leaves_that_of_another(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Which replaced it in between, and might be taken back, too."""
+    files = Overtaken(tmp_path / "c")
+    with pytest.raises(StorageError, match="but it may stand"):
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW)
+    assert committed(tmp_path / "c") == OTHER
+    assert set(NEW) <= set(names_in(tmp_path / "c"))
+
+
 async def test_what_was_not_made_is_not_removed(tmp_path: Path, executor: Executor) -> None:
     """A save that fails early says nothing of files that it never had."""
     (tmp_path / "file").touch()
@@ -263,6 +311,19 @@ async def test_what_lies_under_the_name_of_the_dead_and_is_not_whole_is_left_ove
     assert names_in(directory) == sorted(["manifest.json", *NEW])
 
 
+async def test_what_was_taken_by_mistake_and_cut_off_since_is_not_put_back(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A file of the right name that is too short makes no checkpoint."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), B, NEW)
+    (directory / "manifest.json").rename(directory / f".manifest-{A}-old")
+    os.truncate(directory / next(iter(NEW)), 10)
+    put_back_mistakes(RecordingFiles(), str(directory))
+    assert committed(directory) is None
+    assert sorted(find_leftovers(RecordingFiles(), str(directory), C)) == names_in(directory)
+
+
 class Behind(RecordingFiles):
     """A mount that does not know of a manifest yet that it lists."""
 
@@ -311,3 +372,23 @@ async def test_what_was_taken_by_mistake_is_no_leftover(tmp_path: Path, executor
     assert find_leftovers(RecordingFiles(), str(directory), C) == []
     (directory / next(iter(NEW))).unlink()
     assert find_leftovers(RecordingFiles(), str(directory), C) == [f".manifest-{A}-old"]
+
+
+class PutBack(RecordingFiles):
+    """Whoever took a manifest by mistake puts it back before it is looked at."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if path.endswith(f"/.manifest-{A}-old"):
+            os.rename(path, f"{os.path.dirname(path)}/manifest.json")
+        return super().open(path, direct=direct, writable=writable)
+
+
+async def test_what_is_put_back_meanwhile_is_no_leftover(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """The manifest was out of its place when that was read, and is in it again."""
+    directory = tmp_path / "c"
+    await write_files(storage_at(directory, executor), B, NEW)
+    (directory / "manifest.json").rename(directory / f".manifest-{A}-old")
+    assert find_leftovers(PutBack(), str(directory), C) == []
+    assert committed(directory) == NEW

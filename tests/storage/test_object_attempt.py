@@ -323,6 +323,28 @@ def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> 
     run_virtual(scenario(), seed=0)
 
 
+def test_a_refused_second_try_does_not_end_the_wait_for_the_first() -> None:
+    """Which comes a moment later, and is a commit."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        num_sent = 0
+
+        def fault(request: Operation) -> FaultKind | None:
+            nonlocal num_sent
+            if request.kind != "put" or request.path != MANIFEST:
+                return None
+            num_sent += 1
+            return "late" if num_sent == 1 else "refused"
+
+        store = MemoryStore(bucket, fault=fault, late_s=2.0)
+        await write_files(object_storage(store), A, contents_of(A, 10))
+        assert num_sent > 1
+        assert bucket.keys == keys_of(A, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_beside_another_checkpoint_an_unconditional_request_is_in_doubt() -> None:
     """It will replace that one, whatever the store said of the second try."""
 

@@ -9,8 +9,8 @@ from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
+from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.interface import Found
-from ckptio.storage.names import QUIET_S
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.root import resolve_root
 from ckptio.storage.store import (

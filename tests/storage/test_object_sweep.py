@@ -15,7 +15,7 @@ from ckptio.errors import SaveAbortedError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.storage.store import ObjectMissingError
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, run_virtual
-from tests.rig import SAVE_IDS, SMALL, contents_of, fill_attempt, object_storage
+from tests.rig import SAVE_IDS, SMALL, contents_of, fill_attempt, manifest_of, object_storage
 from tests.storage.test_object_attempt import MANIFEST, PREFIX, save, winner
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-A, B = SAVE_IDS[:2]
+A, B, C = SAVE_IDS[:3]
 STATE = {"tensor": torch.arange(5)}
 
 
@@ -136,6 +136,26 @@ def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
 
         store = MemoryStore(bucket, fault=fault)
         attempt = await object_storage(store).begin(B, overwrite=True)
+        await attempt.abort()
+        assert bucket.keys == before
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark() -> None:
+    """Files of other saves that it names, and files of its save that it does not name."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        theirs, more = contents_of(B, 10), contents_of(A, 20)
+        for name, data in {**theirs, **more}.items():
+            bucket.put(PREFIX + name, data)
+        bucket.put(MANIFEST, manifest_of(A, theirs))
+        before = bucket.keys
+        bucket.put(f"{PREFIX}.attempt-{A}", b"")
+        bucket.put(f"{PREFIX}.attempt-{B}", b"")
+        await asyncio.sleep(8000)
+        attempt = await object_storage(MemoryStore(bucket)).begin(C, overwrite=True)
         await attempt.abort()
         assert bucket.keys == before
 

@@ -16,9 +16,9 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.storage.interface import Found
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.names import ATTEMPT_PREFIX
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
 from tests.rig import (

@@ -31,10 +31,10 @@ from ckptio.adapters.dcp.regions import (
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
-from ckptio.engine.streams import caller_streams
 from ckptio.errors import FormatError, TargetError
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
+from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.tree import indices_in
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
     from ckptio.plan.load import Wanted
+    from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Storage
 
 _HOOKS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")

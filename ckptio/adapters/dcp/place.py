@@ -17,8 +17,8 @@ from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.core import EngineCore
     from ckptio.events import Observer
+    from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Attempt, Storage
 
 #: What a writer that goes away spends on a store that does not answer.

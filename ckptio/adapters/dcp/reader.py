@@ -28,8 +28,8 @@ from ckptio.config import CheckpointConfig, require_bool
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
-from ckptio.engine.solo import solo_engine
 from ckptio.errors import ConfigError
+from ckptio.runtime.solo import solo_engine
 from ckptio.state.rebuild import torch_dtype
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from ckptio.adapters.dcp.place import place_at
 from ckptio.adapters.dcp.source import PlannerSource, take_value
 from ckptio.adapters.dcp.table import make_table
 from ckptio.engine.save import SaveJob, announce, write_buckets
-from ckptio.engine.solo import solo_engine
 from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
 from ckptio.format.compose import encode_manifest, encode_rows
@@ -38,6 +37,7 @@ from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.handle import SaveHandle
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.solo import solo_engine
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import SourceState
 from ckptio.state.flatten import FlatState
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from ckptio.adapters.dcp.table import Table
     from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
     from ckptio.events import Observer
     from ckptio.plan.save import SavePlan
+    from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Attempt, Storage
 
     Files = list[tuple[str, int, list[int]]]

@@ -148,7 +148,7 @@ def main() -> None:
         for me in current:
             me.audit(name, arguments)
 
-    importlib.import_module("ckptio.engine.flow")
+    importlib.import_module("ckptio.runtime.flows")
     sys.addaudithook(audit)
     tell({"ready": True})
     with control.makefile("rb") as lines:

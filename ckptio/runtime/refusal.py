@@ -13,7 +13,7 @@ from ckptio.errors import EngineClosedError, RankError, SaveAbortedError
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
+    from ckptio.runtime.core import EngineCore
 
 _TELL_S = 1.0
 

@@ -10,7 +10,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking, shielded
-from ckptio.engine.refusal import say_absent
 from ckptio.engine.tiers import CopyJob, make_copy
 from ckptio.engine.transfer import require_files
 from ckptio.errors import (
@@ -26,14 +25,15 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import decode_note
 from ckptio.format.summary import decode_summary
 from ckptio.handle import CheckpointInfo
+from ckptio.runtime.refusal import say_absent
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.running import Running
     from ckptio.handle import Milestone, SaveHandle
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
     from ckptio.storage.interface import Note, Storage
     from ckptio.storage.resolve import PathLike
 

@@ -24,15 +24,6 @@ from ckptio._aio import DefaultThreads, Threads, outlive, run_blocking
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
-from ckptio.engine.in_flight import InFlight
-from ckptio.engine.running import (
-    Running,
-    at_exit,
-    never_end_in_child,
-    run_uninterrupted,
-    why_no_loop,
-)
-from ckptio.engine.unseen import unsettled
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
 from ckptio.foreign.storage import AnyStorage
@@ -40,6 +31,15 @@ from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.in_flight import InFlight
+from ckptio.runtime.leaving import unsettled
+from ckptio.runtime.running import (
+    Running,
+    at_exit,
+    never_end_in_child,
+    run_uninterrupted,
+    why_no_loop,
+)
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.resolve import resolve_storage
 from ckptio.storage.root import resolve_root
@@ -137,7 +137,7 @@ class EngineCore:
             EngineClosedError: The system gives it no thread, or no descriptors.
         """
         if "torch" in sys.modules:
-            import_module("ckptio.engine.flow")
+            import_module("ckptio.runtime.flows")
         if self._portal_block is not None:
             raise EngineClosedError("an engine is entered once; make another one")
         try:  # a loop that is half up would be waited for, and never end

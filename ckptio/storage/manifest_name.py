@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptio.errors import CommitConflictError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.storage.blocks import write_file
+from ckptio.storage.file_names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
 from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, read_regular
-from ckptio.storage.names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

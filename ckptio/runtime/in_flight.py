@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.running import Running
+    from ckptio.runtime.running import Running
 
 T = TypeVar("T")
 
@@ -97,6 +97,8 @@ class InFlight:
         else:
             self._running.discard(running)
             running.end.set_result(result)
+        finally:
+            del running  # an error that it ends with has this frame: no circle
 
     def stop(self, running: Running[Any]) -> None:
         """Abort a step, and block until it has ended. Nothing happens if it was not begun."""

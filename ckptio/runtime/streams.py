@@ -11,7 +11,7 @@ from ckptio.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptio.engine.core import EngineCore
+    from ckptio.runtime.core import EngineCore
     from ckptio.staging.cuda import CallerStreams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ckptio.engine.core import EngineCore
+from ckptio.runtime.core import EngineCore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

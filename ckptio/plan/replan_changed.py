@@ -3,7 +3,7 @@
 What is as it was stays with who wrote it before. A first plan shares it out anew, by whatever
 else there is: a tensor of one rank that grew moves replicas of the model from rank to rank.
 Where saves overlap, some ranks may still go by the earlier plan, and have to write what the
-later one wants of them (`plan.replan`). Of what one rank alone holds there is no choice.
+later one wants of them (`plan.replan_followed`). Of what one rank alone holds there is no choice.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio.engine.context import EngineContext
 
 if TYPE_CHECKING:
-    from ckptio.engine.core import EngineCore
+    from ckptio.runtime.core import EngineCore
 
 T = TypeVar("T")
 Step = Callable[[EngineContext], Awaitable[Any]]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import want_region
-from ckptio.engine.streams import caller_streams
 from ckptio.errors import ConfigError, TargetError
 from ckptio.layout import Box
 from ckptio.plan.load import plan_load
+from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import device_of, empty, torch_dtype
 from ckptio.state.tree import read_tree, tensor_index, walk
@@ -20,10 +20,10 @@ from ckptio.state.tree import read_tree, tensor_index, walk
 if TYPE_CHECKING:
     import torch
 
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.drive import Flow
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.drive import Flow
     from ckptio.storage.resolve import PathLike
 
 Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]

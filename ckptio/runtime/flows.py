@@ -2,7 +2,7 @@
 
 What touches the caller's objects (tensors, streams, stateful objects) happens on the
 caller's thread; what reads and writes happens on the engine's loop. A load goes back and
-forth (`engine.drive`).
+forth (`runtime.drive`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
 from ckptio.engine.places import find_wanted
-from ckptio.engine.refusal import refuse
 from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
-from ckptio.engine.running import Running
 from ckptio.engine.save import SaveJob
-from ckptio.engine.saved import run_alone, saved
-from ckptio.engine.streams import caller_streams
-from ckptio.engine.tier_saves import begin_copy, second_tier
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
 from ckptio.errors import (
@@ -36,6 +31,11 @@ from ckptio.errors import (
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
 from ckptio.handle import SaveHandle
+from ckptio.runtime.begin_copy import begin_copy, second_tier
+from ckptio.runtime.refusal import refuse
+from ckptio.runtime.run_save import run_alone, saved
+from ckptio.runtime.running import Running
+from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
 from ckptio.state.select import Patterns
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
     from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.drive import Flow
     from ckptio.engine.request import LoadRequest
     from ckptio.engine.restore import Restoration
     from ckptio.format.manifest import Manifest, Metadata
     from ckptio.plan.load import Wanted
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.drive import Flow
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
@@ -302,8 +302,6 @@ class _Load:
             return await plan_and_read(reading, wanted, context, whole_files=self.whole_files)
         except BaseException:
             self.target.count_write()  # some of it is
-            self.target.let_go()
-            self.restoration.let_go()
             raise
 
 

@@ -7,22 +7,22 @@ import threading
 from typing import TYPE_CHECKING
 
 from ckptio.engine.save import save_alone
-from ckptio.engine.tier_saves import begin_copy
 from ckptio.engine.together import save_together
 from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
 from ckptio.handle import CheckpointInfo, Milestone
+from ckptio.runtime.begin_copy import begin_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio.engine.context import EngineContext
-    from ckptio.engine.core import EngineCore
-    from ckptio.engine.running import Running
     from ckptio.engine.save import SaveJob, SaveReceipt
     from ckptio.engine.tiers import CopyJob
     from ckptio.handle import SaveHandle
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
 
     Say = Callable[[], None]
 
