@@ -87,10 +87,11 @@ class SaveProgress:
         if self.turns:
             await self.turns[number].wait()
 
-    def ended(self, number: int) -> None:
+    def ended(self, number: int, _: object = None) -> None:
         """A segment is written, or it never will be."""
-        if self.turns:
-            self.turns[number + 1].set()
+        for events in (self.leases, self.turns):
+            if events:
+                events[number + 1].set()
 
     def written(self, nbytes: int) -> None:
         """A segment of so many bytes is written."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -244,10 +245,12 @@ async def _carry(
     sink = await attempt.create(file.name, file.bucket.nbytes)
     async with Siblings() as group:
         for number, segment in enumerate(file.bucket.segments, file.first):
-            group.create_task(
+            part = group.create_task(
                 _carry_segment(segment, number, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
+            # however it ends, cancelled before its first step too: others wait behind it
+            part.add_done_callback(functools.partial(progress.ended, number))
     if isinstance(sink, AwaitedSink):
         await sink.close()
     else:
@@ -267,14 +270,11 @@ async def _carry_segment(
     await progress.leases[number].wait()
     async with context.pool.lease() as slab:
         progress.leases[number + 1].set()
-        try:
-            await _stage(segment, slab, job, context, progress)
-            await _copies_first(job, context, progress)
-            if not isinstance(sink, AwaitedSink):
-                await progress.turn(number)
-            file.checksums[segment.start] = await _write_out(segment, slab, sink, context)
-        finally:
-            progress.ended(number)
+        await _stage(segment, slab, job, context, progress)
+        await _copies_first(job, context, progress)
+        if not isinstance(sink, AwaitedSink):
+            await progress.turn(number)
+        file.checksums[segment.start] = await _write_out(segment, slab, sink, context)
         progress.written(segment.nbytes)
 
 
