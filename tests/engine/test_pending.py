@@ -295,6 +295,21 @@ def test_tensors_are_let_go_of_when_they_are_copied(tmp_path: Path, *, fails: bo
 SHORT_OF_SLABS = config_with(pool_nbytes=128 * KiB, max_writes=2, max_copies=2, max_reads=12)
 
 
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Wait for what the engine's threads do when a call has returned: they end their steps."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def tensors_of(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Give all tensors of a shape that anybody has."""
+    return [o for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == shape]
+
+
 @pytest.mark.parametrize("is_into", [False, True])
 @pytest.mark.usefixtures("no_collections")
 def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
@@ -306,12 +321,7 @@ def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
             state = engine.load(tmp_path / "d", into=target)
             gone = weakref.ref(state["t"])
             del state, target
-            deadline = time.monotonic() + 60
-            while (
-                gone() is not None and time.monotonic() < deadline
-            ):  # a thread has it till it ends
-                time.sleep(0.001)
-            assert gone() is None
+            assert comes_true(lambda: gone() is None)
 
 
 @pytest.mark.parametrize("is_into", [False, True])
@@ -327,5 +337,4 @@ def test_what_a_failed_load_had_is_let_go_of(tmp_path: Path, *, is_into: bool) -
     with ckptio.sync.Engine(SMALL) as engine:
         with contextlib.suppress(CorruptionError):  # `pytest.raises` would keep it
             engine.load(tmp_path / "d", into={"t": torch.zeros(shape)} if is_into else None)
-        made = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == shape]
-        assert not made
+        assert comes_true(lambda: not tensors_of(shape))
