@@ -321,7 +321,7 @@ def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
             state = engine.load(tmp_path / "d", into=target)
             gone = weakref.ref(state["t"])
             del state, target
-            assert comes_true(lambda: gone() is None)
+            assert comes_true(lambda gone=gone: gone() is None)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("is_into", [False, True])
