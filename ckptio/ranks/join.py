@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
     from ckptio.ranks.interface import Deadlines
     from ckptio.ranks.wire import Wire
 
+_log = logging.getLogger("ckptio")
+
 _TOKEN_NBYTES = 32
+#: After so long without the others, the log says who waits for whom.
+_PATIENCE_S = 10.0
 _FIRST_PAUSE_S = 0.005
 _MAX_PAUSE_S = 1.0
 _KNOCK_S = 10.0
@@ -95,6 +100,8 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coordinator | Member:
     """Meet the other ranks of a group. Every rank has to call this, as often as the others.
 
+    The log has a warning where that takes long: nothing else is heard of it until `meet_s` is over.
+
     Args:
         place: Where this rank stands, in a world of two or more.
         deadlines: How long is waited for the others: `meet_s`, for all of this.
@@ -108,7 +115,10 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
         RankError: The store cannot be used.
         asyncio.CancelledError: The caller was cancelled; nothing is left open.
     """
-    until_s = asyncio.get_running_loop().time() + deadlines.meet_s
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + deadlines.meet_s
+    words = "rank %d waits for the engines of other ranks, up to %g s: all of them have to open one"
+    waiting = loop.call_later(_PATIENCE_S, _log.warning, words, place.rank, deadlines.meet_s)
     try:
         board = await run_blocking(executor, _open_board, place)
         if place.rank == 0:
@@ -121,6 +131,8 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
             f"the engines of the job cannot meet: {frames.describe(error)}; open the engine"
             " while the job's store is up, or pass ranks='solo'"
         ) from error
+    finally:
+        waiting.cancel()
 
 
 @dataclass(frozen=True, slots=True)

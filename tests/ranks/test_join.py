@@ -121,11 +121,20 @@ async def test_who_does_not_come_is_named_by_all(
     assert time.monotonic() - began_s < LONG.meet_s / 2
 
 
-async def test_a_rank_0_that_does_not_come_is_named(store: Any, threads: Executor) -> None:
-    """Nobody else can say so."""
+async def test_a_rank_0_that_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    store: Any,
+    threads: Executor,
+) -> None:
+    """Nobody else can say so. The log says meanwhile that it is waited for."""
+    monkeypatch.setattr("ckptio.ranks.join._PATIENCE_S", 0.0)
     with pytest.raises(PeerLostError, match=r"rank 0 did not come within 0\.5 s") as caught:
         await join(place(store, 1), deadlines=SHORT, executor=threads)
     assert caught.value.ranks == (0,)
+    assert caplog.messages == [
+        "rank 1 waits for the engines of other ranks, up to 0.5 s: all of them have to open one"
+    ]
 
 
 async def test_a_rank_0_that_cannot_be_reached_is_named(store: Any, threads: Executor) -> None:
