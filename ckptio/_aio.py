@@ -308,10 +308,12 @@ class Siblings(asyncio.TaskGroup):
     ) -> None:
         """Wait for all; raise the first failure."""
         failure: BaseException | None = None
+        # asyncio lists what the block failed of behind what ended the tasks that it stopped
+        is_first = isinstance(error, Exception) and not getattr(self, "_aborting", False)
         try:
             await super().__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
-            failure = first_failure(errors)
+            failure = error if is_first else first_failure(errors)
             errors.__traceback__ = None  # a frame of asyncio's has them
         finally:
             vars(self).update(_parent_task=None, _errors=[])

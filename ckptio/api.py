@@ -352,14 +352,14 @@ class Engine:
         About 0.4 s a GB. It is pinned, too, if CUDA was initialised before, which takes longer.
 
         Args:
-            nbytes: How much, at most `pool_nbytes`, in whole slabs; all of them if not given.
+            nbytes: How much, in whole slabs; all of the pool if not given, or if it is less.
             at: A place that will be saved to or loaded from. The client of its object store
                 is made now: packages are imported, which for S3 takes most of a second of
                 the interpreter's time, and credentials are found. Nothing for local paths.
 
         Raises:
             ConfigError: There is no way to `at`, or a package is missing; or `nbytes` is no
-                number of bytes, or more than the pool may have.
+                number of bytes above 0.
             StorageError: Its store cannot be reached.
         """
         self._core.pin_if_cuda()
@@ -380,9 +380,8 @@ async def prewarm_step(context: EngineContext, nbytes: int | None, at: PathLike 
     Raises:
         ConfigError: See `Engine.prewarm`.
     """
-    limit = context.config.pool_nbytes
-    if nbytes is not None and (type(nbytes) is not int or not 0 < nbytes <= limit):
-        raise ConfigError(f"nbytes= is from 1 to the {limit} bytes of pool_nbytes, not {nbytes!r}")
+    if nbytes is not None and (type(nbytes) is not int or nbytes < 1):
+        raise ConfigError(f"nbytes= is a number of bytes from 1, not {nbytes!r}")
     url = None if at is None else remote_url(at)
     if url is not None:
         store, _ = context.stores.below(url)

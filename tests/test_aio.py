@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio._aio import (
+    Siblings,
     Threads,
     first_failure,
     in_own_thread,
@@ -376,3 +377,31 @@ def test_threads_serve_where_no_more_begin(
     idents = {future.result(10) for future in futures}
     assert (idents == {threading.get_ident()}) is (num_before == 0)
     threads.shutdown()
+
+
+async def test_siblings_raise_what_failed_first() -> None:
+    """In a task or in the block, whatever comes of stopping the others."""
+
+    async def fail_when_stopped(started: asyncio.Event) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise KeyError("stopped")
+
+    async def run(*, in_block: bool) -> None:
+        async with Siblings() as group:
+            started = asyncio.Event()
+            group.create_task(fail_when_stopped(started))
+            await started.wait()
+            if not in_block:
+                group.create_task(fail())
+                await asyncio.sleep(60)
+            raise ValueError("first")
+
+    async def fail() -> None:
+        raise ValueError("first")
+
+    for in_block in (True, False):
+        with pytest.raises(ValueError, match="first"):
+            await run(in_block=in_block)

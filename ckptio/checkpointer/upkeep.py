@@ -109,7 +109,7 @@ class Upkeep:
             running.abort()
 
     def end(self, error: BaseException | None) -> None:
-        """See to it that every failure was seen; see `unseen.end_saves`."""
+        """See to it that every failure was seen; see `runtime.leaving.end_saves`."""
         end_saves([handle for _, handle in self.saves], error)
 
     def follow(self, step: int | None, handle: SaveHandle | None) -> None:

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio.conversion.strip import below
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, FormatError, TargetError
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.errors import FormatError, TargetError
+from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
 from ckptio.state.select import make_predicate
-from ckptio.state.tree import children, indices_in, read_tree, tensor_index, walk
+from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,7 +117,7 @@ class Source:
         )
         tree = read_tree(self.manifest)
         if strip:
-            tree = _below(tree, strip.removesuffix("."))
+            tree = below(tree, strip.removesuffix("."))
             if tree == {}:
                 raise TargetError(f"there is nothing below {strip!r} in checkpoint {self.path!r}")
         if select is not None:
@@ -332,41 +333,6 @@ def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def new_like(entry: TensorEntry) -> torch.Tensor:
     """Make a tensor without memory that stands for a stored one."""
     return allocate(entry, device=torch.device("meta"))
-
-
-def _below(tree: Json, name: str) -> Json:
-    """Give what the tree has under a name; `{}` if there is nothing.
-
-    The name may end inside of keys, which have dots in a flat state, and in the `state_dict` of
-    a module: then it is what they begin with.
-
-    Raises:
-        ConfigError: It is a tensor's.
-        FormatError: Two values below it have one name.
-    """
-    inside: dict[str, Json] = {}
-    found = [("", tree)]
-    while found:
-        fqn, node = found.pop()
-        if fqn == name:
-            if type(node) is dict and tensor_index(node) is not None:
-                raise ConfigError(f"{name!r} is a tensor: there are no names below it to keep")
-            return node
-        if type(node) is list:
-            items = [(join_fqn(fqn, i), item) for i, item in enumerate(node)]
-        elif type(node) is dict and tensor_index(node) is None:
-            items = list(children(fqn, node))
-        else:
-            continue
-        for below, item in items:
-            if below == name or name.startswith(f"{below}."):
-                found.append((below, item))
-            elif below.startswith(f"{name}."):
-                key = below.removeprefix(f"{name}.")
-                if key in inside:
-                    raise FormatError(f"two values are called {below!r}")
-                inside[key] = item
-    return {TAG: "dict", "v": list(inside.items())} if TAG in inside else inside
 
 
 def require_dict(state: Any, path: str) -> dict[str, Any]:

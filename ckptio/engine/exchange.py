@@ -29,7 +29,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio._aio import Siblings, first_failure, shielded
+from ckptio._aio import first_failure, shielded
 from ckptio.engine.context import settle
 from ckptio.engine.landing import bring, close_source
 from ckptio.errors import PeerLostError
@@ -246,7 +246,7 @@ class _Exchange:
                 await carry(queue.popleft(), slab)
 
         own = nullcontext(slabs[0]) if slabs else self._context.pool.spare()
-        async with own as slab, Siblings() as group:
+        async with own as slab, asyncio.TaskGroup() as group:
             for other in slabs[1:]:
                 group.create_task(own_lane(other), name="lane of the link")
             for _ in range(0 if slabs else min(num_pooled, len(queue) - 1)):
@@ -267,7 +267,7 @@ class _Exchange:
             while queue:
                 await self.take(queue.popleft(), None)
 
-        async with Siblings() as group:
+        async with asyncio.TaskGroup() as group:
             for _ in range(min(num_pooled + 1, len(queue))):
                 group.create_task(lane(), name="lane without a slab")
 
@@ -297,8 +297,8 @@ class _Exchange:
             damage = await bring(segment, slab, source, self._reading, context, pending, keep=keep)
         finally:
             await settle(pending, context, saving=False)
-        for error in damage:
-            self._reading.damaged(error)
+        while damage:  # as in `engine.load`: no frame keeps an error that has that frame
+            self._reading.damaged(damage.pop(0))
 
     def _progress(self, nbytes: int) -> None:
         reading = self._reading

@@ -177,7 +177,11 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
 def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     """Fill the caller's tensors; make only what the target does not have."""
     matcher = Matcher(
-        manifest.tensors, dtype=request.dtype, keep=request.keep, device=request.device
+        manifest.tensors,
+        dtype=request.dtype,
+        keep=request.keep,
+        device=request.device,
+        resizes=request.strict == "raise",
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match

@@ -143,7 +143,7 @@ class _File:
 
 
 async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> SaveReceipt:
-    """Save a state that one rank has, in its place; see `saved.run_save`."""
+    """Save a state that one rank has, in its place; see `runtime.run_save.run_save`."""
     plan = context.plans.get(job.flat.specs)
     reused = plan is not None
     if plan is None:

@@ -132,8 +132,9 @@ class _Transfer:
 
     async def _carry(self, segment: ReadSegment, file: _File, slab: Slab) -> None:
         context, sink = self.context, file.sink
-        for error in await bring(segment, slab, file.source, self.reading, context, [], keep=True):
-            self.reading.damaged(error)
+        damage = await bring(segment, slab, file.source, self.reading, context, [], keep=True)
+        while damage:  # as in `engine.load`: no frame keeps an error that has that frame
+            self.reading.damaged(damage.pop(0))
         if sink is None:
             return
         if isinstance(sink, AwaitedSink):

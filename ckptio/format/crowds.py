@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Keys of one container with one hash, at most. Integers, floats and tuples of a real state
 #: have two or three; a class with a poor hash of its own may have more.
 MAX_EQUAL_HASHES = 1000
+#: Types of keys that have the same hash when they are stored.
+_PLAIN = frozenset((str, bytes, int, bool, float, complex, type(None)))
 
 
 class Crowd:
@@ -34,12 +36,15 @@ class Crowd:
 
     def __init__(self, number: int) -> None:
         self._counts: Counter[int] | None = Counter() if number > MAX_EQUAL_HASHES else None
+        #: A nan is hashed by where it is: while it is there, no other one has its hash.
+        self._keys: list[Hashable] = []
 
     def is_over(self, key: Hashable) -> bool:
         """Count a key, and say whether it is one too many of its hash."""
         if self._counts is None:
             return False
         same = hash(key)
+        self._keys.append(key)
         self._counts[same] += 1
         return self._counts[same] > MAX_EQUAL_HASHES
 
@@ -73,8 +78,12 @@ def require_spread(fqn: str, keys: Iterable[Hashable], encoded: Sequence[Json]) 
     Raises:
         UnsupportedLeafError: Too many of them have one hash.
     """
-    crowd = Crowd(len(encoded))
-    if any(map(crowd.is_over, keys)) or is_crowded(encoded):
+    if len(encoded) <= MAX_EQUAL_HASHES:
+        return
+    keys = list(keys)
+    num_equal = len(keys) - len(set(map(hash, keys)))
+    is_over = num_equal >= MAX_EQUAL_HASHES and any(map(Crowd(len(keys)).is_over, keys))
+    if is_over or (not _PLAIN.issuperset(map(type, keys)) and is_crowded(encoded)):
         raise UnsupportedLeafError(
             fqn, f"more than {MAX_EQUAL_HASHES} keys with one hash", "use strings as keys"
         )

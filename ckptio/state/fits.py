@@ -97,8 +97,8 @@ def resized_like(
 ) -> torch.Tensor | None:
     """Give what a new tensor is like that an object is given in the stored shape.
 
-    It has the stored element type, too, unless both are of floating-point numbers: whether one
-    goes into the other, `dtype=` says.
+    It has the element type that it has; one without elements, which waits for some, takes the
+    stored one, unless both are of floating-point numbers: of those `dtype=` says.
 
     Args:
         entries: Tensors of the manifest.
@@ -112,7 +112,7 @@ def resized_like(
     if stored is None:
         return None
     _, shape, dtype = stored
-    if dtype.is_floating_point and target.is_floating_point():
+    if target.numel() or (dtype.is_floating_point and target.is_floating_point()):
         dtype = target.dtype
     is_trained = target.requires_grad and (dtype.is_floating_point or dtype.is_complex)
     like = torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_trained)

@@ -12,8 +12,10 @@ Such code may also give what it has another shape: a buffer of samples is as lon
 it was saved, an observer of torch's quantisation learns how many channels there are. So there a
 tensor of another shape is no mismatch: the object is given what is stored, and says itself if
 that does not fit, when other targets are filled already. Of a module that goes for the buffers of
-just the parts with such code, those among them that are `None` as yet. Its parameters have to
-fit: what differs there is another model, as a rule, and that is said before anything changes.
+just the parts with such code, those among them that are `None` as yet. Parameters have to fit:
+what differs there is another model, as a rule, and that is said before anything changes. So do
+element types, but of what has no elements yet. And who loads what fits (`strict=`) is told of
+other shapes, as always, and gets no object's refusal.
 
 An object that has modules and optimizers among its attributes (an `AppState`, as tutorials of
 torch.distributed.checkpoint call it) hands on to those what is theirs, as a rule. So their
@@ -60,6 +62,7 @@ class Handed:
         is_new: Whether a name of its state gets a new tensor.
         kept: Storages that are filled where they are.
         is_resized: Whether what is new under a name may have another shape than it has.
+        fixed: Storages of what has no other shape all the same.
     """
 
     def __init__(
@@ -68,10 +71,12 @@ class Handed:
         is_new: Callable[[str], bool],
         kept: Container[int] = frozenset(),
         is_resized: Callable[[str], bool] = lambda _: False,
+        fixed: Container[int] = frozenset(),
     ) -> None:
         self._start = len(fqn) + 1 if fqn else 0
         self._is_new = is_new
         self._is_resized = is_resized
+        self._fixed = fixed
         self._kept = kept
         self._blanks: dict[Hashable, Blank] = {}
         #: The first that was made for a tensor of the object, by its memory.
@@ -81,9 +86,10 @@ class Handed:
         """Whether a tensor or an array of the object, by its whole name, is left for a new one."""
         return self._is_new(fqn[self._start :]) and not self._is_kept(target)
 
-    def is_resized(self, fqn: str) -> bool:
+    def is_resized(self, fqn: str, target: Any = None) -> bool:
         """Whether what is new under a whole name may have another shape than it has."""
-        return self._is_resized(fqn[self._start :])
+        is_fixed = isinstance(target, torch.Tensor) and _storage_of(target) in self._fixed
+        return self._is_resized(fqn[self._start :]) and not is_fixed
 
     def _is_kept(self, target: torch.Tensor | np.ndarray[Any, Any]) -> bool:
         return isinstance(target, torch.Tensor) and _storage_of(target) in self._kept
@@ -161,7 +167,8 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
     if not isinstance(target, torch.nn.Module):
         if not has_own:
             return None
-        return Handed(fqn, lambda _: True, _kept_by_torch(target), lambda _: True)
+        kept, fixed = _kept_by_torch(target), _parameters_of(target)
+        return Handed(fqn, lambda _: True, kept, lambda _: True, fixed)
     names = Names(keys)
     rewriting = {
         name: part
@@ -184,21 +191,31 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
     )
 
 
-def _kept_by_torch(target: Any) -> set[int]:
-    """Give the storages of modules and optimizers that an object has and torch's code fills."""
-    kept: set[int] = set()
+def _parts_of(target: Any) -> Iterator[Any]:
+    """Give the modules and optimizers that an object has as attributes, or in lists of those."""
     values = list(getattr(target, "__dict__", {}).values())
     for value in values[:]:
         if type(value) in (list, tuple, dict) and len(value) <= _MAX_PARTS:
             values += value.values() if type(value) is dict else value
-    for value in values:
-        cls = type(value)  # what a proxy says it is may be gone
-        if not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
-            continue
+    for value in values:  # what a proxy says it is may be gone
+        if issubclass(type(value), (torch.nn.Module, torch.optim.Optimizer)):
+            yield value
+
+
+def _parameters_of(target: Any) -> set[int]:
+    """Give the storages of the parameters of modules that an object has."""
+    modules = (part for part in _parts_of(target) if issubclass(type(part), torch.nn.Module))
+    return {_storage_of(held) for module in modules for held in module.parameters()} - {0}
+
+
+def _kept_by_torch(target: Any) -> set[int]:
+    """Give the storages of modules and optimizers that an object has and torch's code fills."""
+    kept: set[int] = set()
+    for value in _parts_of(target):
         if not _is_of_torch(value.load_state_dict):
             continue
         tensors: Iterable[Any]
-        if issubclass(cls, torch.nn.Module):
+        if issubclass(type(value), torch.nn.Module):
             tensors = _filled_in(value)
         elif handed_to("", value, ()) is not None:
             continue

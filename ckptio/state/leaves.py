@@ -106,6 +106,7 @@ def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
             (torch.Generator, np.random.RandomState),
             "save its get_state(), and give that to set_state()",
         ),
+        ((random.SystemRandom,), "leave it out: it has no state"),
         ((random.Random,), "save its getstate(), and give that to setstate()"),
         ((np.random.Generator,), "save its bit_generator.state"),
         ((np.random.BitGenerator,), "save its state"),

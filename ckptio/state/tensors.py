@@ -46,6 +46,8 @@ class TensorMatcher(Noted):
         keep: Accepts the names to load; everything if not given.
         device: Where tensors are made for those on the meta device; the CPU if not given.
             DTensors are made where their mesh is.
+        resizes: Whether objects that may resize what they have are given what is stored. Whoever
+            takes what fits has it said what does not; an object that refuses is an error.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class TensorMatcher(Noted):
         dtype: torch.dtype | None = None,
         keep: Predicate | None = None,
         device: torch.device | None = None,
+        resizes: bool = True,
     ) -> None:
         self._tensors = tensors
+        self._resizes = resizes
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
         super().__init__(keep)
         self._device = device
@@ -74,7 +78,7 @@ class TensorMatcher(Noted):
             self.match.fills.append(fill)
             return lambda _: target
         found, like = self._find(node, shape_of(fqn, target), target.dtype), target
-        if isinstance(found, str) and is_new and self._is_resized(fqn):
+        if isinstance(found, str) and is_new and self._is_resized(fqn, target):
             resized = resized_like(self._tensors, node, target)
             if resized is not None:
                 found, like = self._find(node, resized.shape, resized.dtype), resized
@@ -94,9 +98,9 @@ class TensorMatcher(Noted):
         self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
         return lambda _: target
 
-    def _is_resized(self, fqn: str) -> bool:
+    def _is_resized(self, fqn: str, target: Any = None) -> bool:
         """Whether the object that has a name may give it another shape, when it takes its state."""
-        return self._handed is not None and self._handed.is_resized(fqn)
+        return self._resizes and self._handed is not None and self._handed.is_resized(fqn, target)
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a tensor of which this rank holds blocks."""
@@ -136,7 +140,9 @@ class TensorMatcher(Noted):
         if type(node) is not dict or node.get(TAG) != "np":
             return self._mismatch(fqn, target, other("an array"))
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
-        if (found := array_differs(target, node)) and not (is_new and self._is_resized(fqn)):
+        has_type = not target.size or target.dtype.str == node["d"]
+        is_resized = is_new and has_type and self._is_resized(fqn)
+        if (found := array_differs(target, node)) and not is_resized:
             return self._mismatch(fqn, target, found)
         if is_new:
             return self._take(fqn, node)

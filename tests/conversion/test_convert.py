@@ -638,3 +638,32 @@ def test_a_conversion_keeps_no_lock(to: Any, tmp_path: Path) -> None:
         (tmp_path / "y").mkdir()
     sync.convert(tmp_path / "x", tmp_path / "y", to=to)
     assert not locks._locked
+
+
+@pytest.mark.parametrize(
+    ("state", "strip", "names"),
+    [
+        ({"model": {"w": 1.0}, "model.scale": 2.0}, "model", {"w", "scale"}),
+        ({"a": {"b": {"w": 1.0}}, "a.b": {"v": 2.0}}, "a.b", {"w", "v"}),
+        ({"module": 1.0, "module.w": 2.0}, "module", {"w"}),
+        ({"a": {"b": {"w": 1.0}}, "a.b.w": 2.0}, "a.b", None),
+        ({"a": {"b": 3}, "a.b.w": 2.0}, "a.b", None),
+    ],
+)
+def test_all_that_is_below_a_name_is_taken(
+    tmp_path: Path, state: Any, strip: str, names: set[str] | None
+) -> None:
+    """Under the name itself and under keys that begin with it, as `select=` takes it."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: made(item) for key, item in value.items()}
+        return torch.full((2,), value) if isinstance(value, float) else value
+
+    sync.save(made(state), tmp_path / "a", config=SMALL)
+    if names is None:
+        with pytest.raises(FormatError, match=r"two values are called 'a\.b"):
+            sync.convert(tmp_path / "a", tmp_path / "b", to="ckptio", strip=strip, config=SMALL)
+        return
+    sync.convert(tmp_path / "a", tmp_path / "b", to="ckptio", strip=strip, config=SMALL)
+    assert set(sync.load(tmp_path / "b", config=SMALL)) == names

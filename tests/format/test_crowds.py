@@ -10,7 +10,7 @@ import pytest
 from ckptio.errors import FormatError, UnsupportedLeafError
 from ckptio.format.crowds import MAX_EQUAL_HASHES, Crowd, is_crowded
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import ObjectEncoder
+from ckptio.format.encode import ObjectEncoder, encode_plain_key
 from ckptio.format.words import decode_word
 from ckptio.state.members import members_of
 from ckptio.state.tree import read_tree
@@ -154,3 +154,13 @@ def test_keys_of_real_states_are_no_crowd(keys: Any) -> None:
     """However many they are."""
     node = encode(dict.fromkeys(keys, 1))
     assert not is_crowded(list(node) if "~" not in node else [key for key, _ in node["v"]])
+
+
+@pytest.mark.parametrize("as_key", [lambda nan: nan, lambda nan: (nan, 1)])
+def test_nans_are_no_crowd(as_key: Callable[[float], Any]) -> None:
+    """Each is hashed by where it is, and one that is gone leaves its place to the next."""
+    keys = {as_key(float("nan")): None for _ in range(MAX_EQUAL_HASHES + 5)}
+    tree = ObjectEncoder(encode_plain_key).encode("", keys)
+    assert len(ObjectDecoder(decode_word).decode("", tree)) == len(keys)
+    assert not is_crowded([key for key, _ in tree["v"]])
+    read_tree(manifest_with(msgspec.json.encode(tree)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import weakref
@@ -307,8 +308,8 @@ class Replay:
 
     def __init__(self, length: int, *, is_labelled: bool = False) -> None:
         self.samples = torch.arange(length * 2.0).reshape(length, 2)
-        self.labels = torch.arange(length) if is_labelled else torch.empty(length)
-        self.steps = np.arange(length) if is_labelled else np.zeros(length)
+        self.labels = torch.arange(length) if is_labelled else torch.empty(0)
+        self.steps = np.arange(length) if is_labelled else np.zeros(0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.samples, "more": {"labels": self.labels, "steps": self.steps}}
@@ -320,7 +321,7 @@ class Replay:
 
 @pytest.mark.parametrize("length", [0, 2, 6])
 def test_an_object_is_given_tensors_of_other_shapes(tmp_path: Path, length: int) -> None:
-    """And of other types, as with `torch.load`; it says itself what it takes."""
+    """And of other types where it has nothing yet; it says itself what it takes."""
     target, other = loaded_both(tmp_path, Replay(4, is_labelled=True), Replay(length))
     assert torch.equal(target.samples, other.samples)
     assert torch.equal(target.labels, other.labels)
@@ -344,11 +345,70 @@ def test_an_object_takes_another_precision_only_where_it_is_asked_for(tmp_path: 
 
 def test_another_shape_is_selected_and_reported_as_any_other(tmp_path: Path) -> None:
     """What is not selected stays as long as it is."""
-    sync.save({"x": Replay(4)}, tmp_path / "c", config=SMALL)
+    sync.save({"x": Replay(4, is_labelled=True)}, tmp_path / "c", config=SMALL)
     target = Replay(2)
-    result = sync.load_with_report(tmp_path / "c", {"x": target}, select="x.samples", config=SMALL)
-    assert not result.report.mismatched
-    assert (len(target.samples), len(target.labels), len(target.steps)) == (4, 2, 2)
+    sync.load(tmp_path / "c", {"x": target}, select="x.samples", config=SMALL)
+    assert (len(target.samples), len(target.labels), len(target.steps)) == (4, 0, 0)
+    target, beside = Replay(2), torch.zeros(3)
+    sync.save({"x": Replay(4), "y": torch.ones(3)}, tmp_path / "d", config=SMALL)
+    result = sync.load_with_report(tmp_path / "d", {"x": target, "y": beside}, config=SMALL)
+    assert any(line.startswith("x.samples: shape") for line in result.report.mismatched)
+    assert len(target.samples) == 2
+    assert beside.tolist() == [1, 1, 1]
+
+
+def hook_before(module: torch.nn.Module) -> torch.nn.Module:
+    """Have a module run code of others before it takes its state."""
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    return module
+
+
+def with_buffer(buffer: torch.Tensor) -> torch.nn.Module:
+    module = hook_before(torch.nn.Linear(2, 2))
+    module.register_buffer("seen", buffer)
+    return module
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+@pytest.mark.parametrize(
+    ("stored", "held"),
+    [
+        (torch.ones(3, dtype=torch.complex64), torch.zeros(3)),
+        (torch.full((3,), 300), torch.zeros(3, dtype=torch.uint8)),
+        (torch.full((4,), 0.7), torch.zeros(3, dtype=torch.int64)),
+    ],
+)
+def test_what_is_resized_is_not_converted(
+    tmp_path: Path, stored: torch.Tensor, held: torch.Tensor, strict: Any
+) -> None:
+    sync.save({"m": with_buffer(stored)}, tmp_path / "c", config=SMALL)
+    target = with_buffer(held)
+    refused = pytest.raises(MismatchError) if strict == "raise" else contextlib.nullcontext()
+    with refused:
+        sync.load(tmp_path / "c", {"m": target}, strict=strict, config=SMALL)
+    assert not held.any()
+
+
+class App:
+    """Hands on to a model, as tutorials do."""
+
+    def __init__(self, width: int) -> None:
+        self.model = hook_before(torch.nn.Linear(width, 2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+
+def test_parameters_below_an_object_have_to_fit(tmp_path: Path) -> None:
+    """Also those of a model with a hook; said before anything changes."""
+    sync.save({"a": torch.ones(2), "x": App(3)}, tmp_path / "c", config=SMALL)
+    target = {"a": torch.zeros(2), "x": App(4)}
+    with pytest.raises(MismatchError, match=r"x\.model\.weight: shape"):
+        sync.load(tmp_path / "c", target, config=SMALL)
+    assert not target["a"].any()  # type: ignore[attr-defined]  # a tensor
 
 
 class Sized(torch.nn.Module):
