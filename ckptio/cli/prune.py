@@ -107,8 +107,10 @@ def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
     for part in policy.policies:
         if not isinstance(part, KeepBest) or not records:
             continue
-        if not any(part.metric in record.metrics for record in records):
-            raise ConfigError(f"no step has a metric {part.metric!r}; nothing was removed")
+        known = sorted({name for record in records for name in record.metrics})
+        if part.metric not in known:
+            others = f", but {', '.join(map(repr, known))}" if known else ""
+            raise ConfigError(f"no step has a metric {part.metric!r}{others}; nothing was removed")
 
 
 def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:

@@ -392,8 +392,9 @@ def test_what_is_resized_is_not_converted(
 class App:
     """Hands on to a model, as tutorials do."""
 
-    def __init__(self, width: int) -> None:
-        self.model = hook_before(torch.nn.Linear(width, 2))
+    def __init__(self, width: int, *, has_hook: bool) -> None:
+        model = torch.nn.Linear(width, 2)
+        self.model = hook_before(model) if has_hook else model
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict()}
@@ -402,10 +403,12 @@ class App:
         self.model.load_state_dict(state["model"])
 
 
-def test_parameters_below_an_object_have_to_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_parameters_below_an_object_have_to_fit(tmp_path: Path, *, has_hook: bool) -> None:
     """Also those of a model with a hook; said before anything changes."""
-    sync.save({"a": torch.ones(2), "x": App(3)}, tmp_path / "c", config=SMALL)
-    target = {"a": torch.zeros(2), "x": App(4)}
+    app = App(3, has_hook=has_hook)
+    sync.save({"a": torch.ones(2), "x": app}, tmp_path / "c", config=SMALL)
+    target = {"a": torch.zeros(2), "x": App(4, has_hook=has_hook)}
     with pytest.raises(MismatchError, match=r"x\.model\.weight: shape"):
         sync.load(tmp_path / "c", target, config=SMALL)
     assert not target["a"].any()  # type: ignore[attr-defined]  # a tensor
