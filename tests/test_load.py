@@ -597,6 +597,16 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             {"m": {"module.w": 1}},
             "checkpoint's names have '_orig_mod.' and the target's 'module.': load into a module",
         ),
+        (
+            {"m": {"_orig_mod.module.w": 1}},
+            {"m": {"module._orig_mod.w": 1}},
+            "load into a module wrapped like the one that was saved",
+        ),
+        (
+            {"m": {"0.w": 1}},
+            {"m": {"0": torch.nn.Linear(2, 2)}},
+            "have such keys in 'm', {'0.w': tensor}",
+        ),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(

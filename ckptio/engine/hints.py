@@ -61,6 +61,15 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if the same name stands for other keys: dots may be between them, or in one."""
     both = sorted(set(missing) & set(unexpected))
     if not both:
+        for name in missing:
+            below = next((n for n in unexpected if n.startswith(f"{name}.")), None)
+            if below is not None:
+                held, _, key = name.rpartition(".")
+                key += below.removeprefix(name)
+                return (
+                    f"what the checkpoint has below {name!r} are keys with dots, as in a"
+                    f" state_dict: have such keys in {held or 'the target'!r}, {{{key!r}: tensor}}"
+                )
         return ""
     return (
         f"{both[0]!r} is in both, but nested otherwise: a name with dots in a state_dict is one"
@@ -76,7 +85,7 @@ def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         here, there = (_those_in(names, prefixes) for names in (missing, unexpected))
         if not there:
             return f"the target's names have {here}: load into {plain}"
-        if len(prefixes) > 1 and here:
+        if here:
             return (
                 f"the checkpoint's names have {there} and the target's {here}: load into a module"
                 " wrapped like the one that was saved"
