@@ -87,11 +87,11 @@ class SaveProgress:
         if self.turns:
             await self.turns[number].wait()
 
-    def ended(self, number: int, _: object = None) -> None:
-        """A segment is written, or it never will be."""
+    def ended(self, first: int, num: int, _: object) -> None:
+        """So many segments from one on are written, or never will be."""
         for events in (self.leases, self.turns):
-            if events:
-                events[number + 1].set()
+            for event in events[first + 1 : first + num + 1]:
+                event.set()
 
     def written(self, nbytes: int) -> None:
         """A segment of so many bytes is written."""

@@ -224,9 +224,12 @@ async def write_buckets(
         first += len(bucket.segments)
     async with Siblings() as group:
         for file in files:
-            group.create_task(
+            part = group.create_task(
                 _carry(file, job, context, attempt, progress), name=f"bucket {file.name}"
             )
+            # however it ends, cancelled before its first step too: others wait behind it
+            num = len(file.bucket.segments)
+            part.add_done_callback(functools.partial(progress.ended, file.first, num))
     progress.require_settled()
     return [file.receipt() for file in files]
 
@@ -249,8 +252,7 @@ async def _carry(
                 _carry_segment(segment, number, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
-            # however it ends, cancelled before its first step too: others wait behind it
-            part.add_done_callback(functools.partial(progress.ended, number))
+            part.add_done_callback(functools.partial(progress.ended, number, 1))  # as above
     if isinstance(sink, AwaitedSink):
         await sink.close()
     else:

@@ -470,20 +470,29 @@ def test_the_first_failure_is_what_the_caller_sees(seed: int) -> None:
 
 @pytest.mark.parametrize("max_writes", [1, 2])
 @pytest.mark.parametrize("number", range(4))
-def test_a_part_that_somebody_cancels_fails_the_save(number: int, max_writes: int) -> None:
+@pytest.mark.parametrize("kind", ["segment", "bucket"])
+def test_a_part_that_somebody_cancels_fails_the_save(
+    kind: str, number: int, max_writes: int
+) -> None:
     """What is left out by that is not taken for written, and what is behind it does not hang."""
 
     async def scenario() -> None:
         storage = MemoryStorage(max_delay_s=0.5)
-        config = config_with(pool_nbytes=64 * KiB, max_writes=max_writes, max_copies=1, max_reads=1)
+        config = config_with(
+            pool_nbytes=64 * KiB,
+            bucket_nbytes=256 * KiB if kind == "segment" else 64 * KiB,
+            max_writes=max_writes,
+            max_copies=1,
+            max_reads=1,
+        )
         async with inline_engine({"memory": storage}, config) as engine:
-            handle = engine.save(random_state([200 * KiB]), "memory")
+            handle = engine.save(random_state([50 * KiB] * 4), "memory")
             parts: list[asyncio.Task[object]] = []
             while not parts:
                 await asyncio.sleep(0.01)
-                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith("segment ")]
+                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith(f"{kind} ")]
             assert len(parts) == 4
-            parts.sort(key=lambda part: int(part.get_name().partition("@")[2]))
+            parts.sort(key=lambda part: (len(part.get_name()), part.get_name()))
             parts[number].cancel()
             with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
                 await handle
