@@ -26,7 +26,7 @@ def below(tree: Json, name: str) -> Json:
         FormatError: Two values below it have one name.
     """
     exact: list[Json] = []
-    inside: dict[str, Json] = {}
+    inside: list[tuple[str, Json]] = []
     found = [("", tree)]
     while found:
         fqn, node = found.pop()
@@ -36,14 +36,11 @@ def below(tree: Json, name: str) -> Json:
             if held == name or name.startswith(f"{held}."):
                 found.append((held, item))
             elif held.startswith(f"{name}."):
-                key = held.removeprefix(f"{name}.")
-                if key in inside:
-                    raise FormatError(f"two values are called {held!r}")
-                inside[key] = item
+                inside.append((held.removeprefix(f"{name}."), item))
     return _joined(name, exact, inside)
 
 
-def _joined(name: str, exact: list[Json], inside: dict[str, Json]) -> Json:
+def _joined(name: str, exact: list[Json], inside: list[tuple[str, Json]]) -> Json:
     """Make one of what is under a name itself and what was found below it, wherever."""
     others = [node for node in exact if not _is_tensor(node)]
     if len(others) < len(exact) and not inside:
@@ -52,7 +49,12 @@ def _joined(name: str, exact: list[Json], inside: dict[str, Json]) -> Json:
         return exact[0]  # all of it is its own: as it is
     if not all(map(_has_names, others)):
         raise FormatError(f"two values are called {name!r}")
-    return {TAG: "dict", "v": list(inside.items())} if TAG in inside else inside
+    joined: dict[str, Json] = {}
+    for key, item in inside:
+        if key in joined:
+            raise FormatError(f"two values are called {f'{name}.{key}'!r}")
+        joined[key] = item
+    return {TAG: "dict", "v": inside} if TAG in joined else joined
 
 
 def _is_tensor(node: Json) -> bool:

@@ -646,12 +646,13 @@ def test_a_conversion_keeps_no_lock(to: Any, tmp_path: Path) -> None:
         ({"model": {"w": 1.0}, "model.scale": 2.0}, "model", {"w", "scale"}),
         ({"a": {"b": {"w": 1.0}}, "a.b": {"v": 2.0}}, "a.b", {"w", "v"}),
         ({"module": 1.0, "module.w": 2.0}, "module", {"w"}),
+        ({"a": {"b": {1: 1.0, "1": 2.0}}}, "a.b", {1, "1"}),
         ({"a": {"b": {"w": 1.0}}, "a.b.w": 2.0}, "a.b", None),
         ({"a": {"b": 3}, "a.b.w": 2.0}, "a.b", None),
     ],
 )
 def test_all_that_is_below_a_name_is_taken(
-    tmp_path: Path, state: Any, strip: str, names: set[str] | None
+    tmp_path: Path, state: Any, strip: str, names: set[Any] | None
 ) -> None:
     """Under the name itself and under keys that begin with it, as `select=` takes it."""
 
