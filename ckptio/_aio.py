@@ -318,11 +318,14 @@ class Siblings(asyncio.TaskGroup):
         finally:
             vars(self).update(_parent_task=None, _errors=[])
             del error, trace
+        if failure is None:
+            return
+        context = failure.__context__, failure.__suppress_context__
         try:
-            if failure is not None:
-                raise failure from failure.__cause__
-        finally:
-            del failure
+            raise failure
+        finally:  # what it came of is its own, not what the block was stopped by
+            failure.__context__, failure.__suppress_context__ = context
+            del failure, context
 
 
 def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -405,3 +405,20 @@ async def test_siblings_raise_what_failed_first() -> None:
     for in_block in (True, False):
         with pytest.raises(ValueError, match="first"):
             await run(in_block=in_block)
+
+
+async def test_siblings_leave_a_failure_what_it_came_of() -> None:
+    """Not what the block was stopped by, which has the tasks that have the failure."""
+
+    async def fail() -> None:
+        try:
+            dict[str, int]()["before"]
+        except KeyError:
+            raise ValueError("then")  # noqa: B904  # as code of others does
+
+    with pytest.raises(ValueError, match="then") as caught:
+        async with Siblings() as group:
+            group.create_task(fail())
+            await asyncio.sleep(60)
+    assert isinstance(caught.value.__context__, KeyError)
+    assert not caught.value.__suppress_context__
