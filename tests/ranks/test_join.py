@@ -121,6 +121,30 @@ async def test_who_does_not_come_is_named_by_all(
     assert time.monotonic() - began_s < LONG.meet_s / 2
 
 
+async def test_who_has_met_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: Any, threads: Executor
+) -> None:
+    """And the log says nothing of it."""
+    calls: list[asyncio.TimerHandle] = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def note(delay_s: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        calls.append(call_later(delay_s, *args, **options))
+        return calls[-1]
+
+    monkeypatch.setattr(loop, "call_later", note)
+    monkeypatch.setattr("ckptio.ranks.join._PATIENCE_S", 1234.0)
+    group = await together(
+        *(join(place(store, r, 2), deadlines=LONG, executor=threads) for r in range(2))
+    )
+    waits = [call for call in calls if call.when() > loop.time() + 1000]
+    assert len(waits) == 2
+    assert all(call.cancelled() for call in waits)
+    assert not caplog.messages
+    await together(*(g.close() for g in group))
+
+
 async def test_a_rank_0_that_does_not_come_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

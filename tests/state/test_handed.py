@@ -414,6 +414,24 @@ def test_parameters_below_an_object_have_to_fit(tmp_path: Path, *, has_hook: boo
     assert not target["a"].any()  # type: ignore[attr-defined]  # a tensor
 
 
+def test_buffers_that_are_filled_in_place_below_an_object_have_to_fit(tmp_path: Path) -> None:
+    """What torch's code takes resizes nothing."""
+    saved, target = App(3, has_hook=False), App(3, has_hook=False)
+    saved.model.register_buffer("seen", torch.ones(4))
+    target.model.register_buffer("seen", torch.zeros(3))
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"x\.model\.seen: shape"):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+
+
+def test_arrays_that_are_resized_are_not_converted(tmp_path: Path) -> None:
+    sync.save({"x": Replay(4, is_labelled=True)}, tmp_path / "c", config=SMALL)
+    target = Replay(4)
+    target.steps = np.zeros(2)
+    with pytest.raises(MismatchError, match=r"x\.more\.steps: <f8"):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+
+
 class Sized(torch.nn.Module):
     """A queue, and what is learned from it."""
 
