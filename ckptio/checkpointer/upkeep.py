@@ -14,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.steps import step_name
+from ckptio.errors import FormatError
 from ckptio.events import HigherStepFound, RetentionFailed
 from ckptio.runtime.leaving import end_saves, unsettled
 
@@ -223,6 +224,13 @@ class Upkeep:
         async with self._one_pass:
             if step == self._committed:
                 self._committed = None
-            removal = await keeper.remove(step)
-            if removal.error is not None:
-                raise removal.error
+            error = (await keeper.remove(step)).error
+        if isinstance(error, FormatError):
+            damaged = type(error)(f"{keeper.root.join(step_name(step))!r}: {error}")
+            damaged.add_note(
+                "save(..., overwrite=True) replaces this step when its number comes again; "
+                "or remove its directory by hand"
+            )
+            raise damaged from None
+        if error is not None:
+            raise error

@@ -103,8 +103,9 @@ async def test_what_is_being_written_or_is_damaged_is_not_discarded(tmp_path: Pa
             await ckpt.discard_after(1)
         await handle
         (tmp_path / step_name(2) / "manifest.json").write_text("{}")
-        with pytest.raises(FormatError):
+        with pytest.raises(FormatError, match=ckpt.path(2)) as caught:
             await ckpt.discard_after(1)
+        assert "overwrite=True" in caught.value.__notes__[0]
         assert await ckpt.steps() == (1, 2)
         with pytest.raises(ConfigError, match="step= is an int"):
             await ckpt.discard_after(-1)
