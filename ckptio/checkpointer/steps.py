@@ -7,6 +7,7 @@ numbers do, up to a hundred million; and nobody else's directory (`step-9`, `ste
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import math
 import re
@@ -75,8 +76,14 @@ def unpack_metrics(packed: object) -> dict[str, float]:
     if isinstance(packed, dict):
         for name, value in packed.items():
             if value in ("nan", "inf", "-inf") or type(value) in (int, float):
-                metrics[name] = float(value)
+                with contextlib.suppress(OverflowError):  # an int that no float is near to
+                    metrics[name] = float(value)
     return metrics
+
+
+def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float | str]:
+    """Give the metrics that a manifest has, as JSON carries them."""
+    return pack_metrics(unpack_metrics(metadata.get("metrics")))
 
 
 def metadata_of(step: int, metrics: Mapping[str, Any] | None) -> Metadata:

@@ -116,8 +116,9 @@ def ls(
 
     JSON: root; checkpoints, a list of path (relative to root), state ("committed",
     "damaged", "unreadable", "no_commit"), committed (ISO 8601, UTC), nbytes and num_files
-    (of data), num_tensors, format, writer, save_id, owed (whether a copy to a second tier
-    is still to be made), owed_to, error; error, if ROOT cannot be listed.
+    (of data), num_tensors, format, writer, save_id, metrics (of a checkpointer's step), owed
+    (whether a copy to a second tier is still to be made), owed_to, error; error, if ROOT cannot
+    be listed.
     """
     from ckptio.cli.ls import run  # noqa: PLC0415  # only what the command needs
 
@@ -157,13 +158,13 @@ def show(
     rank has its own; a rank that had none has no such line.
 
     JSON: path; state ("committed", "damaged", "missing", "unreadable"); committed, format,
-    writer, save_id (format and save_id are null of other programs' checkpoints); owed
-    (whether a copy to a second tier is still to be made), owed_to; num_tensors
-    and nbytes of what is selected, each stored tensor once; files, a list of name and nbytes;
-    entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype, shape, nbytes,
-    stored_as (its name in the files), tied_to, is_view, chunks (file, start, stop,
-    global_offset, local_shape, and copies, a list of file and start), value (as the manifest
-    has it); error. Exits with 2 if no name is selected.
+    writer, save_id (format and save_id are null of other programs' checkpoints); metrics (of
+    a checkpointer's step); owed (whether a copy to a second tier is still to be made),
+    owed_to; num_tensors and nbytes of what is selected, each stored tensor once; files, a
+    list of name and nbytes; entries, a list of name, kind ("tensor", "array", "bytes",
+    "value"), dtype, shape, nbytes, stored_as (its name in the files), tied_to, is_view,
+    chunks (file, start, stop, global_offset, local_shape, and copies, a list of file and
+    start), value (as the manifest has it); error. Exits with 2 if no name is selected.
     """
     from ckptio.cli.show import run  # noqa: PLC0415  # only what the command needs
 

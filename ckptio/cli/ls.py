@@ -13,6 +13,7 @@ from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import (
     count,
     fold,
+    format_metrics,
     format_nbytes,
     format_time,
     natural,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ckptio.cli.rows import Row
 
 _HEAD = ("PATH", "COMMITTED", "BYTES", "FILES", "TENSORS", "FORMAT")
+_METRICS = "METRICS"
 _OWED = "COPY OWED TO"
 _RIGHT = (2, 3, 4, 5)
 _EARLIEST = dt.datetime.min.replace(tzinfo=dt.UTC)
@@ -82,28 +84,46 @@ def layout(rows: Sequence[Row], width: int | None) -> list[str]:
     """Lay rows out as a table; as a block for each where a table is too wide."""
     if not rows:
         return []
-    cells = [_cells(row) for row in rows]
-    head: tuple[str, ...] = _HEAD
+    cells = [_HEAD, *(_cells(row) for row in rows)]
+    if any(row.metrics for row in rows):
+        cells = _beside(cells, _METRICS, [_metrics(row) or "-" for row in rows])
     if any(row.owed for row in rows):
-        head = (*_HEAD, _OWED)
-        cells = [(*line, _owed_to(row)) for line, row in zip(cells, rows, strict=True)]
-    lines = table([head, *cells], _RIGHT, width)
+        cells = _beside(cells, _OWED, [_owed_to(row) for row in rows])
+    lines = table(cells, _RIGHT, width)
     if lines:
         return lines
-    for row, (path, when, *_) in zip(rows, cells, strict=True):
-        parts = [when]
-        if row.nbytes is not None:
-            parts.append(format_nbytes(row.nbytes))
-        if row.num_files is not None:
-            parts.append(count(row.num_files, "file"))
-        if row.num_tensors is not None:
-            parts.append(count(row.num_tensors, "tensor"))
-        if row.format is not None:
-            parts.append(f"format {row.format}")
-        if row.owed:
-            parts.append(f"copy owed to {_owed_to(row)}")
-        lines += [path, *fold(parts, width, "  ")]
+    for row, (path, when, *_) in zip(rows, cells[1:], strict=True):
+        lines += [path, *fold([when, *_block(row)], width, "  ")]
     return lines
+
+
+def _beside(
+    lines: Sequence[tuple[str, ...]], head: str, cells: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Put another column beside those there are."""
+    return [(*line, cell) for line, cell in zip(lines, (head, *cells), strict=True)]
+
+
+def _block(row: Row) -> list[str]:
+    """Write what is known of a row beside its path and time."""
+    parts = []
+    if row.nbytes is not None:
+        parts.append(format_nbytes(row.nbytes))
+    if row.num_files is not None:
+        parts.append(count(row.num_files, "file"))
+    if row.num_tensors is not None:
+        parts.append(count(row.num_tensors, "tensor"))
+    if row.format is not None:
+        parts.append(f"format {row.format}")
+    if row.metrics:
+        parts.append(_metrics(row))
+    if row.owed:
+        parts.append(f"copy owed to {_owed_to(row)}")
+    return parts
+
+
+def _metrics(row: Row) -> str:
+    return visible(format_metrics(row.metrics or {}))
 
 
 def _owed_to(row: Row) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
+from ckptio.checkpointer.steps import metrics_of
 from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
 from ckptio.cli.find_objects import find_objects, open_place
 from ckptio.cli.outcome import explain, state_of
@@ -52,6 +53,7 @@ class Row:
         format: Version of the format.
         writer: Version of the package that wrote it.
         save_id: Id of the save.
+        metrics: What a checkpointer was given by name; text where JSON has no number for it.
         owed: Whether its copy to a second tier is still owed.
         owed_to: Where to; also `None` if the note that says so cannot be read.
         error: What is wrong.
@@ -66,6 +68,7 @@ class Row:
     format: int | None = None
     writer: str | None = None
     save_id: str | None = None
+    metrics: dict[str, float | str] | None = None
     owed: bool | None = None
     owed_to: str | None = None
     error: str | None = None
@@ -158,6 +161,7 @@ async def _committed(
         format=manifest.ckptio,
         writer=manifest.writer,
         save_id=manifest.save_id,
+        metrics=metrics_of(manifest.metadata),
         owed=owed is not None,
         owed_to=None if owed is None else owed.to,
     )

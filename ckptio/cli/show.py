@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
+from ckptio.checkpointer.steps import metrics_of
 from ckptio.cli.config import config_for
 from ckptio.cli.entries import read_entries
 from ckptio.cli.outcome import FAILED, exit_code, explain, state_of
 from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
-from ckptio.cli.text import count, fold, format_nbytes, format_time, pad, visible
+from ckptio.cli.text import count, fold, format_metrics, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
 from ckptio.errors import CheckpointError
 from ckptio.runtime.solo import solo_engine
@@ -84,6 +85,7 @@ def _blank(path: str) -> Json:
         "format": None,
         "writer": None,
         "save_id": None,
+        "metrics": None,
         "owed": None,
         "owed_to": None,
         "num_tensors": None,
@@ -103,6 +105,7 @@ def _document(path: str, manifest: Manifest, entries: Sequence[Entry], owed: Owe
         "format": None if manifest.is_foreign else manifest.ckptio,
         "writer": manifest.writer,
         "save_id": None if manifest.is_foreign else manifest.save_id,
+        "metrics": metrics_of(manifest.metadata),
         "owed": owed is not None,
         "owed_to": None if owed is None else owed.to,
         "num_tensors": len(stored),
@@ -171,6 +174,8 @@ def layout(
         about.append(f"format {manifest.ckptio}")
         about += [f"ckptio {visible(manifest.writer)}", f"save {manifest.save_id}"]
     yield from fold(about, width)
+    if metrics := metrics_of(manifest.metadata):
+        yield from fold([visible(format_metrics(metrics))], width)
     if owed is not None:
         yield from fold([visible(str(owed))], width)
     if entries:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
@@ -70,6 +70,14 @@ def format_time(text: str) -> str:
     """Write the time of a commit, to the second, in UTC."""
     moment = parse_time(text)
     return visible(text) if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}Z"
+
+
+def format_metrics(metrics: Mapping[str, float | str]) -> str:
+    """Write metrics for people: `acc=0.91 loss=1.2345`, by name."""
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else format(value, '.6g')}"
+        for name, value in sorted(metrics.items())
+    )
 
 
 def natural(text: str) -> list[tuple[int, int, str]]:

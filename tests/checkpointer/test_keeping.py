@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptio import CheckpointError, KeepLast, SaveAbortedError
 from ckptio._aio import Threads
 from ckptio.checkpointer.keeper import Keeper
-from ckptio.checkpointer.steps import step_name
+from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, run_virtual
@@ -235,3 +235,10 @@ def test_a_step_that_is_read_by_now_is_not_removed(tmp_path: Path) -> None:
             assert committed_steps(tmp_path) == [2, 3]
 
     run_virtual(scenario(), seed=0)
+
+
+def test_metrics_that_are_no_numbers_are_left_out() -> None:
+    """Anybody may have written the manifest: also an int that no float is near to."""
+    written = {"metrics": {"loss": 0.5, "nan": "nan", "big": 10**400, "is": True, "text": "1"}}
+    assert metrics_of(written) == {"loss": 0.5, "nan": "nan"}
+    assert metrics_of({"metrics": [1]}) == metrics_of({}) == {}

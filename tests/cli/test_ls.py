@@ -4,6 +4,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.file_names import ATTEMPT_PREFIX, data_file_name
@@ -15,6 +16,7 @@ from tests.cli.rig import (
     run_on_terminal,
     save_at,
 )
+from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,12 +76,32 @@ def test_ls_as_json_has_stable_keys(ckpt: Path, capsys: pytest.CaptureFixture[st
                 "format": 2,
                 "writer": manifest.writer,
                 "save_id": manifest.save_id,
+                "metrics": {},
                 "owed": False,
                 "owed_to": None,
                 "error": None,
             }
         ],
     }
+
+
+def test_ls_shows_metrics_where_there_are_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the best step is seen; JSON has no nan, so that is text there."""
+    with sync.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        ckpt.save({"w": 1}, 1, metrics={"loss": 1.23456789, "acc\x1b": float("nan")})
+        ckpt.save({"w": 1}, 2)
+    _, document = run_json(capsys, "ls", "--sort=name", str(tmp_path))
+    first, second = (row["metrics"] for row in document["checkpoints"])
+    assert (first, second) == ({"loss": 1.23456789, "acc\x1b": "nan"}, {})
+    assert main(["ls", "--sort=name", str(tmp_path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("FORMAT  METRICS")
+    assert [line.endswith(r"acc\x1b=nan loss=1.23457") for line in lines] == [True, False]
+    assert lines[1].endswith(" -")
+    _, sent = run_on_terminal(NARROW, "ls", str(tmp_path))
+    assert "loss=1.23457" in sent
 
 
 def test_ls_says_which_copies_are_owed(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
@@ -19,6 +20,7 @@ from tests.cli.rig import (
     save_at,
 )
 from tests.manifests import encode_tensors
+from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +64,16 @@ def test_show_says_that_a_copy_is_owed(ckpt: Path, capsys: pytest.CaptureFixture
     note.write_bytes(b"")
     assert main(["show", str(ckpt)]) == 0
     assert "\ncopy owed\n" in capsys.readouterr().out
+
+
+def test_show_has_the_metrics_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing where there are none."""
+    with sync.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        ckpt.save({"w": 1}, 1, metrics={"loss": 0.5})
+        path = ckpt.path(1)
+    assert run_json(capsys, "show", path)[1]["metrics"] == {"loss": 0.5}
+    assert main(["show", path]) == 0
+    assert "\nloss=0.5\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
