@@ -17,7 +17,7 @@ from ckptio.foreign.scan import NUM_OLD_PICKLES, Scanned, scan_pickle, together
 from ckptio.layout import DTYPES, numel, row_major_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 #: How an archive begins.
 ZIP = b"PK\x03\x04"
@@ -221,7 +221,9 @@ def require_plain(file: IO[bytes]) -> Scanned:
     file.seek(0)
     try:
         if not is_archive:
-            return together(scan_pickle(file) for _ in range(NUM_OLD_PICKLES))
+            pickles = [scan_pickle(file) for _ in range(NUM_OLD_PICKLES)]
+            _require_filled(pickles)
+            return together(pickles)
         with zipfile.ZipFile(file) as archive:
             members = require_stored(archive, nbytes)
             pickles = [info for name, info in members.items() if is_pickle(name)]
@@ -232,6 +234,20 @@ def require_plain(file: IO[bytes]) -> Scanned:
         raise FormatError(f"it is no whole archive: {error!r}") from None
     finally:
         file.seek(0)
+
+
+def _require_filled(pickles: Sequence[Scanned]) -> None:
+    """Refuse an old file with a storage that it has no bytes for, or has bytes for no storage.
+
+    torch makes each storage that a tensor refers to, fills those that the last pickle lists,
+    and leaves in the others whatever the memory had.
+
+    Raises:
+        FormatError: There is one.
+    """
+    state, listed = pickles[-2:]
+    if state.storages != listed.listed:
+        raise FormatError("its list of storages is not that of its tensors")
 
 
 def is_pickle(name: str) -> bool:

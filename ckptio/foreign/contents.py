@@ -72,7 +72,7 @@ class Contents:
         """Read what is said of a tensor, and take its chunks."""
         dtype, shape = _dtype(record.get("properties")), _extents(fqn, record.get("size"))
         parts = _parts(fqn, record.get("chunks"))
-        if dtype in DTYPES:
+        if type(dtype) is str and dtype in DTYPES:
             self.tensors.append(self._tensor(fqn, dtype, shape, parts, ranges))
             return
         if type(dtype) is not str or not parts:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 #: Values for each byte of a pickle, and more for small ones.
 _MAX_EACH, _MAX_MORE = 64, 1 << 18
 _CAP = 1 << 60
-_MAX_WORD = 16
+_MAX_WORD = 20  # digits of the largest address: what storages were once called by
+_KEY = 2  # where a reference to a storage has its name
 #: Pickles that a file of before 1.6 begins with: magic, version, system, state, storages.
 NUM_OLD_PICKLES = 5
 
@@ -89,10 +90,14 @@ class Scanned:
         kinds: What has to be made in the place of a class, by its name, for what the pickles do
             to it: a `LIST` takes items, a `DICT` takes keys and values, and a `TENSOR` is what a
             tensor is made to be; `MIXED` is what nothing else can be.
+        storages: Names of the storages that are referred to.
+        listed: Short texts that are put into lists.
     """
 
     nbytes: int
     kinds: Mapping[str, str]
+    storages: frozenset[str] = frozenset()
+    listed: frozenset[str] = frozenset()
 
 
 def together(parts: Iterable[Scanned]) -> Scanned:
@@ -122,7 +127,12 @@ def scan_pickle(file: IO[bytes]) -> Scanned:
             machine.run()
     except (IndexError, KeyError, UnicodeDecodeError):
         raise FormatError("it is no whole pickle of torch.save") from None
-    return Scanned(file.tell() - start, machine.kinds)
+    return Scanned(
+        file.tell() - start,
+        machine.kinds,
+        frozenset(machine.storages),
+        frozenset(machine.listed),
+    )
 
 
 def most_of(nbytes: int) -> int:
@@ -140,6 +150,8 @@ class _Machine:
         self._memo: dict[int, _Thing] = {}
         self.stack: list[_Thing] = []
         self.kinds: dict[str, str] = {}
+        self.storages: set[str] = set()
+        self.listed: set[str] = set()
         self._below: list[list[_Thing]] = []
 
     def run(self) -> None:
@@ -241,6 +253,8 @@ class _Machine:
         if target.kind not in ("container", "made"):
             raise IndexError
         self._is_a(target.maker, kind)
+        if kind == LIST:
+            self.listed.update(item.name for item in items if item.kind == "text")
         target.weight = min(_CAP, target.weight + sum(item.weight for item in items))
 
     def pair(self) -> list[_Thing]:
@@ -262,7 +276,10 @@ class _Machine:
             self.kinds[target.maker] = MIXED  # torch gives no state to such a thing
 
     def persistent(self, _: int) -> None:
-        """Refer to a storage."""
+        """Refer to a storage: "storage", its type, its name, and more."""
+        parts = self.stack[-1].parts
+        if len(parts) > _KEY and parts[0].name == "storage" and parts[_KEY].kind == "text":
+            self.storages.add(parts[_KEY].name)
         self.stack[-1] = _Thing("made")
 
     def call(self, _: int) -> None:

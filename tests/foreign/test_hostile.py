@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from ckptio import sync
 from ckptio.errors import FormatError
@@ -110,6 +110,7 @@ def lies() -> dict[str, Callable[[Metadata], object]]:
     return {
         "a size": lambda m: tensor(m, size=laughs(60)),
         "a type": lambda m: tensor(m, properties=laughs(60)),
+        "a list for a type": lambda m: tensor(m, properties=TensorProperties(dtype=["float32"])),
         "a file": lambda m: place(m, relative_path=laughs(60)),
         "a place": lambda m: place(m, offset=laughs(60)),
         "a transform": lambda m: place(m, transform_descriptors=laughs(60)),
@@ -290,6 +291,49 @@ def test_a_pickle_makes_little_more_than_it_has(tmp_path: Path, kind: str, case:
         folder.write_bytes(made)
     with pytest.raises(FormatError):
         sync.load(folder, config=SMALL)
+
+
+class Storages(pickle.Unpickler):
+    """Reads a pickle of before torch 1.6 for the names of its storages alone."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(module, name) if module == "collections" else lambda *_: None
+
+    def persistent_load(self, pid: Any) -> None:
+        self.names.add(pid[2])
+
+
+@pytest.mark.parametrize("case", ["left out", "one more", "another", "as it was"])
+def test_an_old_file_without_the_bytes_of_a_storage_is_refused(tmp_path: Path, case: str) -> None:
+    """Torch makes what a tensor refers to, and leaves in it whatever the memory had."""
+    data = io.BytesIO()
+    state = {"a": torch.arange(50.0), "b": [torch.ones(30)]}
+    torch.save(state, data, _use_new_zipfile_serialization=False)
+    data.seek(0)
+    for _ in range(3):  # the magic number, the version, the system
+        pickle.load(data)  # noqa: S301  # our own
+    reader = Storages(data)
+    reader.load()
+    start, names = data.tell(), sorted(reader.names)
+    assert pickle.load(data) == names  # noqa: S301  # our own
+    changed = {
+        "left out": names[:1],
+        "one more": [*names, "1"],
+        "another": [names[0], "1"],
+        "as it was": names,
+    }[case]
+    raw = data.getvalue()
+    made = raw[:start] + pickle.dumps(changed, 2) + raw[data.tell() :]
+    (tmp_path / "x.pt").write_bytes(made)
+    if case == "as it was":
+        assert_same_state(sync.load(tmp_path / "x.pt", config=SMALL), state)
+        return
+    with pytest.raises(FormatError, match="list of storages"):
+        sync.load(tmp_path / "x.pt", config=SMALL)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
