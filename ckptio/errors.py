@@ -266,10 +266,10 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 class CheckpointExistsError(StorageError, FileExistsError):
     """The path holds a committed checkpoint and `overwrite` is off."""
 
-    def __init__(self, path: str) -> None:
-        """Say that `path` is taken."""
+    def __init__(self, path: str, way_out: str = "pass overwrite=True to replace it") -> None:
+        """Say that `path` is taken, and what to do about it."""
         super().__init__(
-            "there is a committed checkpoint here; pass overwrite=True to replace it",
+            f"there is a committed checkpoint here; {way_out}",
             path=path,
             code=errno.EEXIST,
         )

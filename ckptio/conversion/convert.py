@@ -12,7 +12,9 @@ from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
+from ckptio.foreign.dcp import METADATA
 from ckptio.foreign.interface import notes_of
+from ckptio.foreign.safetensors import STEMS
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.runtime.solo import solo_engine
 from ckptio.storage.resolve import local_path, remote_url
@@ -31,6 +33,9 @@ Format = Literal["ckptio", "safetensors", "hf", "dcp"]
 FORMATS = ("ckptio", "safetensors", "hf", "dcp")
 #: What Hugging Face's libraries take for the largest file, if nothing else is said.
 MAX_SHARD_NBYTES = 5_000_000_000
+_HF = tuple(f"{stem}.{end}" for stem in STEMS for end in ("safetensors", "safetensors.index.json"))
+#: By format, what a directory has that holds a checkpoint of another one.
+_OTHERS = {"hf": (MANIFEST_NAME, METADATA), "dcp": (MANIFEST_NAME, *_HF)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +133,9 @@ def run_convert(
 
     Raises:
         CheckpointNotFoundError: There is nothing to convert.
-        CheckpointExistsError: Something else is at `path`. A checkpoint of ckptio is replaced
-            by another one alone: whoever loaded the path would still find it.
+        CheckpointExistsError: Something else is at `path`. In a directory, `"hf"` and `"dcp"`
+            replace only what has the same format, whatever `overwrite` says: whoever loaded
+            the path would still find the other one. `"ckptio"` hides others, and leaves them.
         FormatError: The source is damaged, or has names or types that the format cannot hold.
         ConfigError: An option is wrong or has no effect, or values are in the way.
         StorageError: Something cannot be read or written.
@@ -138,8 +144,7 @@ def run_convert(
     require_bool("drop_values", drop_values)
     _check_options(to, max_shard_nbytes, drops_values=drop_values)
     target = _target_of(path, to)
-    if to in ("hf", "dcp") and os.path.lexists(f"{target}/{MANIFEST_NAME}"):
-        raise CheckpointExistsError(target)
+    _require_no_other(target, to)
     with solo_engine(config) as core:
         read = Source(core, source, select, strip)
         if core.own_storage(source).identity == core.own_storage(path).identity:
@@ -170,6 +175,14 @@ def run_convert(
         files=tuple(files),
         notes=(*_lost(read.tree, leaves, to, strip), *notes_of(read.manifest)),
     )
+
+
+def _require_no_other(target: str, to: str) -> None:
+    """Refuse to write beside a checkpoint of another format, which some reader would find."""
+    if any(os.path.lexists(f"{target}/{name}") for name in _OTHERS.get(to, ())):
+        raise CheckpointExistsError(
+            target, "it has another format; give another path, or remove it first"
+        )
 
 
 def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool) -> None:

@@ -80,14 +80,14 @@ def left_by_wrappers(leaves: Iterable[Leaf], strip: str) -> list[str]:
 
 def lost_in_dcp(tree: Json) -> list[str]:
     """Say what of a tree does not come back from DCP as it was, a line each."""
-    return list(_lost("", tree))
+    return list(_lost("", tree, is_root=True))
 
 
-def _lost(fqn: str, node: Json) -> Iterator[str]:
-    name = fqn or "the state"
+def _lost(fqn: str, node: Json, *, is_root: bool = False) -> Iterator[str]:
+    name = fqn or ("the state" if is_root else "''")
     if _is_mapping(node):
         keys = keys_of(node)
-        if not keys and fqn:
+        if not keys and not is_root:
             yield f"{name}: an empty dict is not kept"
         elif (kind := _KINDS.get(node.get(TAG))) is not None:
             without = ", without versions of modules" if "m" in node else ""

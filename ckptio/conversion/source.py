@@ -134,10 +134,11 @@ class Source:
 
     def leaves(self) -> Iterator[Leaf]:
         """Give every tensor, array and stored string of bytes, under each of its names."""
-        for name, node in walk("", self.tree):
+        bare = "state" if tensor_index(self.tree) is not None else ""  # it has no name itself
+        for name, node in walk(bare, self.tree):
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # of a tree that was checked
-            yield Leaf(name or "state", self.manifest.tensors[index], node)
+            yield Leaf(name, self.manifest.tensors[index], node)
 
     def indices(self) -> list[int]:
         """Number the stored tensors that are taken, each once."""

@@ -407,6 +407,22 @@ def test_nothing_else_is_written_beside_a_checkpoint_of_ours(
     assert sorted(os.listdir(there)) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("there", "to"), [("hf", "dcp"), ("dcp", "hf")])
+def test_two_formats_do_not_share_a_directory(
+    there: str, to: Any, tmp_path: Path, *, overwrite: bool
+) -> None:
+    """Some reader would find the older one; the error says what to do about it."""
+    source = save_as("ours", tmp_path / "source", {"x": torch.zeros(2)})
+    old = {"y": torch.ones(2)}
+    target = (save_hf if there == "hf" else save_dcp)(tmp_path / "target", old)
+    before = sorted(os.listdir(target))
+    with pytest.raises(CheckpointExistsError, match="another format; give another path"):
+        sync.convert(source, target, to=to, overwrite=overwrite, config=SMALL)
+    assert sorted(os.listdir(target)) == before
+    assert_same_state(sync.load(target, config=SMALL), old)
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors"])
 def test_what_dcp_has_to_know_is_no_tensor_for_others(to: Any, tmp_path: Path) -> None:
     """Neither of a checkpoint that a StorageWriter wrote, nor of its files one by one."""
@@ -628,6 +644,23 @@ def test_what_dcp_does_not_give_back_is_noted(tmp_path: Path, case: str) -> None
             sync.load(tmp_path / "dcp")
     else:
         assert type(sync.load(tmp_path / "dcp")["x"]) is not type(value) or case.endswith("inside")
+
+
+def test_what_has_an_empty_name_is_not_the_state(tmp_path: Path) -> None:
+    """Notes, names in a file, and a comparison call it by the name that it has."""
+    w = torch.ones(3)
+    sync.save({"": {}, "w": w}, tmp_path / "empty", config=SMALL)
+    notes = sync.convert(tmp_path / "empty", tmp_path / "dcp", to="dcp", config=SMALL).notes
+    assert notes == ("'': an empty dict is not kept",)
+    sync.save({"": OrderedDict(a=w)}, tmp_path / "ordered", config=SMALL)
+    notes = sync.convert(tmp_path / "ordered", tmp_path / "dcp2", to="dcp", config=SMALL).notes
+    assert notes == ("'': an OrderedDict comes back as a dict",)
+    sync.save({"": w, "state": w + 1}, tmp_path / "both", config=SMALL)
+    report = sync.convert(tmp_path / "both", tmp_path / "a", to="safetensors", config=SMALL)
+    assert_same_state(load_file(report.path), {"": w, "state": w + 1})
+    sync.save(w, tmp_path / "bare", config=SMALL)
+    report = sync.convert(tmp_path / "bare", tmp_path / "b", to="safetensors", config=SMALL)
+    assert_same_state(load_file(report.path), {"state": w})
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf", "safetensors"])
