@@ -1,4 +1,4 @@
-"""The README's tour runs as it stands there."""
+"""The README and the pages that it leads to: their code runs, their tables and links are right."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ from typing import Any
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+TOP = Path(__file__).parent.parent
+README = TOP / "README.md"
+#: Pages with code, and how many blocks of Python each has at least.
+PAGES = {
+    "README.md": 8,
+    "ckptio/adapters/README.md": 3,
+    "ckptio/checkpointer/README.md": 3,
+    "ckptio/ranks/README.md": 2,
+    "ckptio/state/README.md": 7,
+    "ckptio/storage/README.md": 2,
+}
+#: Pages with tables of figures.
+TABLES = (README, TOP / "bench" / "README.md")
 #: Commands of the tour, as modules: their scripts need not be on the path.
 MODULES = {"ckptio": "ckptio", "torchrun": "torch.distributed.run"}
 
-RESULTS = README.parent / "bench" / "results"
+RESULTS = TOP / "bench" / "results"
 #: Rows of the README's tables: each pair of cells after the name is ckptio's figure and the
 #: best peer's, divided by it. A case, a part of its group's title, and a metric.
 FIGURES = {
@@ -74,12 +86,17 @@ OTHERS = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # one process is meant
-def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block under "Tour", in order: Python in one namespace, scripts by their commands."""
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block, in order: Python in one namespace, scripts by their commands."""
     monkeypatch.chdir(tmp_path)
-    tour = README.read_text().partition("## Tour")[2].partition("## What to rely on")[0]
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", tour, re.DOTALL | re.MULTILINE)
-    assert [language for language, _ in blocks].count("python") >= 12
+    text = (TOP / page).read_text()
+    if page == README.name:
+        text = text.partition("## Tour")[2].partition("## What to rely on")[0]
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert [language for language, _ in blocks].count("python") >= PAGES[page]
     module = types.ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)
     for language, block in blocks:
@@ -89,8 +106,41 @@ def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         elif script := re.match(r"# (\w+\.py)\n", block):
             Path(script[1]).write_text(block)
         else:
-            code = compile(block, str(README), "exec", dont_inherit=True)
-            exec(code, module.__dict__)  # noqa: S102  # our own README
+            code = compile(block, page, "exec", dont_inherit=True)
+            exec(code, module.__dict__)  # noqa: S102  # our own page
+
+
+def test_links_lead_somewhere() -> None:
+    """To files of the repository and to headings in them; and the README leads to every page."""
+    pages = [TOP / page for page in (*PAGES, "bench/README.md", "ckptio/format/README.md")]
+    found = set()
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            name, _, heading = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            assert path.exists(), (page, target)
+            assert not heading or heading in anchors(path), (page, target)
+            found |= {path} if page == README else set()
+    assert found >= set(pages) - {README}
+
+
+def anchors(page: Path) -> set[str]:
+    """Give the names by which the headings of a page are linked to."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def row_of(name: str) -> str:
+    """Find the row of a table that has a name: in one page, once."""
+    found = [
+        row
+        for page in TABLES
+        for row in re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", page.read_text(), re.MULTILINE)
+    ]
+    (row,) = found
+    return str(row)
 
 
 def run_command(line: str) -> None:
@@ -111,14 +161,13 @@ def test_the_test_command_is_what_ci_runs() -> None:
     """CI runs the command that the README gives."""
     command = "python -m pip install nox && nox -s tests"
     assert command in README.read_text()
-    assert command in (README.parent / ".ci" / "run").read_text()
+    assert command in (TOP / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_tables_say_what_was_measured(name: str) -> None:
     """To the last digit; and bold is what ckptio does not lead in."""
-    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README.read_text(), re.MULTILINE)
-    cells = row.split(" | ")
+    cells = row_of(name).split(" | ")
     for i, (case, title, metric) in enumerate(FIGURES[name]):
         own, best = measured(case, title, metric)
         shown, peer = cells[2 * i : 2 * i + 2]
@@ -133,8 +182,7 @@ def test_the_tables_say_what_was_measured(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_table_of_others_says_what_was_measured(name: str) -> None:
     """Of each peer that does it, in one order."""
-    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README.read_text(), re.MULTILINE)
-    shown, *cells = (cell.strip() for cell in row.split("|"))
+    shown, *cells = (cell.strip() for cell in row_of(name).split("|"))
     title, metric = OTHERS[name]
     (own, *ratios) = all_measured("other_peers", title, metric)
     assert rounds_to(own, shown.removesuffix(" s")), (own, shown)
