@@ -20,13 +20,14 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.crowds import require_spread
+from ckptio.format.fields import fields_of, names_of, require_fields_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Json: TypeAlias = Any
 TAG = "~"
 #: Containers inside containers. Deeper states are refused; so are documents that are twice as
-#: deep: there may be an enum in each container, which is none.
+#: deep: there may be an enum in each container, which is none (one that holds another one is).
 MAX_DEPTH = 100
 _MAX_PLAIN_INT = 1 << 53
 _MAX_KEY_TEXT_DEPTH = 8
@@ -71,7 +72,7 @@ def _key_text(key: Any, depth: int = 0) -> str:
         return _key_text(key.value, depth)
     is_set = isinstance(key, (set, frozenset))
     if dataclasses.is_dataclass(key) and not isinstance(key, type):
-        key = tuple(item for _, item in _fields_of(key))
+        key = tuple(item for _, item in fields_of(key))
     if not is_set and not isinstance(key, (tuple, list)):
         return _word_text(key) if type(key).__module__ in ("numpy", "torch") else repr(key)
     if depth >= _MAX_KEY_TEXT_DEPTH:
@@ -133,15 +134,14 @@ class ObjectEncoder:
         if hasattr(type(value), "load_state_dict") and hasattr(type(value), "state_dict"):
             return self._encode_leaf(fqn, value)  # it stands for its state, whatever else it is
         if isinstance(value, enum.Enum):
-            inner = self.encode(fqn, value.value)
-            return {TAG: "enum", "c": class_name(type(value)), "v": inner}
+            return self._encode_enum(fqn, value)
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
             return self._encode_record(
-                fqn, "namedtuple", value, zip(_names_of(value), value, strict=True)
+                fqn, "namedtuple", value, zip(names_of(value), value, strict=True)
             )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _require_fields_alone(fqn, value)
-            return self._encode_record(fqn, "dataclass", value, _fields_of(value))
+            require_fields_alone(fqn, value)
+            return self._encode_record(fqn, "dataclass", value, fields_of(value))
         if isinstance(value, pathlib.PurePath):
             return _encode_path(fqn, value)
         return self._encode_leaf(fqn, value)
@@ -235,6 +235,16 @@ class ObjectEncoder:
             self._open.discard(id(value))
         items.sort(key=msgspec.json.encode)  # sets have no order; files of equal states are equal
         return {TAG: type(value).__name__, "v": items}
+
+    def _encode_enum(self, fqn: str, value: enum.Enum) -> Json:
+        if is_nested := isinstance(value.value, enum.Enum):
+            self._enter(fqn, value)
+        try:
+            inner = self.encode(fqn, value.value)
+        finally:
+            if is_nested:
+                self._open.discard(id(value))
+        return {TAG: "enum", "c": class_name(type(value)), "v": inner}
 
     def _encode_record(
         self, fqn: str, tag: str, value: Any, fields: Iterable[tuple[str, Any]]
@@ -354,32 +364,6 @@ def _version_in(entry: dict[Any, Any]) -> Any:
     version = entry.get("version")
     is_all = len(entry) == 1 and type(version) is int and abs(version) <= _MAX_PLAIN_INT
     return version if is_all else entry
-
-
-def _names_of(value: Any) -> tuple[str, ...]:
-    """Give the field names of a named tuple."""
-    return tuple(value._fields)
-
-
-def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
-    """Give the fields of a dataclass that are set: one with `init=False` may not be."""
-    names = (f.name for f in dataclasses.fields(value))
-    return ((name, getattr(value, name)) for name in names if hasattr(value, name))
-
-
-def _require_fields_alone(fqn: str, value: Any) -> None:
-    """Refuse a dataclass that is a container, too, with more in it than its fields."""
-    if isinstance(value, dict):
-        fields = dict(_fields_of(value))
-        is_more = any(name not in fields or fields[name] is not value[name] for name in value)
-    else:
-        is_more = isinstance(value, (list, tuple, set, frozenset, deque)) and bool(value)
-    if is_more:
-        raise UnsupportedLeafError(
-            fqn,
-            f"a dataclass of type {type(value).__name__} that holds more than its fields",
-            "save what it holds beside it",
-        )
 
 
 _PLAIN: dict[type, EncodeLeaf] = {

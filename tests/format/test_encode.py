@@ -351,6 +351,20 @@ def test_a_member_of_an_enum_may_lie_in_the_deepest_container() -> None:
     assert_same(found, value)
 
 
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 3])
+def test_enums_in_enums_are_as_deep_as_containers_may_be(depth: int) -> None:
+    """Each takes a level of the document: what is saved can be loaded, and what cannot is not."""
+    value: Any = []
+    for number in range(depth):
+        value = enum.Enum(f"E{number}", {"A": value})["A"]
+    if depth > MAX_DEPTH:
+        with pytest.raises(UnsupportedLeafError, match="flatten the state"):
+            encode(value)
+        return
+    found, _ = decode(encode(value), {})  # without their classes: plain values
+    assert found == []
+
+
 @pytest.mark.parametrize("kind", NESTINGS)
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3000])
 def test_what_is_too_deep_is_refused(kind: str, depth: int) -> None:
