@@ -460,14 +460,16 @@ async def test_a_copy_needs_memory_of_its_share_of_the_pool(tmp_path: Path) -> N
 
 
 async def test_a_copy_that_fails_is_an_event(tmp_path: Path) -> None:
-    """Where from, where to, and why."""
+    """Where from, where to, and why; the error says that the checkpoint itself is there."""
     log = EventLog()
     (tmp_path / "file").write_text("in the way")
     async with ckptio.Engine(SMALL, observer=log) as engine:
         handle = engine.save(STATE, tmp_path / "a", then=tmp_path / "file" / "b")
         await handle
-        with pytest.raises(StorageError):
+        with pytest.raises(StorageError) as caught:
             await handle.durable
+    (note,) = caught.value.__notes__
+    assert note == f"the checkpoint {str(tmp_path / 'a')!r} itself is committed, and stays"
     (event,) = log.of(CopyFailed)
     assert (event.path, event.to) == (str(tmp_path / "a"), str(tmp_path / "file" / "b"))
     assert isinstance(event.error, StorageError)

@@ -157,6 +157,8 @@ def _fail(handle: SaveHandle, error: BaseException) -> None:
 def _cause(job: CopyJob, error: BaseException) -> Exception:
     """Give what `durable` raises."""
     if isinstance(error, Exception):
+        if not isinstance(error, CheckpointChangedError):  # then it has gone
+            error.add_note(f"the checkpoint {job.source.path!r} itself is committed, and stays")
         return error
     return SaveAbortedError(
         f"the copy of {job.source.path!r} to {job.target.path!r} was stopped; the checkpoint itself"
