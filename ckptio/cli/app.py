@@ -206,6 +206,10 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     *,
     select: SelectOption,
+    strip_a: Annotated[
+        str, typer.Option(metavar="NAME", help="Of A only what is below NAME, without it.")
+    ] = "",
+    strip_b: Annotated[str, typer.Option(metavar="NAME", help="The same of B.")] = "",
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
@@ -223,7 +227,8 @@ def diff(
     """
     from ckptio.cli.diff import run  # noqa: PLC0415  # only what the command needs
 
-    _finish(lambda: run(a, b, select=select, storage_options=storage_options, as_json=as_json))
+    strips = strip_a, strip_b
+    _finish(lambda: run(a, b, select, strips, storage_options=storage_options, as_json=as_json))
 
 
 @app.command()

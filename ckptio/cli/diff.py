@@ -22,7 +22,13 @@ DIFFERENT = 1
 
 
 def run(
-    a: str, b: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool
+    a: str,
+    b: str,
+    select: Sequence[str],
+    strips: tuple[str, str],
+    *,
+    storage_options: Sequence[str],
+    as_json: bool,
 ) -> int:
     """Compare two checkpoints, and give the exit code: what cannot be read is no difference."""
     from ckptio.conversion.compare import run_diff  # noqa: PLC0415  # imports torch
@@ -36,6 +42,7 @@ def run(
                 a,
                 b,
                 select=list(select) or None,
+                strips=strips,
                 config=config_for([a, b], storage_options),
                 progress=advance,
             )

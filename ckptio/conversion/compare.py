@@ -96,6 +96,7 @@ def run_diff(
     b: PathLike,
     *,
     select: Select | None = None,
+    strips: tuple[str, str] = ("", ""),
     config: CheckpointConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
@@ -105,14 +106,16 @@ def run_diff(
         a: A checkpoint of any known format.
         b: Another.
         select: Names to compare, as in `ckptio.load`.
+        strips: Of each, take only what is below this name, and drop it from the names, as
+            `strip=` of `convert` does; names to compare have lost it, too. All if empty.
         config: Options; the defaults if not given.
         progress: Called with bytes done and bytes in all.
 
     Raises:
-        CheckpointError: One of them cannot be read.
+        CheckpointError: One of them cannot be read, or has nothing below its name.
     """
     with solo_engine(config) as core:
-        sides = _Side(core, a, select), _Side(core, b, select)
+        sides = _Side(core, a, select, strips[0]), _Side(core, b, select, strips[1])
         shared = sides[0].shared_names() | sides[1].shared_names()
         for side in sides:
             side.arrange(shared)
@@ -128,8 +131,8 @@ class _Side:
         keys: Of both.
     """
 
-    def __init__(self, core: EngineCore, path: PathLike, select: Select | None) -> None:
-        self.source = Source(core, path, select)
+    def __init__(self, core: EngineCore, path: PathLike, select: Select | None, strip: str) -> None:
+        self.source = Source(core, path, select, strip)
         self.source.check()
         self._found = list(_places("", self.source.tree, ()))
         self.leaves: dict[Key, Leaf] = {}

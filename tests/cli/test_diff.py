@@ -116,6 +116,24 @@ def test_a_nested_state_is_equal_to_a_file_of_its_names(tmp_path: Path) -> None:
     assert run_diff(nested, flat, config=SMALL).is_equal
 
 
+def test_diff_takes_names_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that what `convert --strip` wrote is compared with what it was written of."""
+    model = {"w": torch.ones(3), "b": torch.zeros(2)}
+    a = str(save_at(tmp_path / "a", {"model": model, "step": 4}))
+    b = str(tmp_path / "b.safetensors")
+    assert main(["convert", a, b, "--to", "safetensors", "--strip", "model"]) == 0
+    assert main(["diff", a, b]) == 1
+    capsys.readouterr()
+    for arguments in ([a, b, "--strip-a", "model"], [b, a, "--strip-b", "model"]):
+        code, document = run_json(capsys, "diff", *arguments)
+        assert (code, document["equal"], document["num_same"]) == (0, True, 2)
+    code, document = run_json(capsys, "diff", a, b, "--strip-a", "model", "--select", "w")
+    assert (code, document["num_same"]) == (0, 1)
+    code, document = run_json(capsys, "diff", a, b, "--strip-b", "model")
+    assert code == 2
+    assert "nothing below 'model'" in document["error"]
+
+
 def test_diff_tells_what_cannot_be_read_from_what_differs(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
