@@ -240,7 +240,8 @@ class Engine:
             strict: What to do about names that are missing, unexpected or different:
                 `"raise"` before anything changes; `"report"`, see `load_with_report`; or
                 `"ignore"` them. Only with `into`.
-            types: Classes of dataclasses, named tuples and enums to get back as such.
+            types: Classes of dataclasses, named tuples, enums, and of tensors that are made of
+                others (torchao's), to get back as such.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.

@@ -419,7 +419,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.complex64}, "dtype= is a floating-point torch.dtype"),
     ({"types": ["Point"]}, "types= takes classes"),
     ({"types": [Point(1, 2)]}, "types= takes classes"),
-    ({"types": [Point, dict]}, "takes dataclasses, enums and named tuples, and 'dict' is none"),
+    ({"types": [Point, dict]}, "made of others, and 'dict' is none"),
     ({"types": [Point, type("Point", (Point,), vars(Point).copy())]}, "two classes of the name"),
     ({"select": []}, "select takes"),
     ({"select": ""}, "select takes"),

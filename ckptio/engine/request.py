@@ -17,10 +17,10 @@ from ckptio.errors import ConfigError, TargetError
 from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
-from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import SCALAR_TYPES, is_convertible
 from ckptio.state.rebuild import device_of
 from ckptio.state.select import make_predicate
+from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,9 +160,11 @@ def check_types(types: Sequence[type]) -> None:
     by_name: dict[str, type] = {}
     for cls in types:
         is_record = dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)
+        is_record = is_record or hasattr(cls, "__tensor_unflatten__")
         if not is_record and not (issubclass(cls, tuple) and hasattr(cls, "_fields")):
             raise ConfigError(
-                f"types= takes dataclasses, enums and named tuples, and {cls.__name__!r} is none:"
+                "types= takes dataclasses, enums, named tuples and tensors that are made of others,"
+                f" and {cls.__name__!r} is none:"
                 " other values come back without it, or not at all"
             )
         name = class_name(cls)

@@ -20,13 +20,14 @@ from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
 from ckptio.state.fills import names_of
-from ckptio.state.flatten import is_stateful
 from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
+from ckptio.state.stateful import is_stateful
 from ckptio.state.target import Matcher
-from ckptio.state.tree import read_tree, tensor_index, walk
+from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
+from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -155,6 +156,8 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
     restoration = Restoration(has_values=request.keep is None or tree != {})
     tensors: dict[int, torch.Tensor] = {}
     kinds: dict[int, _Kind] = {}
+    # scales and codes mean something in their own type alone
+    kept = set() if request.dtype is None else set[int]().union(*map(indices_in, wrappers_in(tree)))
     for _, node in walk("", tree):
         index = tensor_index(node)
         if index is None:
@@ -165,11 +168,13 @@ def _all_new(manifest: Manifest, request: LoadRequest) -> Restoration:
             kind = kind._replace(order=())
         if node[TAG] in ("np", "bytes", "bytearray"):
             kind = _Kind(None, None)  # host memory of its own type
+        elif index in kept:
+            kind = kind._replace(dtype=None)
         elif node[TAG] == "view":
             kind = _Kind(kind.device, None)  # views need its bytes; the rebuilder converts
         kinds[index] = kind
     _make(manifest, kinds, tensors, restoration)
-    rebuilder = Rebuilder(tensors, request.types, restoration.notes, request.dtype)
+    rebuilder = Rebuilder(tensors, request.types, restoration.notes, request.dtype, kept)
     restoration.finish = lambda: rebuilder.rebuild("", tree)
     return restoration
 
@@ -182,6 +187,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         keep=request.keep,
         device=request.device,
         resizes=request.strict == "raise",
+        types=request.types,
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match

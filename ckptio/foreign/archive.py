@@ -221,9 +221,9 @@ def require_plain(file: IO[bytes]) -> Scanned:
     file.seek(0)
     try:
         if not is_archive:
-            pickles = [scan_pickle(file) for _ in range(NUM_OLD_PICKLES)]
-            _require_filled(pickles)
-            return together(pickles)
+            scanned = [scan_pickle(file) for _ in range(NUM_OLD_PICKLES)]
+            _require_filled(scanned)
+            return together(scanned)
         with zipfile.ZipFile(file) as archive:
             members = require_stored(archive, nbytes)
             pickles = [info for name, info in members.items() if is_pickle(name)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import datetime as dt
 import re
 import struct
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
 from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
+from ckptio.format.fields import restore
 
 if TYPE_CHECKING:
     import pathlib
@@ -215,7 +215,7 @@ class ObjectDecoder:
         cls = self._class_of(fqn, node, "a tuple" if self._num_open_keys else "a dict")
         if cls is None:
             return _hashable(list(fields.values())) if self._num_open_keys else fields
-        return self._build(fqn, cls, lambda: _restore_dataclass(cls, fields))
+        return self._build(fqn, cls, lambda: restore(cls, fields))
 
     def _enum(self, fqn: str, node: Json, depth: int) -> Any:
         value = self._decode(fqn, node["v"], depth)
@@ -244,22 +244,6 @@ class ObjectDecoder:
                 " pass the class in types= to get it back"
             )
         return cls
-
-
-def _restore_dataclass(cls: type, fields: Mapping[str, Any]) -> Any:
-    """Build a dataclass by its constructor, then set every field as it was.
-
-    Raises:
-        TypeError: It does not have these fields.
-    """
-    known = {f.name: f.init for f in dataclasses.fields(cls)}
-    strangers = [name for name in fields if name not in known]
-    if strangers:
-        raise TypeError(f"there is no field {strangers[0]!r}")
-    value = cls(**{name: item for name, item in fields.items() if known[name]})
-    for name, item in fields.items():
-        object.__setattr__(value, name, item)  # whatever __post_init__ or a default made of it
-    return value
 
 
 def _hashable(value: Any) -> Any:

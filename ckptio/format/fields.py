@@ -1,4 +1,4 @@
-"""The fields of dataclasses and of named tuples, by which they are saved."""
+"""The fields of dataclasses and of named tuples, by which they are saved, and come back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ckptio.errors import UnsupportedLeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+#: Fields of a tensor that is made of others, beside those: what `__tensor_unflatten__` takes.
+CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -36,3 +39,24 @@ def require_fields_alone(fqn: str, value: Any) -> None:
             f"a dataclass of type {type(value).__name__} that holds more than its fields",
             "save what it holds beside it",
         )
+
+
+def restore(cls: Any, fields: Mapping[str, Any]) -> Any:
+    """Make a dataclass, or a tensor that is made of others, of its fields.
+
+    A dataclass is made by its constructor; then every field is set as it was.
+
+    Raises:
+        TypeError: It does not have these fields.
+    """
+    if hasattr(cls, "__tensor_unflatten__"):
+        parts = {name: part for name, part in fields.items() if name not in _NO_PARTS}
+        return cls.__tensor_unflatten__(parts, *(fields[name] for name in _NO_PARTS))
+    known = {f.name: f.init for f in dataclasses.fields(cls)}
+    strangers = [name for name in fields if name not in known]
+    if strangers:
+        raise TypeError(f"there is no field {strangers[0]!r}")
+    value = cls(**{name: item for name, item in fields.items() if known[name]})
+    for name, item in fields.items():
+        object.__setattr__(value, name, item)  # whatever __post_init__ or a default made of it
+    return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_inte
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
+from ckptio.state.wrappers import is_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -279,24 +281,29 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
 
 
 def classes_in(target: Any) -> Iterator[type]:
-    """Give the classes of dataclasses, named tuples and enums in a value of a target."""
+    """Give the classes in a value of a target: of dataclasses, named tuples, enums and wrappers."""
+    own, parts = _class_and_parts(target)
+    if own is not None:
+        yield own
+    for part in parts:
+        if type(part) not in SCALAR_TYPES:
+            yield from classes_in(part)
+
+
+def _class_and_parts(target: Any) -> tuple[type | None, Iterable[Any]]:
+    """Give the class that a value is saved with, if it is, and what else is in it."""
+    if isinstance(target, (list, tuple, set, frozenset)):
+        return type(target) if hasattr(type(target), "_fields") else None, target
+    if isinstance(target, dict):
+        return None, itertools.chain(target, target.values())
     if isinstance(target, enum.Enum):
-        yield type(target)
-        yield from classes_in(target.value)
-    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
-        yield type(target)
-        for field in dataclasses.fields(target):
-            yield from classes_in(getattr(target, field.name, None))
-    elif isinstance(target, dict):
-        for key, item in target.items():
-            yield from classes_in(key)
-            yield from classes_in(item)
-    elif isinstance(target, (list, tuple, set, frozenset)):
-        if hasattr(type(target), "_fields"):
-            yield type(target)
-        for item in target:
-            if type(item) not in SCALAR_TYPES:
-                yield from classes_in(item)
+        return type(target), (target.value,)
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        names = (field.name for field in dataclasses.fields(target))
+        return type(target), [getattr(target, name, None) for name in names]
+    if is_wrapper(target):
+        return type(target), (target.__tensor_flatten__()[1],)
+    return None, ()
 
 
 def names_of(fqn: str, target: Any) -> list[str]:

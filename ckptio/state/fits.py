@@ -13,11 +13,11 @@ from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import Fill
-from ckptio.state.flatten import is_stateful
 from ckptio.state.leaves import SCALAR_TYPES, TORCH_DTYPES, is_convertible
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import check_view, torch_dtype
 from ckptio.state.records import fields_of
+from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import tensor_index
 
 if TYPE_CHECKING:

@@ -13,21 +13,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
-from ckptio.format.encode import TAG, ObjectEncoder, encode_bytes
+from ckptio.format.encode import TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
 from ckptio.layout import numel
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.shards import LeafSpec, PerRank, Shard
 from ckptio.state.leaves import (
     DTYPE_NAMES,
     NUMPY_KINDS,
-    PLAIN_TYPES,
     TORCH_DTYPES,
     WORDS,
     as_bytes,
@@ -39,7 +38,9 @@ from ckptio.state.leaves import (
 )
 from ckptio.state.looks import Occurrence, look_at, order_of
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
+from ckptio.state.stateful import is_stateful
 from ckptio.state.ties import resolve_ties
+from ckptio.state.wrappers import is_wrapper, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -51,29 +52,6 @@ if TYPE_CHECKING:
 #: Longer `bytes` go to a bucket, like a tensor; shorter ones stay in the manifest.
 MAX_INLINE_NBYTES = 1024
 _RESERVED_NAME = "__metadata__"  # safetensors' own
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that gives and takes its state as a dict: a module, an optimizer, a loader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Give the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take the state."""
-        ...
-
-
-def is_stateful(value: object) -> bool:
-    """Whether a value is saved through its `state_dict` and restored through its twin."""
-    if type(value) in PLAIN_TYPES or isinstance(value, (torch.Tensor, type)):
-        return False  # most are, and to look for methods takes fifty times as long
-    try:
-        return isinstance(value, Stateful)
-    except Exception:  # a `__getattr__` of the caller's, which raises anything
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +235,8 @@ class _Flattener:
         """Handle what the encoder has no exact type for."""
         if is_sharded(value):
             return self._sharded(fqn, value)
+        if is_wrapper(value):
+            return self._wrapper(fqn, value)
         if isinstance(value, torch.Tensor):
             return self._tensor(fqn, value)
         if isinstance(value, np.generic):
@@ -292,6 +272,13 @@ class _Flattener:
             return self._store(fqn, self._instead(fqn, tensor), "uint8", {TAG: None})
         order = order_of(tensor)
         return self._store(fqn, tensor, dtype, {TAG: None, "p": order} if order else {TAG: None})
+
+    def _wrapper(self, fqn: str, value: torch.Tensor) -> Json:
+        """Save a tensor that is made of others by its parts, as a dataclass by its fields."""
+        parts, known = take_apart(fqn, value)
+        fields = [[n, self._encoder.encode(join_fqn(fqn, n), part)] for n, part in parts.items()]
+        fields += [[name, node] for name, node in known.items()]
+        return {TAG: "dataclass", "c": class_name(type(value)), "v": fields}
 
     def _sharded(self, fqn: str, value: Any) -> Json:
         """Take the blocks of a tensor that is held in parts."""

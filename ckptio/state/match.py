@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptio.errors import TargetError
+from ckptio.format.encode import class_name
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
 from ckptio.state.prune import prune_at
 from ckptio.state.tree import names_kept, orders_in
+from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,19 +27,32 @@ class Noted:
 
     Args:
         keep: Accepts the names to load; everything if not given.
+        types: Classes that may be made.
 
     Attributes:
         match: Takes what is found.
     """
 
-    def __init__(self, keep: Predicate | None) -> None:
+    def __init__(self, keep: Predicate | None, types: Sequence[type] = ()) -> None:
         self._keep = keep
+        self._types = frozenset(map(class_name, types))
         self.match = Match()
         #: What was matched, its name and its node, by its id, which nobody else has meanwhile.
         self._firsts: dict[int, tuple[Any, str, Json]] = {}
 
     def _take(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Assemble:
-        """Take a node as it is stored, in classes of those given."""
+        """Take a node as it is stored, in classes of those given.
+
+        Raises:
+            TargetError: It has a tensor that is made of others, and its class is not among them:
+                an object would be given a dict for it.
+        """
+        for wrapper in wrappers_in(node):
+            if wrapper["c"] not in self._types and wrapper["c"] not in map(class_name, own):
+                raise TargetError(
+                    f"cannot make {fqn!r}: it has a tensor of class {wrapper['c']!r}, of which the"
+                    " target has none yet; pass the class in types="
+                )
         self.match.num_values += 1
         self.match.make(orders_in(node))
         return lambda rebuilder: rebuilder.rebuild(fqn, node, own)

@@ -22,7 +22,7 @@ from ckptio.state.leaves import TORCH_DTYPES, is_convertible
 from ckptio.state.tree import is_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -122,12 +122,14 @@ class Rebuilder:
         notes: What could not come back as its class.
         dtype: Element type for floating-point tensors that were loaded in their own
             because views refer to them; arrays and bytes keep theirs.
+        kept: Stored tensors, by index, that keep theirs, too.
     """
 
     tensors: Mapping[int, torch.Tensor]
     types: Sequence[type] = ()
     notes: list[str] = field(default_factory=list)
     dtype: torch.dtype | None = None
+    kept: Collection[int] = ()
     _converted: dict[int | tuple[int, str], torch.Tensor] = field(default_factory=dict)
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
@@ -209,16 +211,21 @@ class Rebuilder:
     def _in_dtype(self, index: int) -> torch.Tensor:
         """Give a stored tensor in the element type that was asked for, converted once."""
         tensor = self._stored(index)
-        if self.dtype is None or not is_convertible(tensor.dtype) or tensor.dtype == self.dtype:
+        if self._keeps_type(index, tensor):
             return tensor
         if index not in self._converted:
             self._converted[index] = tensor.to(self.dtype)
         return self._converted[index]
 
+    def _keeps_type(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a stored tensor, or a view of it, has the element type that it is to have."""
+        is_asked = self.dtype is not None and index not in self.kept
+        return not is_asked or not is_convertible(tensor.dtype) or tensor.dtype == self.dtype
+
     def _view(self, node: Json) -> torch.Tensor:
         stored = self._stored(node["t"])
         view = view_of(stored, node)
-        if self.dtype is None or not is_convertible(view.dtype) or view.dtype == self.dtype:
+        if self._keeps_type(node["t"], view):
             return view
         if view.dtype != stored.dtype or view.is_neg():
             return self._converted_view(stored, node)  # memory of several types: no longer tied

@@ -3,13 +3,14 @@
 Matching changes nothing: it lists what to fill and what disagrees, and hands back a
 function that puts the result together once every byte has landed.
 
-Rules: tensors and arrays of the target are filled in place, and must have the shape and
-element type of the checkpoint. Of a tensor that is held in parts, the target's blocks are
-filled, however the checkpoint is cut; shapes are those of whole tensors. A tensor on the
-meta device is replaced by a new one. Dicts and lists are matched by key and index and updated
-in place, dataclasses and named tuples by the names of their fields; one that stands at two
-places, which have different values in the checkpoint, becomes two. A list or a tuple that holds
-nothing to fill is one value, of any length, and a list stays the one that it is.
+Rules: tensors and arrays of the target are filled in place, and must have the shape and element
+type of the checkpoint. Of a tensor that is held in parts, the target's blocks are filled, however
+the checkpoint is cut; shapes are those of whole tensors. Of a tensor that is made of others (see
+`wrappers`), those are filled. A tensor on the meta device is replaced by a new one. Dicts and
+lists are matched by key and index and updated in place, dataclasses and named tuples by the names
+of their fields; one that stands at two places, which have different values in the checkpoint,
+becomes two. A list or a tuple that holds nothing to fill is one value, of any length, and a list
+stays the one that it is.
 
 A stateful object gives its state as a template, its tensors are filled in place (those that
 code of others takes are made new, some in whatever shape is stored, see `handed`), and what else
@@ -29,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.errors import TargetError, UnsupportedLeafError
+from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other
-from ckptio.state.flatten import is_stateful
 from ckptio.state.handed import handed_to, take_state
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
@@ -43,9 +44,11 @@ from ckptio.state.optimizers import optimizer_differs, require_parameters, templ
 from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
+from ckptio.state.stateful import is_stateful
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
+from ckptio.state.wrappers import is_wrapper, put_together, take_apart, wrapped_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,10 +91,37 @@ class Matcher(TensorMatcher):
         if is_sharded(target):
             return self._sharded(fqn, target, node)
         if isinstance(target, torch.Tensor):
-            return self._tensor(fqn, target, node)
+            match = self._wrapper if is_wrapper(target) else self._tensor
+            return match(fqn, target, node)
         if isinstance(target, np.ndarray):
             return self._array(fqn, target, node)
         return self._container(fqn, target, node)
+
+    def _wrapper(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
+        """Match a tensor that is made of others, which are filled, by what it is beside them."""
+        fields = wrapped_fields(node)
+        if not self._selects(fqn, node):
+            return lambda _: target
+        if fields is None or node["c"] != class_name(type(target)):
+            return self._mismatch(fqn, target, other(f"a tensor of class {type(target).__name__}"))
+        try:
+            parts, known = take_apart(fqn, target)
+        except UnsupportedLeafError as error:
+            raise TargetError(f"cannot fill {fqn!r}: {error}") from error
+        for name, value in known.items():
+            if fields.pop(name) != value:
+                what = name.strip("_")
+                return self._mismatch(fqn, target, f"another {what} in target and checkpoint")
+        if fields.keys() != parts.keys():
+            return self._mismatch(fqn, target, "made of other parts in target and checkpoint")
+        merged = {n: self.merge(join_fqn(fqn, n), part, fields[n]) for n, part in parts.items()}
+
+        def update(rebuilder: Rebuilder) -> torch.Tensor:
+            made = {name: assemble(rebuilder) for name, assemble in merged.items()}
+            is_filled = all(made[name] is part for name, part in parts.items())
+            return target if is_filled else put_together(target, made)
+
+        return update
 
     def _container(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match what has parts, or is a placeholder."""

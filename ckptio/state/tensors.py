@@ -24,7 +24,7 @@ from ckptio.state.match import Noted
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
@@ -48,6 +48,7 @@ class TensorMatcher(Noted):
             DTensors are made where their mesh is.
         resizes: Whether objects that may resize what they have are given what is stored. Whoever
             takes what fits has it said what does not; an object that refuses is an error.
+        types: Classes that may be made beside those of the target.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class TensorMatcher(Noted):
         keep: Predicate | None = None,
         device: torch.device | None = None,
         resizes: bool = True,
+        types: Sequence[type] = (),
     ) -> None:
         self._tensors = tensors
         self._resizes = resizes
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
-        super().__init__(keep)
+        super().__init__(keep, types)
         self._device = device
         self._blanks: dict[Hashable, Blank] = {}
         self._num_blanks = 0

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.errors import UnsupportedLeafError
-from ckptio.state.flatten import MAX_INLINE_NBYTES, flatten, is_stateful
+from ckptio.state.flatten import MAX_INLINE_NBYTES, flatten
+from ckptio.state.stateful import is_stateful
 from tests.strategies import TORCH_DTYPES, keys, states
 
 

@@ -31,8 +31,9 @@ from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.staging.copy import SourceState
 from ckptio.staging.cuda import CallerStreams, SideStreams
-from ckptio.state.flatten import flatten, is_stateful
+from ckptio.state.flatten import flatten
 from ckptio.state.leaves import TORCH_DTYPES, plain_dtype
+from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

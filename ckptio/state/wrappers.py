@@ -1,0 +1,110 @@
+"""Tensors that are made of others: torch's "traceable wrapper subclasses".
+
+The states of torchao's 8-bit optimizers are such, and its quantised weights: a tensor of codes,
+one of scales, and what is known of both. A class of this kind says what it is made of by
+`__tensor_flatten__`, and is made again by `__tensor_unflatten__`, the protocol of
+`torch.utils._python_dispatch`. So such a tensor is saved by its parts, as a dataclass is by its
+fields, and filled in place part by part; the class itself comes from the target or from the
+caller, never from the checkpoint.
+
+Left out are nested tensors, whose shapes are symbols of one process, and results of collectives
+that are still under way. A DTensor is held in parts, and is the business of `sharded`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ckptio.errors import UnsupportedLeafError
+from ckptio.format.encode import TAG, ObjectEncoder
+from ckptio.format.fields import CONTEXT, SHAPE, STRIDES
+from ckptio.state.leaves import WORDS, encode_scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptio.format.encode import Json
+
+_KNOWN = (CONTEXT, SHAPE, STRIDES)
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a tensor that is saved by the tensors it is made of."""
+    cls = type(value)
+    return (
+        hasattr(cls, "__tensor_flatten__")
+        and hasattr(cls, "__tensor_unflatten__")
+        and isinstance(value, torch.Tensor)
+        and not value.is_nested
+        and not hasattr(cls, "trigger_wait")
+    )
+
+
+def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """Give the tensors that a tensor is made of, and what else is known of it, JSON-ready.
+
+    The tensors are those of the caller, not copies.
+
+    Raises:
+        UnsupportedLeafError: It does not say, or says what has no portable form.
+    """
+    try:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+    except Exception as error:  # of a class of others, which raises anything
+        raise _refusal(fqn, tensor, f"its __tensor_flatten__() fails: {error!r}") from error
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) or name in _KNOWN:
+            raise _refusal(fqn, tensor, f"its part {name!r} is no tensor")
+    encoder = ObjectEncoder(_context_leaf, WORDS)
+    known = {CONTEXT: context, SHAPE: torch.Size(tensor.shape), STRIDES: tuple(tensor.stride())}
+    try:
+        return parts, {name: encoder.encode(name, value) for name, value in known.items()}
+    except UnsupportedLeafError as error:
+        raise _refusal(fqn, tensor, str(error)) from error
+
+
+def put_together(like: Any, parts: dict[str, Any]) -> torch.Tensor:
+    """Make a tensor like another one out of other parts."""
+    _, context = like.__tensor_flatten__()
+    made: torch.Tensor = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
+    return made
+
+
+def wrapped_fields(node: Json) -> dict[str, Json] | None:
+    """Give the fields of a node that is such a tensor; `None` for any other node."""
+    if type(node) is not dict or node.get(TAG) != "dataclass":
+        return None
+    fields = dict(node["v"])
+    return fields if fields.keys() >= set(_KNOWN) else None
+
+
+def wrappers_in(node: Json) -> Iterator[Json]:
+    """Give the nodes of a tree that are such tensors, but for those in others."""
+    if type(node) is list:
+        for item in node:
+            yield from wrappers_in(item)
+    elif type(node) is dict:
+        if wrapped_fields(node) is not None:
+            yield node
+            return
+        for item in node.values():
+            yield from wrappers_in(item)
+
+
+def _context_leaf(fqn: str, value: Any) -> Json:
+    if isinstance(value, np.generic):
+        return encode_scalar(fqn, value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise UnsupportedLeafError(fqn, f"a value of type {name} has no portable form", "")
+
+
+def _refusal(fqn: str, tensor: object, problem: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        fqn,
+        f"of a tensor subclass {type(tensor).__qualname__!r}: {problem}",
+        "save the plain tensors it is made of, or what its dequantize() gives",
+    )
