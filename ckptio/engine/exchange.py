@@ -227,13 +227,14 @@ class _Exchange:
         if not queue:
             return
         waiting: set[asyncio.Task[None] | None] = set()
+        for_device = self._reading.holds_slabs
 
         async def pooled_lane() -> None:
             lane = asyncio.current_task()
             try:
                 while queue:
                     waiting.add(lane)
-                    async with self._context.pool.lease() as slab:
+                    async with self._context.pool.lease(for_device=for_device) as slab:
                         waiting.discard(lane)
                         if queue:
                             await carry(queue.popleft(), slab)
@@ -245,7 +246,7 @@ class _Exchange:
             while queue:
                 await carry(queue.popleft(), slab)
 
-        own = nullcontext(slabs[0]) if slabs else self._context.pool.spare()
+        own = nullcontext(slabs[0]) if slabs else self._context.pool.spare(for_device=for_device)
         async with own as slab, asyncio.TaskGroup() as group:
             for other in slabs[1:]:
                 group.create_task(own_lane(other), name="lane of the link")

@@ -209,7 +209,7 @@ async def _read_segment(
     total_nbytes: int,
 ) -> None:
     """Read, verify and land one range, which has a slab of its own."""
-    async with context.pool.lease() as slab:
+    async with context.pool.lease(for_device=reading.holds_slabs) as slab:
         pending: list[PendingCopies] = []
         try:
             damage = await bring(segment, slab, source, reading, context, pending)
@@ -262,7 +262,7 @@ async def _read_in_lane(
     try:
         while lanes.left:
             lanes.waiting.add(lane)
-            async with lanes.gate, context.pool.lease() as slab:
+            async with lanes.gate, context.pool.lease() as slab:  # for the host alone
                 lanes.waiting.discard(lane)
                 turn = functools.partial(_read_turn, lanes, slab, source, reading)
                 nbytes, damage = await outlive(

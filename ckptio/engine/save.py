@@ -270,7 +270,7 @@ async def _carry_segment(
 ) -> None:
     """Copy, sum and write one segment."""
     await progress.leases[number].wait()
-    async with context.pool.lease() as slab:
+    async with context.pool.lease(for_device=job.source.uses_devices) as slab:
         progress.leases[number + 1].set()
         await _stage(segment, slab, job, context, progress)
         await _copies_first(job, context, progress)

@@ -109,6 +109,11 @@ class SourceState:
         self._verdict: dict[str, int | None] = {}
         self._is_copied = False
 
+    @property
+    def uses_devices(self) -> bool:
+        """Whether devices copy to the slabs."""
+        return self._streams is not None
+
     def changed(self) -> int | None:
         """Say which tensor was written to, or moved, since it was looked at or copied.
 

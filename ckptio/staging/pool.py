@@ -163,15 +163,22 @@ class SlabPool:
         self._on_crowded: set[Callable[[], object]] = set()
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Slab]:
+    async def lease(self, *, for_device: bool = False) -> AsyncIterator[Slab]:
         """Lend a slab for the length of the block; wait for one, in turn, if all are out.
 
         The borrower must be done with it, threads and streams included, when it leaves
         the block. The contents are whatever the last borrower left.
+
+        Args:
+            for_device: Whether a device copies from or to it: then it is pinned, where slabs
+                are. Others get it as it is: pinning asks the driver, which who copies between
+                files and the host's memory has no need of, and must not while somebody
+                captures a CUDA graph.
         """
         slab = await self._acquire()
         try:
-            await self._pin(slab)
+            if for_device:
+                await self._pin(slab)
             yield slab
         except BaseException as error:
             if _is_lost(error):
@@ -183,11 +190,12 @@ class SlabPool:
             self._release(slab)
 
     @asynccontextmanager
-    async def spare(self) -> AsyncIterator[Slab]:
-        """Lend a slab beside the budget, new and gone afterwards, pinned as those of the pool."""
+    async def spare(self, *, for_device: bool = False) -> AsyncIterator[Slab]:
+        """Lend a slab beside the budget, new and gone afterwards; see `lease`."""
         slab = _new_slab(self.slab_nbytes)
         try:
-            await self._pin(slab)
+            if for_device:
+                await self._pin(slab)
             yield slab
         except BaseException as error:
             if _is_lost(error):
@@ -226,7 +234,10 @@ class SlabPool:
             self._on_crowded.discard(on_crowded)
 
     def use_pinning(self, pinning: SupportsPinning) -> None:
-        """Pin slabs from now on, each before it is lent. From any thread; the first one counts."""
+        """Pin slabs from now on, each before it is lent for a device. The first one counts.
+
+        From any thread.
+        """
         if self._pinning is None:
             self._pinning = pinning
 

@@ -220,8 +220,12 @@ async def test_pinned_slabs_are_pinned_once_and_unpinned_at_the_end() -> None:
             pass
         pool.use_pinning(pins)
         assert not out.pinned
+    host = [pool.lease() for _ in range(3)]
+    async with host[0] as one, host[1] as two, host[2] as three:
+        assert not any(slab.pinned for slab in (one, two, three))  # no device has a part in it
     for _ in range(2):
-        async with pool.lease() as one, pool.lease() as two, pool.lease() as three:
+        leases = [pool.lease(for_device=True) for _ in range(3)]
+        async with leases[0] as one, leases[1] as two, leases[2] as three:
             assert one.pinned
             assert two.pinned
             assert three.pinned
@@ -269,7 +273,7 @@ async def test_memory_that_cannot_be_pinned_is_lent_as_it_is() -> None:
     pinning = Refusing("pin")
     pool.use_pinning(pinning)
     for _ in range(2):
-        async with pool.lease() as one, pool.lease() as two:
+        async with pool.lease(for_device=True) as one, pool.lease(for_device=True) as two:
             assert not one.pinned
             assert not two.pinned
     assert said == ["no more than this"]
@@ -313,7 +317,7 @@ def test_what_blocks_is_called_elsewhere_and_waited_for(seed: int, slabs: int, a
 
         async def borrow() -> None:
             for _ in range(3):
-                async with pool.lease() as slab:
+                async with pool.lease(for_device=True) as slab:
                     assert slab.pinned
                     await asyncio.sleep(0.1)
 

@@ -210,6 +210,11 @@ class PlannerSource(SourceState):
                 for leaf in _leaves_of(segment):
                     self._slots[leaf].num_left += 1
 
+    @property
+    def uses_devices(self) -> bool:
+        """Whether devices may copy to the slabs: what a planner gives may be on any."""
+        return bool(self._theirs)
+
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab, and wait for devices; see `SourceState`."""
         del pending
