@@ -26,7 +26,7 @@ from ckptio.errors import (
     UnsupportedLeafError,
 )
 from ckptio.events import ReadProgressed
-from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
+from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, bytes_of, random_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -893,13 +893,60 @@ def test_a_target_inside_a_transform_is_refused(
 
 
 def test_a_tied_tensor_is_sliced_by_any_of_its_names(engine: sync.Engine, tmp_path: Path) -> None:
-    """A view of another tensor has no bytes of its own, and says so."""
+    """A part of a view, too, which has no bytes of its own."""
     weight = torch.randn(20, 10)
     engine.save({"a": weight, "b": weight, "t": weight.t(), "s": torch.tensor(3.0)}, tmp_path / "c")
     assert torch.equal(engine.load_slice(tmp_path / "c", "b", slice(2, 5)), weight[2:5])
     assert engine.load_slice(tmp_path / "c", "s", ()).item() == 3
-    with pytest.raises(TargetError, match="'t' is stored as a part of 'a'"):
-        engine.load_slice(tmp_path / "c", "t", 0)
+    assert torch.equal(engine.load_slice(tmp_path / "c", "t", 0), weight.t()[0])
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "a part": lambda t: t[3:, 1:7],
+    "every other": lambda t: t[::2, ::3],
+    "expanded": lambda t: t[:1].expand(50, -1),
+    "without elements": lambda t: t[:0],
+    "conjugate": lambda t: t.conj(),
+    "negative": lambda t: t.conj().imag,
+    "of another type": lambda t: torch.view_as_real(t)[..., 0],
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize(
+    "index", [(), 0, -1, slice(1, 2), (slice(None), slice(1, 3)), (0, 0), slice(5, 5)]
+)
+def test_a_slice_of_a_view_is_that_of_the_tensor(
+    engine: sync.Engine, tmp_path: Path, kind: str, index: Any
+) -> None:
+    """Whatever it is a view of: as `load(path)[name][index]`, and in memory of its own."""
+    base = torch.randn(20, 10, dtype=torch.complex64)
+    view = VIEWS[kind](base)
+    engine.save({"a": base, "v": view}, tmp_path / "c")
+    try:
+        expected = view[index]
+    except IndexError:
+        with pytest.raises(TargetError, match="'v' of shape"):
+            engine.load_slice(tmp_path / "c", "v", index)
+        return
+    found = engine.load_slice(tmp_path / "c", "v", index)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert bytes_of(found) == bytes_of(expected)
+    assert found.is_contiguous()
+
+
+def test_a_slice_of_a_view_reads_little_more(
+    engine: sync.Engine, events: list[Event], tmp_path: Path
+) -> None:
+    """From its first byte to its last."""
+    base = torch.arange(300_000, dtype=torch.int32).reshape(-1, 100)
+    engine.save({"a": base, "v": base[10:]}, tmp_path / "c")
+    events.clear()
+    found = engine.load_slice(tmp_path / "c", "v", slice(3, 5))
+    assert torch.equal(found, base[13:15])
+    read = max(event.read_nbytes for event in events if isinstance(event, ReadProgressed))
+    assert 0 < read <= found.nbytes + 2 * BLOCK
 
 
 # -- sizes and checksums --------------------------------------------------------------

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import numbers
 import operator
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
-from ckptio.engine.regions import want_region
+from ckptio.engine.regions import Need, want_region
 from ckptio.errors import ConfigError, TargetError
-from ckptio.layout import Box
+from ckptio.format.encode import TAG
+from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.state.rebuild import device_of, empty, torch_dtype
+from ckptio.state.rebuild import check_view, device_of, empty, torch_dtype, view_of
 from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     import torch
 
+    from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest, TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.runtime.core import EngineCore
@@ -39,61 +41,95 @@ def slice_flow(
     """Load a part of one tensor; see `api.Engine.load_slice`."""
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
-    entry = find_tensor(storage.path, manifest, name)
-    region, shape = region_of(entry, index)
+    entry, view = find_tensor(storage.path, manifest, name)
+    region, shape = region_of(name, entry.shape if view is None else tuple(view["s"]), index)
+    part = None if view is None else _part_of(view, region, entry)
     reading = Reading(storage, manifest)
     files = sorted({chunk.file for chunk in entry.chunks})
     yield lambda context: check_sizes(reading, files, context)
     wanted: list[Wanted] = []
-    want_region(entry, region, 0, wanted)
+    if part is None:
+        want_region(entry, region, 0, wanted)
+        stored, extent = torch_dtype(entry.dtype), region.shape
+    else:
+        Need(entry, 0, span=part.span).expand(wanted)
+        stored, extent = torch_dtype(part.node["d"]), (part.num_elements,)
     plan = plan_load(manifest, wanted, core.config)
-    stored = torch_dtype(entry.dtype)
-    result = empty(region.shape, stored, device_of(device), name)
+    result = empty(extent, stored, device_of(device), name)
     target = TargetState(
         [Destination(result, stored)], caller_streams([result], core, saving=False)
     )
     reading.target = target
     yield lambda context: read_plan(plan, reading, context)
     target.mark_written()
+    if part is not None:
+        result = view_of(result, part.node).resolve_conj().resolve_neg().contiguous()
     return result.view(shape)
 
 
-def find_tensor(path: str, manifest: Manifest, name: str) -> TensorEntry:
+def find_tensor(path: str, manifest: Manifest, name: str) -> tuple[TensorEntry, Json | None]:
     """Find a tensor by its name in the state; a tied one by any of its names.
 
+    Returns:
+        What is stored, and the node of the view of it that has the name, if that is one.
+
     Raises:
-        TargetError: There is none, or it is stored as a part of another.
+        TargetError: There is none.
     """
     for entry in manifest.tensors:
         if entry.name == name:
-            return entry
+            return entry, None
     for fqn, node in walk("", read_tree(manifest)):
         index = tensor_index(node)
         if fqn == name and index is not None and 0 <= index < len(manifest.tensors):
-            entry = manifest.tensors[index]
-            if "t" not in node:
-                return entry
-            raise TargetError(
-                f"{name!r} is stored as a part of {entry.name!r}; load it whole with select="
-            )
+            return manifest.tensors[index], node if node[TAG] == "view" else None
     raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
 
 
-def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
-    """Turn an index into a box, and the shape of the result (ints drop their dimension).
+class _Part(NamedTuple):
+    """What has to be read of a stored tensor for a part of a view of it.
+
+    Attributes:
+        span: The bytes of it, from the first that is needed to the last.
+        node: The part, as a view of those.
+        num_elements: How many there are in them, of the view's type.
+    """
+
+    span: tuple[int, int]
+    node: dict[str, Json]
+    num_elements: int
+
+
+def _part_of(view: dict[str, Json], region: Box, entry: TensorEntry) -> _Part:
+    """Say what a part of a view needs. An expanded tensor needs few bytes, however large it is.
+
+    Raises:
+        FormatError: The view is not inside of what is stored.
+    """
+    check_view(view, entry.nbytes)
+    itemsize = DTYPES[view["d"]].itemsize
+    node = {**view, "s": list(region.shape), "o": 0}
+    if not numel(region.shape):
+        return _Part((0, 0), node, 0)
+    skipped = sum(n * stride for n, stride in zip(region.offset, view["r"], strict=True))
+    reach = sum((n - 1) * stride for n, stride in zip(region.shape, view["r"], strict=True)) + 1
+    first = view["o"] + skipped * itemsize
+    return _Part((first, first + reach * itemsize), node, reach)
+
+
+def region_of(name: str, whole: tuple[int, ...], index: Index) -> tuple[Box, tuple[int, ...]]:
+    """Turn an index into a box of a tensor, and the shape of the result (ints drop theirs).
 
     Raises:
         TargetError: The index does not fit the tensor.
         ConfigError: It is neither int nor slice, or has a step.
     """
     parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
-    if len(parts) > len(entry.shape):
-        raise TargetError(
-            f"{entry.name!r} of shape {entry.shape} does not take {len(parts)} indices"
-        )
-    parts += (slice(None),) * (len(entry.shape) - len(parts))
+    if len(parts) > len(whole):
+        raise TargetError(f"{name!r} of shape {whole} does not take {len(parts)} indices")
+    parts += (slice(None),) * (len(whole) - len(parts))
     offset, extent, shape = [], [], []
-    for part, size in zip(parts, entry.shape, strict=True):
+    for part, size in zip(parts, whole, strict=True):
         if isinstance(part, slice):
             _check_slice(part)
             start, stop, _ = part.indices(size)
@@ -104,7 +140,7 @@ def region_of(entry: TensorEntry, index: Index) -> tuple[Box, tuple[int, ...]]:
         elif -size <= (number := operator.index(part)) < size:
             start, count = number % size, 1
         else:
-            raise TargetError(f"index {part} is outside of {entry.name!r} of shape {entry.shape}")
+            raise TargetError(f"index {part} is outside of {name!r} of shape {whole}")
         offset.append(start)
         extent.append(count)
     return Box(tuple(offset), tuple(extent)), tuple(shape)
