@@ -16,11 +16,10 @@ from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.members import members_of
 from ckptio.state.numbered import groups_of
-from ckptio.state.sharded import is_dtensor
-from ckptio.state.tree import children, is_kept, leaves, names_kept, tensor_index
+from ckptio.state.tree import children, is_kept, names_kept, tensor_index
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -39,28 +38,17 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def require_parameters(fqn: str, optimizer: torch.optim.Optimizer, node: Json) -> None:
+def require_parameters(fqn: str, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state would not be that of its parameters.
 
     Raises:
-        TargetError: They are on the meta device, or its state would have to be sharded like
-            them and nothing says so yet.
+        TargetError: They are on the meta device.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(parameter.is_meta for parameter in parameters):
+    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         raise TargetError(
             f"cannot load into {fqn!r}: its parameters are on the meta device, and a model takes"
             " others for them; load the model, make the optimizer of what it has then, and load"
             " that"
-        )
-    if optimizer.state or not any(map(is_dtensor, parameters)):
-        return
-    if any(name.startswith(f"{fqn}.state.") for name, _ in leaves(fqn, node)):
-        raise TargetError(
-            f"cannot load into {fqn!r}: its parameters are DTensors, and an optimizer that has not"
-            " stepped has nothing that says how its state is sharded; load into what"
-            " torch.distributed.checkpoint.state_dict.get_state_dict gives, and pass it on to"
-            " set_state_dict"
         )
 
 
@@ -88,10 +76,7 @@ def optimizer_differs(
         return ""
     ids = [group["params"] for group in stored]
     here, there = [len(g["params"]) for g in optimizer.param_groups], [len(p) for p in ids]
-    takes_groups = is_kept(groups_fqn, groups, keep) or any(
-        names_kept(f"{groups_fqn}.{number}.params", params, keep)
-        for number, params in enumerate(ids)
-    )
+    takes_groups = _takes_groups(groups_fqn, groups, ids, keep)
     if takes_groups and here != there:
         return f"groups of {here} parameters in the target, of {there} in the checkpoint"
     if not type(optimizer).__module__.startswith("torch.optim"):
@@ -101,17 +86,40 @@ def optimizer_differs(
     if lacking and stored and (takes_groups or names_kept(state_fqn, state, keep)):
         kind = type(optimizer).__name__
         return f"{kind} in the target, one without {lacking[0]!r} in the checkpoint"
-    keys = [key for params in ids for key in params]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = dict(children(state_fqn, state)) if type(state) is dict else {}
-    # without the groups, the state goes to the parameters that have the numbers here
-    for key, parameter in zip(
-        keys if takes_groups else itertools.count(), parameters, strict=False
-    ):
-        name = join_fqn(state_fqn, key)
+    for name, parameter in parameters_by_name(fqn, optimizer, node, keep).items():
         if found := _moments_differ(name, parameter, moments.get(name), entries, keep):
             return found
     return ""
+
+
+def parameters_by_name(
+    fqn: str, optimizer: torch.optim.Optimizer, node: Json, keep: Predicate | None
+) -> dict[str, torch.Tensor]:
+    """Give the parameters by the names of the state that they get.
+
+    Without the groups, the state goes to the parameters that have the numbers here.
+    """
+    groups_fqn, state_fqn = join_fqn(fqn, "param_groups"), join_fqn(fqn, "state")
+    groups = dict(children(fqn, node)).get(groups_fqn)
+    ids = [group["params"] for group in groups_of(groups) or ()]
+    keys: Iterable[Any] = itertools.count()
+    if ids and _takes_groups(groups_fqn, groups, ids, keep):
+        keys = itertools.chain.from_iterable(ids)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        join_fqn(state_fqn, key): parameter
+        for key, parameter in zip(keys, parameters, strict=False)
+    }
+
+
+def _takes_groups(
+    fqn: str, groups: Json, ids: Sequence[Sequence[Json]], keep: Predicate | None
+) -> bool:
+    """Whether numbers of parameters are taken from the checkpoint."""
+    return is_kept(fqn, groups, keep) or any(
+        names_kept(f"{fqn}.{number}.params", params, keep) for number, params in enumerate(ids)
+    )
 
 
 def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> dict[str, Any]:

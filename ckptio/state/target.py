@@ -39,6 +39,7 @@ from ckptio.state.handed import handed_to, take_state
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
+from ckptio.state.moments import with_blocks
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
 from ckptio.state.prune import prune_at
@@ -196,8 +197,10 @@ class Matcher(TensorMatcher):
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
         if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
             return lambda _: target
-        if isinstance(target, torch.optim.Optimizer) and type(node) is dict:
-            require_parameters(fqn, target, node := numbered(node))
+        is_optimizer = isinstance(target, torch.optim.Optimizer) and type(node) is dict
+        if is_optimizer:
+            require_parameters(fqn, target)
+            node = numbered(node)
             found = optimizer_differs(fqn, target, node, self._tensors, self._keep)
             if found:
                 self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
@@ -208,6 +211,8 @@ class Matcher(TensorMatcher):
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
         handed = None
         if isinstance(template, dict):
+            if is_optimizer:
+                template = with_blocks(fqn, target, template, node, self._tensors, self._keep)
             before, self._handed = self._handed, handed_to(fqn, target, template)
             handed = self._handed
             assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)

@@ -277,26 +277,70 @@ def test_an_fsdp_module_is_filled(device: str) -> None:
                 assert_same(local(parameter).detach(), state[name].chunk(2)[rank])
 
 
-def test_a_fresh_optimizer_of_dtensors_is_refused() -> None:
-    """It would take whole moments beside sharded parameters, and fail at its first step."""
+def stepped_plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Make an optimizer of two layers that has stepped both."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
+    optimizer = kind(module.parameters())  # type: ignore[call-arg]  # all of torch's have options
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
 
-    def state_of(_: int) -> Any:
-        module = torch.nn.Linear(4, 6)
-        optimizer = torch.optim.AdamW(module.parameters())
-        module(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        return {"opt": optimizer}
 
-    saved = save(1, state_of)
-    with as_rank(1, 2):
-        module = torch.nn.Linear(4, 6)
-        fully_shard(module, mesh=mesh_of((2,)))
-        optimizer = torch.optim.AdamW(module.parameters())
-        with pytest.raises(TargetError, match="get_state_dict"):
+def over_dtensors(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
+    for part in module:
+        fully_shard(part, mesh=mesh_of((2,)))
+    return kind(module.parameters())  # type: ignore[call-arg]  # as above
+
+
+@pytest.mark.parametrize("num_stepped", [0, 1, 2, 4])
+@pytest.mark.parametrize("has_entries", [False, True])
+def test_an_optimizer_of_dtensors_takes_blocks_for_what_it_has_not_stepped(
+    num_stepped: int, *, has_entries: bool
+) -> None:
+    """Whole moments beside sharded parameters would fail at its next step."""
+    plain = stepped_plain(torch.optim.AdamW)
+    saved = save(1, lambda _: {"opt": plain})
+    moments = plain.state_dict()["state"]
+    for rank in range(2):
+        with as_rank(rank, 2):
+            optimizer = over_dtensors(torch.optim.AdamW)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter in parameters[:num_stepped]:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for parameter in parameters if has_entries else ():
+                assert optimizer.state[parameter] is not None  # a defaultdict makes one
             load(saved, {"opt": optimizer})
-    plain = torch.optim.AdamW(torch.nn.Linear(4, 6).parameters())
-    load(saved, {"opt": plain})
-    assert len(plain.state) == 2
+            for number, parameter in enumerate(parameters):
+                state = optimizer.state[parameter]
+                assert state["step"] == 1
+                for name in ("exp_avg", "exp_avg_sq"):
+                    assert state[name].placements == parameter.placements
+                    assert_same(local(state[name]), moments[number][name].chunk(2)[rank])
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+
+
+def test_what_of_an_optimizer_of_dtensors_nobody_knows_how_to_cut_is_refused() -> None:
+    """Rows and columns of Adafactor, unless they are not selected; or those it has already."""
+    saved = save(1, lambda _: {"opt": stepped_plain(torch.optim.Adafactor)})
+    with as_rank(1, 2):
+        optimizer = over_dtensors(torch.optim.Adafactor)
+        first = optimizer.param_groups[0]["params"][1]
+        optimizer.state[first] = {"variance": torch.zeros_like(first)}
+        before = dict(optimizer.state)
+        with pytest.raises(TargetError, match=r"no 'opt\.state\.0\.row_var' yet.*get_state_dict"):
+            load(saved, {"opt": optimizer})
+        assert dict(optimizer.state) == before
+        optimizer.param_groups[0]["lr"] = 7.0
+        keep = make_predicate(["opt.param_groups", "opt.state.1"])
+        load(saved, {"opt": optimizer}, keep=keep)
+        assert optimizer.param_groups[0]["lr"] != 7.0
+        assert len(optimizer.state) == 1
+    fresh = torch.optim.Adafactor(torch.nn.Linear(4, 6).parameters())
+    with pytest.raises(MismatchError, match="groups of"):
+        load(saved, {"opt": fresh})
 
 
 def test_each_rank_takes_its_own_values() -> None:
