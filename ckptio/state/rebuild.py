@@ -164,15 +164,7 @@ class Rebuilder:
             return self._referring(fqn, tag, node)
         if tag == RANKS_TAG:
             return self._own(fqn, node)
-        if tag == "npscalar":
-            return numpy_scalar(node["d"], node["v"])
-        if tag == "torch.Size":
-            return torch.Size(size_of(node["v"]))
-        if tag == "torch.dtype":
-            return torch_dtype_word(node["v"])
-        if tag == "torch.device":
-            return _device_word(node["v"])
-        raise _unknown(fqn, tag)
+        return rebuild_word(fqn, node)
 
     def _referring(self, fqn: str, tag: object, node: Json) -> Any:
         """Make what is no tensor, and refers to one."""
@@ -295,6 +287,24 @@ def check_view(node: Json, base_nbytes: int) -> int:
     if stop > base_nbytes or numel(tuple(n for n in shape if n)) >= 1 << 56:
         raise FormatError(f"a view ends at byte {stop} of a tensor of {base_nbytes} bytes")
     return stop
+
+
+def rebuild_word(fqn: str, node: Json) -> Any:
+    """Make a value of numpy's or torch's that refers to no tensor; for `ObjectDecoder`.
+
+    Raises:
+        FormatError: It is none.
+    """
+    tag = node[TAG]
+    if tag == "npscalar":
+        return numpy_scalar(node["d"], node["v"])
+    if tag == "torch.Size":
+        return torch.Size(size_of(node["v"]))
+    if tag == "torch.dtype":
+        return torch_dtype_word(node["v"])
+    if tag == "torch.device":
+        return _device_word(node["v"])
+    raise _unknown(fqn, tag)
 
 
 def torch_dtype_word(name: object) -> torch.dtype:

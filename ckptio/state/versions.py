@@ -19,7 +19,7 @@ import torch
 
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG
-from ckptio.format.words import decode_word
+from ckptio.state.rebuild import rebuild_word
 from ckptio.state.tree import keys_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Versions:
         #: What is stored, for a target that says nothing of versions.
         self._stored: dict[Any, Any] = {}
         if node.get(TAG) == "odict" and "m" in node:
-            stored = ObjectDecoder(decode_word).decode_versions("", node["m"])
+            stored = ObjectDecoder(rebuild_word).decode_versions("", node["m"])
             if not self._own:
                 self._stored = stored
             elif stored != self._own:

@@ -277,6 +277,31 @@ def test_what_modules_say_comes_back_as_it_was() -> None:
     assert type(result["m"]._metadata) is OrderedDict
 
 
+WORDS = {"dtype": torch.int8, "device": torch.device("cuda", 1), "shape": torch.Size((2, 3))}
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_what_modules_say_in_words_of_torch_is_given_to_them(*, is_older: bool) -> None:
+    """Element types, devices and sizes are torch's own, and equal to those that it has."""
+    saved = with_versions({"w": torch.ones(1)}, {"": {"version": 1, **WORDS}})
+    own = {"": {"version": 2 if is_older else 1, **WORDS}}
+    match, result = matched(saved, with_versions({"w": torch.zeros(1)}, own))
+    assert match.agrees
+    found = result._metadata[""]
+    assert found == {"version": 1, **WORDS}
+    assert {name: type(found[name]) for name in WORDS} == {k: type(v) for k, v in WORDS.items()}
+
+
+def test_a_part_of_a_module_of_the_same_words_is_loaded() -> None:
+    saved, target = (
+        with_versions({"a": torch.zeros(1), "b": torch.zeros(1)}, {"": dict(WORDS)})
+        for _ in range(2)
+    )
+    match, _ = matched(saved, target, "a")
+    assert match.agrees
+    assert [fill.name for fill in match.fills] == ["a"]
+
+
 @pytest.mark.parametrize(
     "versions", [{"": {"version": torch.ones(1)}}, {"": {"": object()}}, {"": 1}, 7, [1]]
 )
