@@ -188,6 +188,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         device=request.device,
         resizes=request.strict == "raise",
         types=request.types,
+        is_exact=manifest.writer != "torch.distributed.checkpoint",  # it drops empty dicts
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match

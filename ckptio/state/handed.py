@@ -17,6 +17,15 @@ what differs there is another model, as a rule, and that is said before anything
 element types, but of what has no elements yet. And who loads what fits (`strict=`) is told of
 other shapes, as always, and gets no object's refusal.
 
+Some objects change when they are asked for their state: a loader of torchdata's makes the
+iterator then that it is asked for next, and forgets where it is told to go on. There is nothing
+to fill where no tensors and arrays are stored. So such an object is given what is stored, all of
+it and unasked; that is what `torch.load` does, and it says itself what it lacks. It is asked all
+the same where only it can say what is meant: of which class a value is, what each rank keeps for
+itself, what it has of what is not selected or does not fit (`strict=`), and which keys were
+numbers before torch.distributed.checkpoint wrote them. And one that has modules or optimizers
+takes tensors, whatever is stored.
+
 An object that has modules and optimizers among its attributes (an `AppState`, as tutorials of
 torch.distributed.checkpoint call it) hands on to those what is theirs, as a rule. So their
 tensors are filled where they are, too: a second copy of a model may not fit on its device.
@@ -35,7 +44,8 @@ import numpy as np
 import torch
 
 from ckptio.errors import TargetError
-from ckptio.format.encode import join_fqn
+from ckptio.format.encode import TAG, join_fqn
+from ckptio.plan.differences import RANKS_TAG
 from ckptio.shards import PerRank
 from ckptio.state.fills import Blank
 from ckptio.state.records import copied
@@ -189,6 +199,31 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
         lambda key: has_own or any(bare in rewritten for bare in above(names.bare(key))),
         is_resized=lambda key: names.bare(key) in resized,
     )
+
+
+def takes_unasked(target: Any, node: Json) -> bool:
+    """Whether an object is given all that is stored, and is not asked what it has."""
+    if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    if _is_of_torch(target.load_state_dict) or any(True for _ in _parts_of(target)):
+        return False
+    is_dict = type(node) is dict and node.get(TAG, "dict") in ("dict", "odict", "counter")
+    return is_dict and bool(node.get("v", node)) and _is_plain(node)
+
+
+def _is_plain(node: Json) -> bool:
+    """Whether what is stored comes back as it was, whoever asks for it, and has no elements."""
+    if type(node) is list:
+        return all(map(_is_plain, node))
+    if type(node) is not dict:
+        return True
+    if TAG not in node:
+        return not any(map(str.isdecimal, node)) and all(map(_is_plain, node.values()))
+    tag = node[TAG]
+    if "t" in node or "m" in node:  # versions are of modules
+        return tag in ("bytes", "bytearray")
+    is_own = tag in ("enum", "namedtuple", "dataclass", RANKS_TAG)
+    return type(tag) is str and not is_own and _is_plain(node.get("v"))
 
 
 def _parts_of(target: Any) -> Iterator[Any]:

@@ -16,7 +16,8 @@ A stateful object gives its state as a template, its tensors are filled in place
 code of others takes are made new, some in whatever shape is stored, see `handed`), and what else
 the checkpoint has under it is made new (but a module takes no names that it does not have, and
 lacks none that is tied to one it is given); then it takes the whole, unless nothing of it was
-selected. Any other value of the target is a placeholder; an enum comes back as its class.
+selected. One with nothing to fill is not asked for a template, and takes what is stored. Any
+other value of the target is a placeholder; an enum comes back as its class.
 
 Of what was kept for each rank, a rank takes its own. Where it has none (it was not there
 when the checkpoint was saved), the name is missing and the target's value stays.
@@ -35,7 +36,7 @@ from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other
-from ckptio.state.handed import handed_to, take_state
+from ckptio.state.handed import handed_to, take_state, takes_unasked
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
@@ -206,6 +207,8 @@ class Matcher(TensorMatcher):
                 self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
                 return lambda _: target
         is_module = isinstance(target, torch.nn.Module)
+        if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
+            return self._handed_over(fqn, target, node)
         num_blanks = self._num_blanks
         template = template_of(fqn, target, node, self._keep)
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
@@ -229,6 +232,16 @@ class Matcher(TensorMatcher):
             if handed is not None and is_partial:
                 values = handed.without_own(values, template)
             rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
+            return target
+
+        return hand_over
+
+    def _handed_over(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Give a stateful object what is stored, and nothing of its own."""
+        assemble = self._take(fqn, node)
+
+        def hand_over(rebuilder: Rebuilder) -> Any:
+            rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
             return target
 
         return hand_over

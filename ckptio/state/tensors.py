@@ -49,6 +49,7 @@ class TensorMatcher(Noted):
         resizes: Whether objects that may resize what they have are given what is stored. Whoever
             takes what fits has it said what does not; an object that refuses is an error.
         types: Classes that may be made beside those of the target.
+        is_exact: Whether what is stored has all keys that there were, of the types that they had.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class TensorMatcher(Noted):
         device: torch.device | None = None,
         resizes: bool = True,
         types: Sequence[type] = (),
+        is_exact: bool = True,
     ) -> None:
         self._tensors = tensors
         self._resizes = resizes
+        self._hands_over = resizes and is_exact
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
         super().__init__(keep, types)
         self._device = device

@@ -309,6 +309,6 @@ def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
         UnsupportedLeafError, match=r"'data\.train'.*fails: AttributeError.*no part"
     ):
         sync.save({"data": {"train": Fails()}}, tmp_path / "c", config=SMALL)
-    sync.save({"data": {"train": {"a": 1}}}, tmp_path / "c", config=SMALL)
+    sync.save({"data": {"train": {"a": torch.ones(1)}}}, tmp_path / "c", config=SMALL)
     with pytest.raises(TargetError, match=r"'data\.train'.*fails: AttributeError.*no part"):
         sync.load(tmp_path / "c", {"data": {"train": Fails()}}, config=SMALL)
