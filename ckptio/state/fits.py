@@ -93,7 +93,12 @@ def stored_as(
 
 
 def resized_like(
-    entries: Sequence[TensorEntry], node: Json, target: torch.Tensor
+    entries: Sequence[TensorEntry],
+    node: Json,
+    target: torch.Tensor,
+    *,
+    is_any: bool,
+    converted: torch.dtype | None,
 ) -> torch.Tensor | None:
     """Give what a new tensor is like that an object is given in the stored shape.
 
@@ -104,6 +109,8 @@ def resized_like(
         entries: Tensors of the manifest.
         node: The node.
         target: What the object has.
+        is_any: Whether it takes floating-point numbers of the stored type for others.
+        converted: Type that those are converted to; the stored one if not given.
 
     Returns:
         A tensor on the meta device; `None` if the node is no tensor.
@@ -112,7 +119,10 @@ def resized_like(
     if stored is None:
         return None
     _, shape, dtype = stored
-    if target.numel() or (dtype.is_floating_point and target.is_floating_point()):
+    is_float = dtype.is_floating_point and target.is_floating_point()
+    if is_float and is_any:
+        dtype = converted if converted is not None and is_convertible(dtype) else dtype
+    elif is_float or target.numel():
         dtype = target.dtype
     is_trained = target.requires_grad and (dtype.is_floating_point or dtype.is_complex)
     like = torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_trained)

@@ -14,8 +14,14 @@ tensor of another shape is no mismatch: the object is given what is stored, and 
 that does not fit, when other targets are filled already. Of a module that goes for the buffers of
 just the parts with such code, those among them that are `None` as yet. Parameters have to fit:
 what differs there is another model, as a rule, and that is said before anything changes. So do
-element types, but of what has no elements yet. And who loads what fits (`strict=`) is told of
-other shapes, as always, and gets no object's refusal.
+element types, but of what has no elements yet.
+
+An object that is neither module nor optimizer has what it likes: a best model that is `None` as
+yet, samples in a list that were an array, a tensor in half the precision. So there, where a
+tensor may have another shape, what is of another kind than the object has, or of other floats,
+is no mismatch either, and is given as it is stored. Integers for floats stay one, as nothing is
+stored in one of these that was computed in the other; so does a name that is not stored. And who
+loads what fits (`strict=`) is told of all that differs, as always, and gets no object's refusal.
 
 Some objects change when they are asked for their state: a loader of torchdata's makes the
 iterator then that it is asked for next, and forgets where it is told to go on. There is nothing
@@ -43,7 +49,6 @@ import msgspec
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.shards import PerRank
@@ -73,6 +78,7 @@ class Handed:
         kept: Storages that are filled where they are.
         is_resized: Whether what is new under a name may have another shape than it has.
         fixed: Storages of what has no other shape all the same.
+        is_any: Whether what may have another shape may be of another kind, and of other floats.
     """
 
     def __init__(
@@ -82,11 +88,14 @@ class Handed:
         kept: Container[int] = frozenset(),
         is_resized: Callable[[str], bool] = lambda _: False,
         fixed: Container[int] = frozenset(),
+        *,
+        is_any: bool = False,
     ) -> None:
         self._start = len(fqn) + 1 if fqn else 0
         self._is_new = is_new
         self._is_resized = is_resized
         self._fixed = fixed
+        self.is_any = is_any
         self._kept = kept
         self._blanks: dict[Hashable, Blank] = {}
         #: The first that was made for a tensor of the object, by its memory.
@@ -100,6 +109,20 @@ class Handed:
         """Whether what is new under a whole name may have another shape than it has."""
         is_fixed = isinstance(target, torch.Tensor) and _storage_of(target) in self._fixed
         return self._is_resized(fqn[self._start :]) and not is_fixed
+
+    def is_open(self, fqn: str, target: Any) -> bool:
+        """Whether a value of the object, by its whole name, may become one of another kind.
+
+        What is filled where it is has to be filled, and so has what holds some of that.
+        """
+        if not self.is_any or len(fqn) <= self._start or is_sharded(target):
+            return False
+        if isinstance(target, (dict, list, tuple)):
+            items = target.values() if isinstance(target, dict) else target
+            return all(self.is_open(fqn, item) for item in items)
+        if isinstance(target, torch.Tensor):
+            return self.is_new(fqn, target) and self.is_resized(fqn, target)
+        return not isinstance(target, PerRank)
 
     def _is_kept(self, target: torch.Tensor | np.ndarray[Any, Any]) -> bool:
         return isinstance(target, torch.Tensor) and _storage_of(target) in self._kept
@@ -178,7 +201,7 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
         if not has_own:
             return None
         kept, fixed = _kept_by_torch(target), _parameters_of(target)
-        return Handed(fqn, lambda _: True, kept, lambda _: True, fixed)
+        return Handed(fqn, lambda _: True, kept, lambda _: True, fixed, is_any=True)
     names = Names(keys)
     rewriting = {
         name: part
@@ -307,71 +330,3 @@ def _note_own(value: Any, own: set[int]) -> None:
             _note_own(item, own)
     elif isinstance(value, PerRank):
         _note_own(value.value, own)
-
-
-def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:
-    """Let a stateful object take its state.
-
-    Args:
-        fqn: Its name.
-        target: The object.
-        values: Its state; tensors of it that were filled are the object's own.
-        assigns: Whether it is a module with tensors on the meta device, which others replace.
-
-    Returns:
-        Notes for the report.
-
-    Raises:
-        TargetError: It does not take it.
-    """
-    try:
-        if not assigns:
-            target.load_state_dict(values)
-            return []
-        names = take_over(target, values)
-    except Exception as error:  # of the caller's class, which raises anything
-        raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
-    return [
-        f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
-        for name in names
-    ]
-
-
-def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:
-    """Let a module take new tensors for those it has on the meta device, and for no others.
-
-    What was one parameter under several names stays one: torch's own `assign=True` makes
-    a parameter of each name, and an optimizer would step their common memory twice.
-
-    Returns:
-        Names of what is on the meta device still.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    stays = {n: held for n, held in _tensors_of(module) if n in values and not held.is_meta}
-    module.load_state_dict(values, assign=True)
-    made = dict(_tensors_of(module))
-    with torch.no_grad():
-        for path, held in stays.items():  # an optimizer may have them
-            if held.shape != made[path].shape:  # resized by the module
-                continue
-            parent, _, attribute = path.rpartition(".")
-            held.copy_(made[path])
-            setattr(module.get_submodule(parent), attribute, held)
-    for tied in names.values():
-        if len(tied) == 1:
-            continue
-        taken = [module.get_parameter(name) for name in tied]
-        one = next((parameter for parameter in taken if not parameter.is_meta), taken[0])
-        for name in tied:
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, one)
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta]
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and buffers, those of several names under each."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

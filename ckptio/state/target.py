@@ -36,7 +36,7 @@ from ckptio.format.encode import TAG, class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other
-from ckptio.state.handed import handed_to, take_state, takes_unasked
+from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
@@ -47,6 +47,7 @@ from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
+from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
@@ -260,7 +261,7 @@ class Matcher(TensorMatcher):
             flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
-            return self._mismatch(fqn, target, other("a dict"))
+            return self._other(fqn, target, node, other("a dict"))
         found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         versions = Versions(target, node, self.match)

@@ -6,10 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
-from ckptio.state.fills import Blank, Fill, check_array, check_fillable
+from ckptio.format.words import numpy_dtype
+from ckptio.state.fills import Blank, Fill, check_array, check_fillable, classes_in
 from ckptio.state.fits import (
     array_differs,
     find_plain,
@@ -18,15 +20,15 @@ from ckptio.state.fits import (
     other,
     resized_like,
     shape_of,
+    stored_as,
 )
 from ckptio.state.leaves import as_tensor
 from ckptio.state.match import Noted
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
+from ckptio.state.tree import is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-
-    import torch
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -64,6 +66,7 @@ class TensorMatcher(Noted):
         is_exact: bool = True,
     ) -> None:
         self._tensors = tensors
+        self._dtype = dtype
         self._resizes = resizes
         self._hands_over = resizes and is_exact
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
@@ -84,11 +87,14 @@ class TensorMatcher(Noted):
             return lambda _: target
         found, like = self._find(node, shape_of(fqn, target), target.dtype), target
         if isinstance(found, str) and is_new and self._is_resized(fqn, target):
-            resized = resized_like(self._tensors, node, target)
+            is_any = self._handed is not None and self._handed.is_any
+            resized = resized_like(
+                self._tensors, node, target, is_any=is_any, converted=self._dtype
+            )
             if resized is not None:
                 found, like = self._find(node, resized.shape, resized.dtype), resized
         if isinstance(found, str):
-            return self._mismatch(fqn, target, found)
+            return self._other(fqn, target, node, found)
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         if target.is_meta:
@@ -106,6 +112,21 @@ class TensorMatcher(Noted):
     def _is_resized(self, fqn: str, target: Any = None) -> bool:
         """Whether the object that has a name may give it another shape, when it takes its state."""
         return self._resizes and self._handed is not None and self._handed.is_resized(fqn, target)
+
+    def _other(self, fqn: str, target: Any, node: Json, found: str) -> Assemble:
+        """Take what is of another kind for an object that has what it likes; note it of others.
+
+        Args:
+            fqn: Its name.
+            target: What is there.
+            node: What is stored.
+            found: How they differ.
+        """
+        is_open = self._resizes and self._handed is not None and self._handed.is_open(fqn, target)
+        is_tensor = isinstance(target, torch.Tensor) and stored_as(self._tensors, node) is not None
+        if is_open and not is_tensor and is_kept(fqn, node, self._keep):
+            return self._take(fqn, node, tuple(classes_in(target)))
+        return self._mismatch(fqn, target, found)
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a tensor of which this rank holds blocks."""
@@ -143,9 +164,11 @@ class TensorMatcher(Noted):
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
-            return self._mismatch(fqn, target, other("an array"))
+            return self._other(fqn, target, node, other("an array"))
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
         has_type = not target.size or target.dtype.str == node["d"]
+        if is_new and self._handed is not None and self._handed.is_any:
+            has_type = has_type or target.dtype.kind == numpy_dtype(node["d"]).kind == "f"
         is_resized = is_new and has_type and self._is_resized(fqn)
         if (found := array_differs(target, node)) and not is_resized:
             return self._mismatch(fqn, target, found)

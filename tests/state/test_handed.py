@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from ckptio import PerRank, sync
+from ckptio import PerRank, Shard, sync
 from ckptio.errors import MismatchError, TargetError
 from ckptio.state.handed import handed_to
 from tests.rig import SMALL
+from tests.strategies import assert_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,7 +311,7 @@ class Replay:
     def __init__(self, length: int, *, is_labelled: bool = False) -> None:
         self.samples = torch.arange(length * 2.0).reshape(length, 2)
         self.labels = torch.arange(length) if is_labelled else torch.empty(0)
-        self.steps = np.arange(length) if is_labelled else np.zeros(0)
+        self.steps: np.ndarray[Any, Any] = np.arange(length) if is_labelled else np.zeros(0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.samples, "more": {"labels": self.labels, "steps": self.steps}}
@@ -331,17 +332,74 @@ def test_an_object_is_given_tensors_of_other_shapes(tmp_path: Path, length: int)
     assert target.steps.dtype == np.int64
 
 
-def test_an_object_takes_another_precision_only_where_it_is_asked_for(tmp_path: Path) -> None:
-    """Whatever its shape."""
-    sync.save({"x": Replay(4)}, tmp_path / "c", config=SMALL)
-    target = Replay(2)
+@pytest.mark.parametrize("length", [2, 4])
+def test_an_object_is_given_the_stored_precision(tmp_path: Path, length: int) -> None:
+    """Or the one that `dtype=` asks for; arrays as they are."""
+    sync.save({"x": Replay(4, is_labelled=True)}, tmp_path / "c", config=SMALL)
+    target = Replay(length, is_labelled=True)
     target.samples = target.samples.bfloat16()
-    with pytest.raises(MismatchError, match=r"dtype=torch\.bfloat16 converts"):
-        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
-    target.labels = target.labels.bfloat16()
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.samples.dtype == torch.float32
+    assert torch.equal(target.samples, Replay(4).samples)
+    target.samples = target.samples.half()
     sync.load(tmp_path / "c", {"x": target}, dtype=torch.bfloat16, config=SMALL)
     assert target.samples.dtype == torch.bfloat16
     assert target.samples.tolist() == Replay(4).samples.tolist()
+    target, saved = Replay(length), Replay(4)
+    saved.steps, target.steps = np.ones(4), np.zeros(length, np.float32)
+    sync.save({"x": saved}, tmp_path / "d", config=SMALL)
+    sync.load(tmp_path / "d", {"x": target}, config=SMALL)
+    assert target.steps.dtype == np.float64
+    assert target.steps.tolist() == saved.steps.tolist()
+
+
+class Best:
+    """The best model so far, or whatever else it has."""
+
+    def __init__(self, best: Any, **more: Any) -> None:
+        self.best, self.more = best, more
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": {"of": self.best}, "mean": torch.ones(1), **self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]["of"]
+
+
+KINDS = [None, 0.5, [1, torch.ones(2)], {"w": torch.ones(2)}, {}, torch.ones(2), np.ones(2)]
+
+
+@pytest.mark.parametrize("stored", KINDS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("held", KINDS, ids=lambda value: type(value).__name__)
+def test_an_object_is_given_values_of_another_kind(tmp_path: Path, stored: Any, held: Any) -> None:
+    """As `torch.load` gives them; not a name less than it has."""
+    sync.save({"x": Best(stored)}, tmp_path / "c", config=SMALL)
+    target = Best(held)
+    if isinstance(held, dict) and held and isinstance(stored, dict) and not stored:
+        with pytest.raises(MismatchError, match=r"x\.best\.of\.w"):
+            sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+        return
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert_same(target.best, stored)
+
+
+def test_another_kind_is_a_mismatch_where_it_is_filled_in_place(tmp_path: Path) -> None:
+    """Of a model below an object, in what is held in parts, and for who loads what fits."""
+    sync.save({"x": Best(torch.ones(3))}, tmp_path / "c", config=SMALL)
+    model = torch.nn.Linear(2, 2)
+    own = Best({"model": model.state_dict()})
+    vars(own)["model"] = model
+    for target in (own, Best(Shard(torch.zeros(2), (4,), (0,)))):
+        with pytest.raises(MismatchError, match=r"x\.best\.of"):
+            sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    sync.save({"x": Best([1])}, tmp_path / "c", config=SMALL, overwrite=True)
+    with pytest.raises(MismatchError, match=r"x\.k"):
+        sync.load(tmp_path / "c", {"x": Best([1], k=torch.ones(1))}, config=SMALL)
+    ones = torch.ones(2)
+    sync.load(tmp_path / "c", {"x": (target := Best(ones))}, strict="ignore", config=SMALL)
+    assert torch.equal(target.best, ones)
+    report = sync.load_with_report(tmp_path / "c", {"x": target}, config=SMALL).report
+    assert len(report.mismatched) == 1
 
 
 def test_another_shape_is_selected_and_reported_as_any_other(tmp_path: Path) -> None:
