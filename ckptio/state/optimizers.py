@@ -14,8 +14,10 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG, join_fqn
-from ckptio.state.members import members_of
+from ckptio.state.fits import stored_as
+from ckptio.state.members import identity_of_key, members_of
 from ckptio.state.numbered import groups_of
+from ckptio.state.sharded import is_sharded
 from ckptio.state.tree import children, is_kept, names_kept, tensor_index
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def optimizer_differs(
     takes_groups = _takes_groups(groups_fqn, groups, ids, keep)
     if takes_groups and here != there:
         return f"groups of {here} parameters in the target, of {there} in the checkpoint"
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_of_torch(optimizer):
         return ""  # nobody knows what it is made of
     lacking = sorted(optimizer.defaults.keys() - _LATE_OPTIONS - set[str]().union(*stored))
     state = members.get(state_fqn)
@@ -122,7 +124,9 @@ def _takes_groups(
     )
 
 
-def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> dict[str, Any]:
+def template_of(
+    fqn: str, target: Any, node: Json, entries: Sequence[TensorEntry], keep: Predicate | None
+) -> dict[str, Any]:
     """Ask a stateful object what it has, to fill it in place.
 
     Args:
@@ -131,6 +135,7 @@ def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> di
             since, for parameters of which the checkpoint has none, is left out, and what is
             another kind of value there.
         node: What the checkpoint has of it.
+        entries: Tensors of the manifest.
         keep: Accepts the names to load; everything if not given.
 
     Raises:
@@ -150,32 +155,62 @@ def template_of(fqn: str, target: Any, node: Json, keep: Predicate | None) -> di
     is_whole = is_kept(join_fqn(fqn, "state"), moments, keep)
     if is_whole and type(moments) is dict and isinstance(made, dict):
         stored = members_of("", moments)
+        parameters = parameters_by_name(fqn, target, node, keep)
         kept = {}
         for key, item in made.items():
             found = stored.get(key) or stored.get(str(key))
+            parameter = parameters.get(join_fqn(join_fqn(fqn, "state"), key))
+            shape = None if parameter is None or _is_of_torch(target) else tuple(parameter.shape)
             if found is not None:
-                kept[key] = _like(item, found[2])
+                kept[key] = _like(item, found[2], entries, shape)
         template = {**template, "state": kept}
     return template
 
 
-def _like(item: Any, node: Json) -> Any:
-    """Leave out of a parameter's state what the checkpoint has not, or as a plain value; and lists.
+def _like(
+    item: Any, node: Json, entries: Sequence[TensorEntry], shape: tuple[int, ...] | None
+) -> Any:
+    """Leave out of a parameter's state what the checkpoint has not, or has otherwise; and lists.
 
     It has less of a state where an option was switched on since, or a copy of the weights is made
     only every few steps: as in torch, that is gone. L-BFGS has a number in the first step what is
-    a tensor in later ones, and lists that grow.
+    a tensor in later ones, and lists that grow. Optimizers of others have tensors that grow.
+
+    Args:
+        item: The state, or a dict in it.
+        node: What the checkpoint has of it.
+        entries: Tensors of the manifest.
+        shape: That of the parameter, if what has another one may be stored in a third.
     """
     if not isinstance(item, dict) or type(node) is not dict:
         return item
     stored = members_of("", node)
-    return {
-        key: value
-        for key, value in item.items()
-        if key in stored
-        and not isinstance(value, list)
-        and not (isinstance(value, torch.Tensor) and type(stored[key][2]) is not dict)
-    }
+    kept: dict[Any, Any] = {}
+    for key, value in item.items():
+        found = stored.get(identity_of_key("", key)) or stored.get(str(key))
+        if found is None or isinstance(value, list) or _differs(value, found[2], entries, shape):
+            continue
+        kept[key] = _like(value, found[2], entries, shape)
+    return kept
+
+
+def _differs(
+    value: Any, node: Json, entries: Sequence[TensorEntry], shape: tuple[int, ...] | None
+) -> bool:
+    """Whether a part of a state is of another kind than it was; or as long as it happens to be."""
+    if isinstance(value, dict):
+        return type(node) is not dict or node.get(TAG, "dict") not in ("dict", "odict", "counter")
+    if not isinstance(value, torch.Tensor) or is_sharded(value):
+        return False
+    stored = stored_as(entries, node)
+    if stored is None:
+        return True
+    return shape is not None and value.shape != stored[1] and shape not in (value.shape, stored[1])
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known what an optimizer's state is made of."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _moments_differ(

@@ -211,7 +211,7 @@ class Matcher(TensorMatcher):
         if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
             return self._handed_over(fqn, target, node)
         num_blanks = self._num_blanks
-        template = template_of(fqn, target, node, self._keep)
+        template = template_of(fqn, target, node, self._tensors, self._keep)
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
         handed = None
         if isinstance(template, dict):

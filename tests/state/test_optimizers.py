@@ -208,6 +208,49 @@ def test_what_a_parameter_has_since_is_gone(tmp_path: Path, select: str | None) 
     assert_same(optimizer.state_dict(), before)
 
 
+class Growing(torch.optim.SGD):
+    """Keeps what grows: rows, something of each step, and a count that is a tensor later."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            n = state["n"] = state.get("n", 0) + 1
+            state["rows"] = torch.full((n, 2), float(n))
+            state["more"] = {**state.get("more", {}), f"at {n}": torch.full((n,), float(n))}
+            state["last"] = torch.ones(n) if n % 2 else {"of": n}
+        return loss
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("had", [0, 1, 2, 3])
+def test_what_an_optimizer_of_others_has_may_grow(tmp_path: Path, saved: int, had: int) -> None:
+    """As torch, it is given what is stored; what is like the parameter is filled where it is."""
+    one, other = (Growing([torch.nn.Parameter(torch.ones(4))], momentum=0.9) for _ in range(2))
+    for optimizer, num_steps in ((one, saved), (other, had)):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        for _ in range(num_steps):
+            parameter.grad = torch.ones(4)
+            optimizer.step()
+    momentum = other.state[parameter].get("momentum_buffer")
+    sync.save({"opt": one}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+    assert_same(other.state_dict(), one.state_dict())
+    if momentum is not None:
+        assert other.state[parameter]["momentum_buffer"].data_ptr() == momentum.data_ptr()
+
+
+def test_what_is_like_the_parameter_of_an_optimizer_of_others_has_to_fit(tmp_path: Path) -> None:
+    """It is of another model otherwise."""
+    one, other = (Doubled([torch.nn.Parameter(torch.ones(n))]) for n in (3, 4))
+    for optimizer in (one, other):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        optimizer.state[parameter]["exp_avg"] = torch.ones_like(parameter)
+    sync.save({"opt": one}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"opt\.state\.0\.exp_avg: shape"):
+        sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+
+
 def test_an_option_with_a_state_of_its_own_goes_back(tmp_path: Path) -> None:
     """AdamW's `amsgrad` has one, and is off again."""
     saved, target = stepped("AdamW", 4), stepped("AdamW", 4, amsgrad=True)
