@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio.errors import EngineClosedError, FormatError
+from ckptio.errors import EngineClosedError, FormatError, StorageError
 from ckptio.format.manifest import decode_manifest
 
 if TYPE_CHECKING:
@@ -187,28 +187,40 @@ class MetadataCache:
         Each round answers those who were there when it began; who comes meanwhile has the
         next round, which is one check if nothing changed.
         """
-        while key.waiting:
-            batch = key.asked = list(key.waiting)
-            key.waiting.clear()
-            key.forgotten = False
-            try:
-                manifest = await self._fetch(identity, batch[0][0])
-            except BaseException as error:  # each waiter raises it, a cancellation as our end
-                ours = error if isinstance(error, Exception) else _closed()
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(ours)
-                        future.exception()  # a waiter that left does not make asyncio complain
-                if not isinstance(error, Exception):
-                    raise
+        try:
+            while key.waiting:
+                batch = key.asked = list(key.waiting)
+                key.waiting.clear()
+                key.forgotten = False
+                await self._answer(identity, key, batch)
+        finally:
+            key.busy = False
+            if key.waiting:  # this task was cancelled: another one, or the end of `run`
+                self._inbox.put_nowait(identity)
             else:
-                if key.forgotten:
-                    self._drop(identity)
-                for _, future in batch:
-                    if not future.done():
-                        future.set_result(manifest)
-        key.busy = False
-        del self._keys[identity]
+                del self._keys[identity]
+
+    async def _answer(
+        self, identity: str, key: _Key, batch: list[tuple[Storage, asyncio.Future[Manifest]]]
+    ) -> None:
+        """Give those of one round the manifest, or the error that each of them raises."""
+        storage = batch[0][0]
+        try:
+            manifest = await self._fetch(identity, storage)
+        except BaseException as error:  # each waiter raises it, a cancellation as our end
+            theirs = _as_answer(error, storage.path)
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(theirs)
+                    future.exception()  # a waiter that left does not make asyncio complain
+            if isinstance(theirs, EngineClosedError):
+                raise
+        else:
+            if key.forgotten:
+                self._drop(identity)
+            for _, future in batch:
+                if not future.done():
+                    future.set_result(manifest)
 
     async def _fetch(self, identity: str, storage: Storage) -> Manifest:
         """Check the entry, or read."""
@@ -264,6 +276,22 @@ class MetadataCache:
 
 async def _decode_here(data: bytes) -> Manifest:
     return decode_manifest(data)
+
+
+def _as_answer(error: BaseException, path: str) -> Exception:
+    """Give what the waiters raise where a read has ended by `error`.
+
+    A library that cancels a task of its own and awaits it raises a cancellation that is none
+    of this task: the read has failed, and the next request tries again.
+    """
+    if isinstance(error, Exception):
+        return error
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
+        return StorageError(
+            "the storage's client cancelled the read of the manifest; try again", path=path
+        )
+    return _closed()
 
 
 def _closed() -> EngineClosedError:

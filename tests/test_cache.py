@@ -275,6 +275,64 @@ def test_a_read_that_nobody_waits_for_ends_with_the_cache(
     assert run_virtual(scenario(leaves=False), seed=0) > 1
 
 
+def test_a_cancellation_from_below_is_a_failure_of_the_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that cancels its own task fails one round; the next reads, and closing ends."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        read, num = storage.read_manifest, 0
+
+        async def read_cancelled_once() -> Any:
+            nonlocal num
+            num += 1
+            await asyncio.sleep(0.1)
+            if num == 1:
+                raise asyncio.CancelledError
+            return await read()
+
+        monkeypatch.setattr(storage, "read_manifest", read_cancelled_once)
+        async with running_cache() as cache, asyncio.timeout(10):
+            first = asyncio.ensure_future(cache.get(storage))
+            await asyncio.sleep(0.05)
+            meanwhile = asyncio.ensure_future(cache.get(storage))
+            with pytest.raises(StorageError, match="cancelled the read"):
+                await first
+            assert (await meanwhile).save_id == A
+            assert (await cache.get(storage)).save_id == A
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_who_waits_for_the_next_round_is_served_when_the_task_of_this_one_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever cancels all tasks of a loop, say: those who asked are told, the others served."""
+
+    async def scenario() -> None:
+        storage = await stored()
+        read = storage.read_manifest
+
+        async def read_late() -> Any:
+            await asyncio.sleep(0.1)
+            return await read()
+
+        monkeypatch.setattr(storage, "read_manifest", read_late)
+        async with running_cache() as cache, asyncio.timeout(10):
+            first = asyncio.ensure_future(cache.get(storage))
+            await asyncio.sleep(0.05)
+            meanwhile = asyncio.ensure_future(cache.get(storage))
+            await asyncio.sleep(0)
+            (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "cache m"]
+            task.cancel()
+            with pytest.raises(EngineClosedError):
+                await first
+            assert (await meanwhile).save_id == A
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_entries_are_bounded_by_number() -> None:
     """The least recently used go first."""
 
