@@ -1,5 +1,9 @@
 """Hear signals while a block lasts, and give them back to whom they belonged before.
 
+Blocks may overlap and end in any order, and whoever sets a handler inside one may leave it
+there: a signal is given back only by whom it goes to. A handler that somebody else still calls,
+or puts back, after its block has ended passes the signal on to what was there before it.
+
 A forked child inherits handlers, and would take no notice of the signal that is to end it:
 it gives them back as well, where it begins, and the parent keeps them.
 """
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SignalWatch:
-    """Handlers of some signals, from `start` to `stop`. Both on the main thread.
+    """Handlers of some signals, from `start` to `stop`, once. Both on the main thread.
 
     Args:
         signals: Which.
@@ -30,8 +34,8 @@ class SignalWatch:
 
     def __init__(self, signals: Sequence[int], on_signal: Callable[[str], None]) -> None:
         self._signals = check_signals(signals)
-        self._on_signal = on_signal
-        self._before: dict[signal.Signals, Any] = {}
+        self._on_signal: Callable[[str], None] | None = on_signal  # `None`: it has stopped
+        self._before: dict[int, Any] = {}
 
     @property
     def names(self) -> list[str]:
@@ -49,32 +53,59 @@ class SignalWatch:
                 "preempt_signals= needs the main thread: only there does Python take signals;"
                 " enter the checkpointer there, or call its preempt() from your own handler"
             )
+        if self._signals:
+            _started.add(self)
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
-        if self._before:
-            found = weakref.WeakMethod(self.stop)
-
-            def give_back() -> None:
-                stop = found()
-                if stop is not None:
-                    stop()
-
-            os.register_at_fork(after_in_child=give_back)
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
 
     def stop(self) -> None:
-        """Give the signals back.
+        """Give the signals back that still come here; pass on those that others send here.
 
         Raises:
-            ValueError: This is not the main thread, and so cannot.
+            ValueError: This is not the main thread, and so cannot give them back. They are
+                passed on to what was there before.
         """
-        for number in list(self._before):
-            before = self._before.pop(number)
-            # one that C code had set cannot be put back; the default ends the process, too
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._on_signal = None
+        _started.discard(self)
+        for number in self._before:
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, self._to_give_back(number))
+
+    def _to_give_back(self, number: int) -> Any:
+        """Give the handler that was there before, other than those of watches that stopped."""
+        before = self._before[number]
+        watch = getattr(before, "__self__", None)
+        if isinstance(watch, SignalWatch) and watch._on_signal is None:  # noqa: SLF001  # one of us
+            return watch._to_give_back(number)  # noqa: SLF001  # as above
+        # one that C code had set cannot be put back; the default ends the process, too
+        return signal.SIG_DFL if before is None else before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._on_signal(signal.Signals(number).name)
+        on_signal = self._on_signal
+        if on_signal is not None:
+            on_signal(signal.Signals(number).name)
+            return
+        before = self._to_give_back(number)
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            now = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # which mostly ends the process
+            signal.signal(number, now)
+
+
+#: Watches to be stopped in a forked child. Of the module: what runs at a fork stays registered.
+_started: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    """Give back, in a process that was forked just now, what its parent watches."""
+    for watch in list(_started):
+        watch.stop()
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
 
 
 def check_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:

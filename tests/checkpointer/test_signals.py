@@ -1,0 +1,124 @@
+"""Taking signals over and giving them back, whoever else does so meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio.checkpointer.signals import SignalWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+USR1 = signal.SIGUSR1
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """Give who has heard a signal, with a handler in place before all others."""
+    names: list[str] = []
+    before = signal.signal(USR1, lambda *_: names.append("first"))
+    yield names
+    signal.signal(USR1, before)
+
+
+def watch(heard: list[str], name: str) -> SignalWatch:
+    return SignalWatch((USR1,), lambda _: heard.append(name))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_blocks_that_overlap_end_in_any_order(heard: list[str], order: tuple[int, ...]) -> None:
+    """The last that began and has not ended hears it; after all, who had it before."""
+    first = signal.getsignal(USR1)
+    watches = [watch(heard, str(i)) for i in range(3)]
+    for each in watches:
+        each.start()
+    left = set(range(3))
+    for i in order:
+        signal.raise_signal(USR1)
+        assert heard[-1] == str(max(left))
+        watches[i].stop()
+        watches[i].stop()  # as often as one likes
+        left.discard(i)
+    assert signal.getsignal(USR1) is first
+    signal.raise_signal(USR1)
+    assert heard[-1] == "first"
+    assert len(heard) == 4
+
+
+def test_a_handler_that_was_set_inside_stays(heard: list[str]) -> None:
+    """It may call what it found there, which passes on what it does not hear any more."""
+    each = watch(heard, "watch")
+    each.start()
+    found: Any = signal.getsignal(USR1)
+
+    def mine(number: int, frame: Any) -> None:
+        heard.append("mine")
+        found(number, frame)
+
+    signal.signal(USR1, mine)
+    signal.raise_signal(USR1)
+    assert heard == ["mine", "watch"]
+    each.stop()
+    assert signal.getsignal(USR1) is mine
+    signal.raise_signal(USR1)
+    assert heard[2:] == ["mine", "first"]
+    signal.signal(USR1, found)  # put back late: it hears nothing any more
+    signal.raise_signal(USR1)
+    assert heard[4:] == ["first"]
+
+
+def test_one_that_has_stopped_passes_on_to_what_is_no_function(heard: list[str]) -> None:
+    """To nobody, and to the system's default, which ends the process."""
+    signal.signal(USR1, signal.SIG_IGN)
+    each = watch(heard, "watch")
+    each.start()
+    found = signal.getsignal(USR1)
+    each.stop()
+    signal.signal(USR1, found)
+    signal.raise_signal(USR1)
+    signal.signal(USR1, signal.SIG_DFL)
+    other = watch(heard, "other")
+    other.start()
+    found = signal.getsignal(USR1)
+    other.stop()
+    signal.signal(USR1, found)
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(USR1)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == USR1
+    assert heard == []
+
+
+def test_a_forked_child_gives_back_what_overlaps(heard: list[str]) -> None:
+    """All of it; the parent keeps its own."""
+    watches = [watch(heard, str(i)) for i in range(2)]
+    for each in watches:
+        each.start()
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(USR1)
+        os._exit(0 if heard == ["first"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    signal.raise_signal(USR1)
+    assert heard == ["1"]
+    for each in watches:
+        each.stop()
+
+
+def test_nothing_stays_registered_for_a_fork(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks there were: what is called at a fork cannot be taken off again."""
+    registered: list[Any] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **calls: registered.append(calls))
+    for _ in range(3):
+        each = watch(heard, "watch")
+        each.start()
+        each.stop()
+    assert registered == []
