@@ -52,12 +52,13 @@ class Milestone(Generic[T]):
     Cancelling the wait only stops waiting.
 
     Attributes:
-        is_awaited: Whether anybody has begun to wait for it.
+        is_awaited: Whether anybody has begun to wait for it, or for what comes with it.
         on_seen: Called, on the thread of whoever learns that the moment has come.
     """
 
     def __init__(self) -> None:
         self._outcome: Outcome[T] = Outcome()
+        self._heard_by: set[object] = set()
         self.is_awaited = False
         self.on_seen: Callable[[], object] = _nothing
 
@@ -67,8 +68,24 @@ class Milestone(Generic[T]):
 
     async def _waited(self) -> T:
         future = self.wrapped()
-        await asyncio.wait((future,))
+        waiter = self.heard()
+        try:
+            await asyncio.wait((future,))
+        except BaseException:  # it gives up: the error, if there will be one, is not seen
+            self._heard_by.discard(waiter)
+            raise
         return future.result()
+
+    def heard(self) -> object:
+        """Somebody hears how it ends; gives what stands for them. Called by the handle, too."""
+        waiter = object()
+        self._heard_by.add(waiter)
+        return waiter
+
+    @property
+    def is_error_seen(self) -> bool:
+        """Whether it has failed, and who waited to the end, or still does, has that error."""
+        return bool(self._heard_by) and self.error() is not None
 
     def wrapped(self) -> asyncio.Future[T]:
         """Give a future of the running loop that is done when the moment has come."""
@@ -99,7 +116,15 @@ class Milestone(Generic[T]):
             TimeoutError: It has not come within `timeout_s` seconds.
         """
         self.is_awaited = True
-        result = self._outcome.result(timeout_s)
+        waiter, has_ended = self.heard(), False
+        try:
+            has_ended = self._outcome.wait(timeout_s)
+        finally:
+            if not has_ended:  # as above
+                self._heard_by.discard(waiter)
+        if not has_ended:
+            raise TimeoutError
+        result = self._outcome.result()
         self.on_seen()
         return result
 
@@ -204,10 +229,10 @@ class SaveHandle:
         """Whether the save, or its copy, is under way, or failed and nobody has seen that."""
         if not self.durable.done():
             return True
-        if self.committed.error() is not None:
-            in_staged = self.staged.is_awaited and self.staged.error() is not None
-            return not (self.retrieved or self.durable.is_awaited or in_staged)
-        return self.durable.error() is not None and not self.durable.is_awaited
+        if self.committed.error() is not None and self.retrieved:
+            return False
+        moments = (self.submitted, self.staged, self.committed, self.durable)
+        return self.error() is not None and not any(moment.is_error_seen for moment in moments)
 
     def error(self) -> BaseException | None:
         """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
@@ -215,7 +240,8 @@ class SaveHandle:
 
     def seen(self) -> None:
         """Whoever had to see how it ended has. Called by the engine."""
-        self.retrieved = self.durable.is_awaited = True
+        self.retrieved = True
+        self.durable.heard()
 
     def __repr__(self) -> str:
         """Say how far the save is."""
@@ -283,11 +309,13 @@ class SaveHandle:
         What is queued on the stream afterwards (an optimizer step) sees the source only
         after it was copied, and the host goes on at once. Blocks until every copy has
         been queued: at once if the pool holds the state, for the length of the waves if
-        it does not. A state on the CPU has no stream: then this waits for `staged`.
+        it does not. A state on the CPU has no stream: its copies are made when this returns,
+        as `submitted` says.
 
         Raises:
             CheckpointError: The save failed before.
         """
+        self.staged.is_awaited = True  # what is queued behind the copies waits for them
         self.submitted.wait()
         self._fence()
 

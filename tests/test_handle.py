@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckptio.errors import SaveAbortedError, StorageError
 from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INFO = CheckpointInfo(
     path="p",
@@ -25,11 +29,15 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
 class Save:
     """A handle, and what it asked the engine for."""
 
-    def __init__(self, *, ends: bool = True) -> None:
+    def __init__(self, *, ends: bool = True, tiers: int = 1) -> None:
         self.asked: list[str] = []
         self._ends = ends
         self.handle = SaveHandle(
-            "p", "1", abort=self._abort, fence=lambda: self.asked.append("fence")
+            "p",
+            "1",
+            abort=self._abort,
+            fence=lambda: self.asked.append("fence"),
+            stop_copy=None if tiers == 1 else lambda: self.asked.append("stop copy"),
         )
 
     def _abort(self) -> None:
@@ -192,6 +200,63 @@ async def test_an_error_counts_as_seen_when_somebody_saw_it() -> None:
     aborted = Save()
     aborted.handle.abort()
     assert aborted.handle.retrieved
+
+
+async def _awaited(moment: Milestone[Any]) -> None:
+    await moment
+
+
+WAYS_TO_SEE: dict[str, Callable[[SaveHandle], object]] = {
+    "fence": SaveHandle.fence,
+    "submitted": lambda handle: handle.submitted.wait(),
+    "staged": lambda handle: handle.staged.wait(),
+    "committed": lambda handle: handle.committed.wait(),
+    "durable": lambda handle: handle.durable.wait(),
+    "result": SaveHandle.result,
+    "await submitted": lambda handle: asyncio.run(_awaited(handle.submitted)),
+    "await committed": lambda handle: asyncio.run(_awaited(handle.committed)),
+}
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+@pytest.mark.parametrize("way", WAYS_TO_SEE)
+async def test_whoever_waits_for_any_moment_has_seen_the_error(way: str, tiers: int) -> None:
+    """It was raised to them: neither the log nor the end of the engine raises it again."""
+    handle = Save(tiers=tiers).handle
+    handle.fail(ERROR)
+    assert handle.is_unsettled()
+    with pytest.raises(StorageError):
+        await asyncio.to_thread(WAYS_TO_SEE[way], handle)
+    assert not handle.is_unsettled()
+
+
+@pytest.mark.parametrize("name", ["submitted", "staged", "committed", "durable"])
+async def test_whoever_gave_up_waiting_has_seen_no_error(name: str) -> None:
+    """Neither a wait that timed out nor one that was cancelled counts, for any moment."""
+    handle = Save(tiers=2).handle
+    moment: Milestone[Any] = getattr(handle, name)
+    with pytest.raises(TimeoutError):
+        moment.wait(0.0)
+    task = asyncio.create_task(_awaited(moment))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait((task,))
+    handle.fail(ERROR)
+    assert handle.is_unsettled()
+    handle.seen()
+
+
+async def test_a_fence_that_held_has_not_seen_what_failed_later() -> None:
+    """Writers are held back for it, as for who waits for `staged`, but it waited for less."""
+    handle = Save().handle
+    assert not handle.staged.is_awaited
+    handle.submitted.reach(None)
+    handle.fence()
+    assert handle.staged.is_awaited
+    handle.fail(ERROR)
+    assert handle.is_unsettled()
+    handle.seen()
+    assert not handle.is_unsettled()
 
 
 async def test_a_fence_waits_until_all_copies_are_queued() -> None:
