@@ -51,13 +51,18 @@ class Milestone(Generic[T]):
 
     Cancelling the wait only stops waiting.
 
+    Args:
+        require_elsewhere: Called before a thread blocks for it; raises where that thread is
+            the one that makes it come.
+
     Attributes:
         is_awaited: Whether anybody has begun to wait for it, or for what comes with it.
         on_seen: Called, on the thread of whoever learns that the moment has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, require_elsewhere: Callable[[], object] | None = None) -> None:
         self._outcome: Outcome[T] = Outcome()
+        self._require_elsewhere = require_elsewhere or _nothing
         self._heard_by: set[object] = set()
         self.is_awaited = False
         self.on_seen: Callable[[], object] = _nothing
@@ -114,7 +119,10 @@ class Milestone(Generic[T]):
 
         Raises:
             TimeoutError: It has not come within `timeout_s` seconds.
+            ConfigError: It has not come, and this is an observer on the engine's own thread.
         """
+        if not self._outcome.done():
+            self._require_elsewhere()
         self.is_awaited = True
         waiter, has_ended = self.heard(), False
         try:
@@ -129,7 +137,13 @@ class Milestone(Generic[T]):
         return result
 
     def wait_done(self) -> None:
-        """Block until the moment has come or will not come. Raises nothing."""
+        """Block until the moment has come or will not come.
+
+        Raises:
+            ConfigError: As `wait`; nothing else.
+        """
+        if not self._outcome.done():
+            self._require_elsewhere()
         self._outcome.wait()
         self.on_seen()
 
@@ -189,6 +203,7 @@ class SaveHandle:
         abort: Callable[[], None],
         fence: Callable[[], None],
         stop_copy: Callable[[], None] | None = None,
+        require_elsewhere: Callable[[], object] | None = None,
     ) -> None:
         """Made by the engine.
 
@@ -198,14 +213,15 @@ class SaveHandle:
             abort: Asks the engine to stop the save; from any thread.
             fence: Orders the calling thread's current streams behind the copies.
             stop_copy: Asks the engine to stop the copy to a second tier, if there is one.
+            require_elsewhere: Raises on the engine's own thread; called before one blocks.
         """
         self.path = path
         self.save_id = save_id
-        self.staged: Milestone[None] = Milestone()
-        self.submitted: Milestone[None] = Milestone()
-        self.committed: Milestone[CheckpointInfo] = Milestone()
+        self.staged: Milestone[None] = Milestone(require_elsewhere)
+        self.submitted: Milestone[None] = Milestone(require_elsewhere)
+        self.committed: Milestone[CheckpointInfo] = Milestone(require_elsewhere)
         self.durable: Milestone[CheckpointInfo] = (
-            self.committed if stop_copy is None else Milestone()
+            self.committed if stop_copy is None else Milestone(require_elsewhere)
         )
         self.retrieved = False
         self._abort = abort
@@ -281,6 +297,7 @@ class SaveHandle:
         Raises:
             CheckpointError: The save failed; what was at the path is untouched.
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
+            ConfigError: It has not ended, and this is an observer on the engine's own thread.
         """
         try:
             return self.committed.wait(timeout_s)
@@ -314,6 +331,7 @@ class SaveHandle:
 
         Raises:
             CheckpointError: The save failed before.
+            ConfigError: Copies are to be made, and this is an observer on the engine's own thread.
         """
         self.staged.is_awaited = True  # what is queued behind the copies waits for them
         self.submitted.wait()

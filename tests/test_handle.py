@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio.errors import SaveAbortedError, StorageError
+from ckptio.errors import ConfigError, SaveAbortedError, StorageError
 from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
 
 if TYPE_CHECKING:
@@ -244,6 +244,26 @@ async def test_whoever_gave_up_waiting_has_seen_no_error(name: str) -> None:
     handle.fail(ERROR)
     assert handle.is_unsettled()
     handle.seen()
+
+
+async def test_nobody_blocks_where_they_would_wait_for_themselves() -> None:
+    """On the engine's own thread a wait is refused, unless there is nothing to wait for."""
+
+    def refuse() -> None:
+        raise ConfigError("here")
+
+    handle = SaveHandle("p", "1", abort=refuse, fence=Save().handle.seen, require_elsewhere=refuse)
+    moments: list[Milestone[Any]] = [handle.submitted, handle.staged, handle.committed]
+    waits: list[Callable[[], object]] = [handle.fence, handle.result]
+    waits += [moment.wait for moment in moments] + [moment.wait_done for moment in moments]
+    for wait in waits:
+        with pytest.raises(ConfigError):
+            wait()
+    handle.submitted.reach(None)
+    handle.staged.reach(None)
+    handle.committed.reach(INFO)
+    for wait in waits:
+        wait()
 
 
 async def test_a_fence_that_held_has_not_seen_what_failed_later() -> None:

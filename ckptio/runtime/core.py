@@ -34,6 +34,7 @@ from ckptio.ranks.solo import SoloRanks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import unsettled
 from ckptio.runtime.running import (
+    LoopThread,
     Running,
     at_exit,
     never_end_in_child,
@@ -78,6 +79,7 @@ class EngineCore:
             `api.Engine`.
 
     Attributes:
+        loop_thread: Where nobody may wait for it.
         handles: Saves under way, or of which nobody has seen that they failed.
     """
 
@@ -106,7 +108,7 @@ class EngineCore:
         self._stay: Callable[[], object] = lambda: None
         self._cache_task: Future[None] | None = None
         self._serving: Future[None] | None = None
-        self._loop_thread: int | None = None
+        self.loop_thread = LoopThread()
         self.handles: list[SaveHandle] = []
         self._numbers: dict[str, itertools.count[int]] = {}
 
@@ -174,7 +176,7 @@ class EngineCore:
 
     async def _make_context(self) -> EngineContext:
         config = self.config
-        self._loop_thread = threading.get_ident()
+        self.loop_thread.number = threading.get_ident()
         executor = Threads(_NUM_ODD_JOBS, "ckptio")
         libraries = DefaultThreads(Threads(_NUM_FOR_LIBRARIES, "ckptio-default"))
         asyncio.get_running_loop().set_default_executor(libraries)
@@ -277,11 +279,7 @@ class EngineCore:
         """
         if self._portal is None:
             raise EngineClosedError("the engine was closed meanwhile")
-        if threading.get_ident() == self._loop_thread:
-            raise ConfigError(
-                "an observer runs on the engine's own thread and cannot call the engine: let it"
-                " leave word for the trainer, or use another engine on another thread"
-            )
+        self.loop_thread.require_elsewhere()
 
     def keep(self, handle: SaveHandle) -> None:
         """Remember a save until somebody has seen how it ended."""

@@ -178,6 +178,7 @@ def _take_apart(
         abort=aborts[0],
         fence=streams.fence if streams is not None else _no_fence,
         stop_copy=None if target is None else aborts[1],
+        require_elsewhere=core.loop_thread.require_elsewhere,
     )
     copy = None
     if target is not None:

@@ -15,6 +15,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._outcome import Outcome
+from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,30 @@ class Running(Generic[T]):
         if self.is_endless:
             self.abort()
         self.end.wait()
+
+
+class LoopThread:
+    """The thread of an engine's loop, on which nobody may wait for that engine.
+
+    Attributes:
+        number: Which one it is; `None` before it begins.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def require_elsewhere(self) -> None:
+        """Look whether this is another thread.
+
+        Raises:
+            ConfigError: It is the loop's, which would wait for itself.
+        """
+        if threading.get_ident() == self.number:
+            raise ConfigError(
+                "an observer runs on the engine's own thread and can neither call the engine nor"
+                " wait for its saves: let it leave word for the trainer, or use another engine on"
+                " another thread"
+            )
 
 
 def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[], None]) -> None:

@@ -15,11 +15,13 @@ import ckptio.sync
 from ckptio.engine.context import wait_for_all
 from ckptio.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     EngineClosedError,
     SaveAbortedError,
     StateError,
     StorageError,
 )
+from ckptio.events import SaveStaged
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.running import Running
 from ckptio.staging.cuda import PendingCopies
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event
+    from ckptio.handle import SaveHandle
     from ckptio.testing import Operation
 
 BIG_BLOCKS = config_with(block_nbytes=64 * 1024)
@@ -251,6 +254,34 @@ async def test_an_observer_that_raises_is_harmless(
         assert_same(await engine.load(tmp_path / "c"), state)
     assert len(told) > 5
     assert caplog.text.count("the observer raised") == len(told)
+
+
+async def test_an_observer_cannot_wait_for_its_own_engine(tmp_path: Path) -> None:
+    """On the engine's thread it is refused instead of waiting for ever; what is done is given."""
+    ready = threading.Event()
+    handles: list[SaveHandle] = []
+    refused: list[str] = []
+    given: list[object] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveStaged):
+            ready.wait()
+            (handle,) = handles
+            for wait in (handle.result, handle.committed.wait, handle.durable.wait):
+                try:
+                    wait(0.1)
+                except (ConfigError, TimeoutError) as error:
+                    refused.append(str(error))
+            for give in (handle.staged.wait, handle.submitted.wait, handle.fence):
+                give()
+                given.append(give)
+
+    async with ckptio.Engine(SMALL, observer=watch) as engine:
+        handles.append(engine.save({"w": torch.zeros(3)}, tmp_path / "c"))
+        ready.set()
+        await handles[0]
+    assert ["own thread" in why for why in refused] == [True] * 3
+    assert len(given) == 3
 
 
 async def test_two_real_saves_keep_their_own_contents(tmp_path: Path) -> None:
