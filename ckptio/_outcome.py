@@ -69,7 +69,11 @@ class Outcome(Generic[T]):
         self._calls.append(ended.release)
         try:
             if self._end is None:
-                ended.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+                # more than a lock takes, 292 years, is for ever as well
+                longest_s = threading.TIMEOUT_MAX
+                ended.acquire(
+                    timeout=-1 if timeout_s is None else float(max(0, min(timeout_s, longest_s)))
+                )
         finally:
             self._drop(ended.release)
         return self._end is not None

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._aio import outlive
 from ckptio._outcome import Outcome
+from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -117,10 +119,15 @@ class Milestone(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the moment has come.
 
+        Args:
+            timeout_s: Seconds to wait for it; for ever if not given, not at all if below 0.
+
         Raises:
             TimeoutError: It has not come within `timeout_s` seconds.
-            ConfigError: It has not come, and this is an observer on the engine's own thread.
+            ConfigError: `timeout_s` is no number of seconds; or the moment has not come, and
+                this is an observer on the engine's own thread.
         """
+        _require_seconds(timeout_s)
         if not self._outcome.done():
             self._require_elsewhere()
         self.is_awaited = True
@@ -297,7 +304,7 @@ class SaveHandle:
         Raises:
             CheckpointError: The save failed; what was at the path is untouched.
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
-            ConfigError: It has not ended, and this is an observer on the engine's own thread.
+            ConfigError: As `Milestone.wait`.
         """
         try:
             return self.committed.wait(timeout_s)
@@ -336,6 +343,17 @@ class SaveHandle:
         self.staged.is_awaited = True  # what is queued behind the copies waits for them
         self.submitted.wait()
         self._fence()
+
+
+def _require_seconds(timeout_s: Any) -> None:
+    """Check how long somebody will wait: what is no number, as nan, is neither long nor short.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    is_number = timeout_s is None or isinstance(timeout_s, Real)
+    if not is_number or not (timeout_s is None or timeout_s <= 0 or timeout_s > 0):
+        raise ConfigError(f"timeout_s= is a number of seconds, not {timeout_s!r}")
 
 
 def _nothing() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from ckptio.errors import ConfigError, SaveAbortedError, StorageError
@@ -121,6 +123,19 @@ async def test_waiting_in_a_thread_may_time_out() -> None:
         moment.wait(0.0)
     moment.reach(1)
     assert moment.wait(0.0) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, np.float32("nan"), "5", b"", [1]])
+async def test_a_wait_of_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    """Whether the moment has come or not; endless and past ones are numbers."""
+    moment: Milestone[int] = Milestone()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="timeout_s= is a number of seconds"):
+            moment.wait(timeout_s)
+        if not moment.done():
+            moment.reach(1)
+    past: Any = np.float32(-1.0)
+    assert moment.wait(math.inf) == moment.wait(past) == 1
 
 
 async def test_a_cancelled_waiter_does_not_lose_an_error_loudly() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import threading
 import weakref
@@ -45,6 +46,19 @@ def test_waiting_may_time_out() -> None:
     assert not outcome._calls
     outcome.set_result(1)
     assert outcome.wait(-1.0)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e12, 10**400], ids=["inf", "long", "huge"])
+def test_a_wait_may_be_endless(timeout_s: float) -> None:
+    """A longer one than a lock takes ends as any other when it is over."""
+    outcome: Outcome[int] = Outcome()
+    thread = threading.Thread(target=outcome.set_result, args=(1,))
+    threads = [threading.Thread(target=outcome.wait, args=(timeout_s,))]
+    for each in (*threads, thread):
+        each.start()
+    assert outcome.result(timeout_s) == 1
+    for each in (*threads, thread):
+        each.join()
 
 
 def test_everybody_is_told_whenever_they_come() -> None:
