@@ -537,6 +537,22 @@ def test_the_blocking_twin_has_an_engine_of_its_own(tmp_path: Path) -> None:
         sync.Checkpointer(tmp_path, engine=Engine(SMALL))  # type: ignore[arg-type]  # the other's
 
 
+@pytest.mark.parametrize(
+    ("make", "engines", "problem"),
+    [
+        (Checkpointer, ["x", "", 0, sync.Engine(SMALL)], r"engine= is a ckptio\.Engine, not"),
+        (sync.Checkpointer, ["x", "", 0, Engine(SMALL)], r"engine= is a ckptio\.sync\.Engine, not"),
+    ],
+)
+def test_an_engine_of_the_other_face_is_refused(
+    make: Callable[..., Any], engines: list[Any], problem: str
+) -> None:
+    """And so is what is none; when the checkpointer is made."""
+    for engine in engines:
+        with pytest.raises(ConfigError, match=problem):
+            make("run", engine=engine)
+
+
 def test_leaving_the_blocking_twin_by_an_error_aborts(tmp_path: Path) -> None:
     """And raises what nobody has seen, if left without one."""
     with (

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from ckptio._outcome import Outcome
 from ckptio.blocking import Engine, committed
 from ckptio.checkpointer.core import CheckpointerCore
-from ckptio.checkpointer.face import refuse_both
+from ckptio.checkpointer.face import check_engine
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.errors import ConfigError
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import is_breaking_off
 from ckptio.runtime.running import run_uninterrupted
@@ -76,7 +75,9 @@ class Checkpointer:
         observer: Observer | None = None,
         ranks: RanksLike = "auto",
     ) -> None:
-        refuse_both(engine, config, observer, ranks)
+        check_engine(
+            engine, Engine, "ckptio.sync.Engine", config=config, observer=observer, ranks=ranks
+        )
         self._core = CheckpointerCore(
             root,
             then=then,
@@ -87,8 +88,6 @@ class Checkpointer:
             preempt_deadline_s=preempt_deadline_s,
             sweep_after_s=sweep_after_s,
         )
-        if engine is not None and not isinstance(engine, Engine):
-            raise ConfigError(f"engine= is a ckptio.sync.Engine, not {engine!r}")
         self._owns = engine is None
         self._engine = engine or Engine(config, observer=observer, ranks=ranks)
 

@@ -120,7 +120,7 @@ class Checkpointer:
         observer: Observer | None = None,
         ranks: RanksLike = "auto",
     ) -> None:
-        refuse_both(engine, config, observer, ranks)
+        check_engine(engine, Engine, "ckptio.Engine", config=config, observer=observer, ranks=ranks)
         self._core = CheckpointerCore(
             root,
             then=then,
@@ -344,13 +344,34 @@ class Checkpointer:
         return self._core.path(step)
 
 
-def refuse_both(engine: object, config: object, observer: object, ranks: object) -> None:
-    """Check that options of an engine come without one.
+def check_engine(
+    engine: object,
+    kind: type[object],
+    name: str,
+    *,
+    config: object,
+    observer: object,
+    ranks: object,
+) -> None:
+    """Check an engine that is given, and that options of an engine come without one.
+
+    Args:
+        engine: What was given; `None` if nothing was.
+        kind: What it has to be.
+        name: How to call that.
+        config: Given beside it, as are the others.
+        observer: As above.
+        ranks: As above.
 
     Raises:
-        ConfigError: They come with one, and would have no effect.
+        ConfigError: It is another thing, as the engine of the other face; or they come with
+            one, and would have no effect.
     """
-    if engine is not None and not (config is observer is None and ranks == "auto"):
+    if engine is None:
+        return
+    if not isinstance(engine, kind):
+        raise ConfigError(f"engine= is a {name}, not {engine!r}")
+    if not (config is observer is None and ranks == "auto"):
         raise ConfigError("config=, observer= and ranks= have no effect with engine=")
 
 
