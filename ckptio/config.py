@@ -75,8 +75,8 @@ class CheckpointConfig:
             are not. `"none"`: nothing is synced; survives a crash of the process only.
         direct_io: `"auto"`: past the page cache where the file system can. `"off"`:
             through it, with early write-back.
-        file_mode: Permission bits of files made.
-        dir_mode: Permission bits of directories made.
+        file_mode: Permission bits of files made. Their owner may read and write them.
+        dir_mode: Permission bits of directories made. Their owner has all three.
         cache_entries: Manifests kept by the metadata cache, at most.
         cache_nbytes: Bytes of manifests kept by the metadata cache, at most.
         cache_ttl_s: Seconds for which a manifest that the cache has is taken on trust. At 0
@@ -166,8 +166,13 @@ class CheckpointConfig:
             raise ConfigError("local_replica_nbytes has no effect without replicate='local'")
         if not isinstance(self.storage_options, Mapping):
             raise ConfigError("storage_options must be a mapping")  # not shown: it has secrets
-        if self.file_mode & ~0o777 or self.dir_mode & ~0o777:
-            raise ConfigError("file_mode and dir_mode are permission bits, at most 0o777")
+        for name, needed in (("file_mode", 0o600), ("dir_mode", 0o700)):
+            mode = getattr(self, name)
+            if mode & ~0o777 or mode & needed != needed:
+                raise ConfigError(
+                    f"{name} must be permission bits, at most 0o777, with the owner's own"
+                    f" ({needed:#o}), not {mode:#o}"
+                )
 
     def _check_sizes(self) -> None:
         """Check that blocks make slabs, slabs the pool, and the pool enough of them."""

@@ -75,8 +75,13 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
         ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
         ({"local_replica_nbytes": 4096}, "no effect without replicate='local'"),
-        ({"file_mode": 0o1644}, "permission bits"),
-        ({"dir_mode": 0o1755}, "permission bits"),
+        ({"file_mode": 0o1644}, "file_mode must be permission bits, at most 0o777.* not 0o1644"),
+        ({"dir_mode": 0o1755}, "dir_mode must be permission bits, at most 0o777.* not 0o1755"),
+        ({"file_mode": 0o444}, r"file_mode must be .*own \(0o600\), not 0o444"),
+        ({"file_mode": 0o200}, r"file_mode must be .*own \(0o600\), not 0o200"),
+        ({"dir_mode": 0o600}, r"dir_mode must be .*own \(0o700\), not 0o600"),
+        ({"dir_mode": 0o555}, r"dir_mode must be .*own \(0o700\), not 0o555"),
+        ({"file_mode": 600}, "not 0o1130"),
     ],
 )
 def test_an_option_that_does_not_fit_the_others_is_refused(
