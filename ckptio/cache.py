@@ -295,4 +295,4 @@ def _as_answer(error: BaseException, path: str) -> Exception:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("the metadata cache is closed: use it inside `async with Engine(...)`")
+    return EngineClosedError("the engine was closed meanwhile: load inside its block")

@@ -417,7 +417,7 @@ def test_a_cache_that_does_not_run_refuses() -> None:
             await cache.get(storage)
         async with running_cache() as cache:
             await cache.get(storage)
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(EngineClosedError, match="closed meanwhile: load inside its block"):
             await cache.get(storage)
 
     run_virtual(scenario(), seed=0)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import reprlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,8 @@ def check_types(types: Sequence[type]) -> None:
     Raises:
         ConfigError: One is so, or two have one name.
     """
-    if not all(isinstance(cls, type) for cls in types):
+    # an iterator would have none left for the load
+    if not isinstance(types, Collection) or not all(isinstance(cls, type) for cls in types):
         raise ConfigError(f"types= takes classes, not {types!r}")
     by_name: dict[str, type] = {}
     for cls in types:

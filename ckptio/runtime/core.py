@@ -92,7 +92,7 @@ class EngineCore:
             not callable(observer) or inspect.iscoroutinefunction(observer)
         ):
             raise ConfigError(f"observer= is a plain function of one event, not {observer!r}")
-        if isinstance(ranks, str) and ranks not in ("auto", "solo"):
+        if ranks is None or (isinstance(ranks, str) and ranks not in ("auto", "solo")):
             raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {ranks!r}")
         self.config = config or CheckpointConfig()
         self._group = ranks

@@ -88,7 +88,8 @@ def empty(
             made = torch.empty(shape, dtype=dtype, device=place)
     except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all of these
         where = "" if device is None else f" on {device}"
-        raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {error}") from error
+        why = str(error).partition("\n")[0]  # tables of all devices may follow
+        raise TargetError(f"cannot make {name!r} of shape {shape}{where}: {why}") from error
     if type(made) is not torch.Tensor:
         raise TargetError(f"torch makes a {type(made).__name__} for {name!r} here; load outside")
     return made

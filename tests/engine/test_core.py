@@ -39,7 +39,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptio.engine.context import EngineContext
@@ -236,6 +236,14 @@ async def test_an_aborted_save_does_not_surface(tmp_path: Path) -> None:
         gate.opened.set()
     assert handle.done()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [None, "all", ""])
+@pytest.mark.parametrize("make", [ckptio.Engine, ckptio.sync.Engine])
+def test_ranks_that_are_none_are_refused(make: Callable[..., object], ranks: object) -> None:
+    """When the engine is made: `None` names nobody, neither this rank nor all."""
+    with pytest.raises(ConfigError, match="ranks= is 'auto', 'solo' or a process group, not"):
+        make(SMALL, ranks=ranks)
 
 
 async def test_an_observer_that_raises_is_harmless(

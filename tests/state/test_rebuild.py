@@ -19,6 +19,7 @@ from ckptio.state.rebuild import (
     allocate,
     check_view,
     device_of,
+    empty,
     torch_dtype,
     view_of,
 )
@@ -182,6 +183,17 @@ def test_a_tensor_that_torch_cannot_make_is_a_target_error() -> None:
         allocate(TensorEntry("w", "float64", (1 << 55, 1 << 55), ()))
     with pytest.raises(FormatError, match="upgrade torch"):
         torch_dtype("float31")
+
+
+def test_a_device_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch lists behind that all that it knows of other devices, in dozens of lines."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("no 'mps' here.\nCPU: registered at\nMeta: registered at")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(TargetError, match=r"^cannot make 'w' of shape .* on mps: no 'mps' here\.$"):
+        empty((2,), torch.float32, torch.device("mps"), "w")
 
 
 def test_only_floating_point_tensors_take_another_dtype() -> None:
