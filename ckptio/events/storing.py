@@ -23,10 +23,11 @@ class DirectIORefused(Event):
 class PinningRefused(Event):
     """The staging pool cannot be pinned for CUDA: copies to and from devices take longer.
 
-    It is the engine's, and `path` is empty.
+    Or it cannot be unpinned at the end, and the process keeps that memory. It is the engine's,
+    and `path` is empty.
 
     Attributes:
-        reason: What the system answered.
+        reason: What the system answered; and how much memory is kept, if any is.
     """
 
     reason: str

@@ -52,7 +52,9 @@ class SideStreams:
 
     Of the process, not of an engine: torch gives streams from 32 a device and priority, in
     turn, so whoever takes a new one for each save has before long what somebody else works
-    or captures on. Ours have the high priority, of which others rarely take any.
+    or captures on. Ours have the high priority, of which others rarely take any. So they are kept
+    by the class, other than all else that is shared here: engines that come and go would each
+    take new ones.
 
     Args:
         saving: The direction.

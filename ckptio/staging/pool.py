@@ -31,13 +31,15 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import StagingError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 #: `MADV_WIPEONFORK` (Linux 4.14), for which Python has no name: children find zeros.
 _WIPE_ON_FORK = 18
 
 
-#: Slabs that a device may still write to or read from: they stay mapped, and pinned, for ever.
+#: Slabs that a device may still write to or read from, and those that cannot be unpinned: they
+#: stay mapped, and pinned, for ever. Of the module, other than all else that is shared here: they
+#: outlive every engine, and whatever of theirs could own them.
 _lost: list[Slab] = []
 
 
@@ -135,7 +137,7 @@ class SlabPool:
         slab_nbytes: Size of a slab; a multiple of the page.
         run: Calls what blocks (touching and pinning memory), elsewhere than on the loop, to
             its end even when cancelled. Without it, it is called right there.
-        on_refused: Told why slabs are not pinned, once.
+        on_refused: Told why slabs are not pinned, once; and which memory stays pinned at the end.
     """
 
     def __init__(
@@ -201,10 +203,10 @@ class SlabPool:
             if _is_lost(error):
                 _lost.append(slab)
             else:
-                self._give_back(slab)
+                self._give_back([slab])
             raise
         else:
-            self._give_back(slab)
+            self._give_back([slab])
 
     async def prewarm(self, nbytes: int | None = None) -> None:
         """Take and touch memory ahead of the first save: about 0.4 s a GB, elsewhere.
@@ -257,19 +259,32 @@ class SlabPool:
         """Give all memory back. No slab may be out."""
         if self._num_leased:
             raise AssertionError(f"{self._num_leased} slabs are still leased")
-        for slab in self._free:
-            self._give_back(slab)
+        self._give_back(self._free)
         self._free.clear()
         self._num_slabs = 0
 
-    def _give_back(self, slab: Slab) -> None:
-        """Give the memory of a slab back."""
-        if slab.pinned and self._pinning is not None:
+    def _give_back(self, slabs: Sequence[Slab]) -> None:
+        """Give the memory of slabs back, other than of those that cannot be unpinned.
+
+        The driver still takes the addresses of these for pinned memory: what the system maps
+        there next would be copied from and to the pages that were there before.
+        """
+        failures: list[Exception] = []
+        for slab in slabs:
             try:
-                self._pinning.unpin(slab.address)
-            except Exception as error:  # the observer hears of it; all slabs have to go
-                self._refuse(error)
-        slab.close()
+                if slab.pinned and self._pinning is not None:
+                    self._pinning.unpin(slab.address)
+            except Exception as error:  # the observer hears of it; the others have to go
+                failures.append(error)
+                _lost.append(slab)
+            else:
+                slab.close()
+        if failures:
+            nbytes = len(failures) * self.slab_nbytes
+            self._on_refused(
+                f"{nbytes} bytes cannot be unpinned, and so are not given back before the process"
+                f" ends: {failures[0]}"
+            )
 
     async def _acquire(self) -> Slab:
         if not self._waiters:

@@ -281,20 +281,48 @@ async def test_memory_that_cannot_be_pinned_is_lent_as_it_is() -> None:
     pool.close()
 
 
-async def test_a_device_that_is_gone_keeps_no_memory() -> None:
-    """All slabs are closed though none can be unpinned: who closes may have an error to raise."""
+@pytest.mark.parametrize("num_pinned", [3, 1])
+async def test_memory_that_cannot_be_unpinned_stays_mapped(num_pinned: int) -> None:
+    """A device would take what comes to lie there for pinned; all else goes, and it is said."""
     said: list[str] = []
     pool = SlabPool(3 * PAGE, PAGE, on_refused=said.append)
     pinning = Refusing("unpin")
     pool.use_pinning(pinning)
     await pool.prewarm()
     slabs = list(pool._free)
+    for slab in slabs[num_pinned:]:
+        slab.pinned = False
+    kept = len(pool_module._lost)
     pool.close()
-    assert pinning.num_asked == 6
-    assert said == ["the device is gone"]
-    for slab in slabs:
-        with pytest.raises(ValueError, match="released"):
-            slab.view[0]
+    assert pinning.num_asked == 3 + num_pinned
+    (why,) = said
+    assert why.startswith(f"{num_pinned * PAGE} bytes cannot be unpinned")
+    assert why.endswith("the device is gone")
+    assert pool_module._lost[kept:] == slabs[:num_pinned]
+    del pool_module._lost[kept:]
+    for number, slab in enumerate(slabs):
+        if number < num_pinned:
+            slab.view[0] = 1
+            slab.close()
+        else:
+            with pytest.raises(ValueError, match="released"):
+                slab.view[0]
+
+
+async def test_a_spare_slab_that_cannot_be_unpinned_stays_mapped() -> None:
+    """As those of the pool, and at once."""
+    said: list[str] = []
+    pool = SlabPool(PAGE, PAGE, on_refused=said.append)
+    pool.use_pinning(Refusing("unpin"))
+    kept = len(pool_module._lost)
+    async with pool.spare() as slab:
+        pass
+    assert pool_module._lost[kept:] == [slab]
+    del pool_module._lost[kept:]
+    slab.view[0] = 1
+    slab.close()
+    assert len(said) == 1
+    pool.close()
 
 
 @given(seed=seeds, slabs=st.integers(1, 4), at_s=st.floats(0, 3))
