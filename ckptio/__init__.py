@@ -3,7 +3,8 @@
 `await ckptio.save(state, path)` and `await ckptio.load(path)` in async code, the same
 names in `ckptio.sync` elsewhere, and `ckptio.Engine` for a loop that saves often.
 
-Names are resolved when they are used: importing this package imports no torch.
+Names are resolved when they are used: importing this package imports no torch. The types of
+arguments and results (`PathLike`, `Select`, `Manifest`) are among them, for annotations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckptio._version import __version__
 
 if TYPE_CHECKING:
     from ckptio import errors, events, sync
-    from ckptio.api import Engine
+    from ckptio.api import Engine, RanksLike, Strict
     from ckptio.cache import CacheStatistics
     from ckptio.calls import (
         finish_copies,
@@ -27,8 +28,16 @@ if TYPE_CHECKING:
         verify,
     )
     from ckptio.checkpointer import Checkpointer
-    from ckptio.config import CheckpointConfig
-    from ckptio.conversion.convert import ConvertReport, convert
+    from ckptio.config import (
+        CheckpointConfig,
+        DirectIO,
+        Durability,
+        Exchange,
+        Replicate,
+        S3Client,
+    )
+    from ckptio.conversion.convert import ConvertReport, Format, convert
+    from ckptio.conversion.safetensors import Written
     from ckptio.engine.restore import LoadReport
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import (
@@ -54,7 +63,9 @@ if TYPE_CHECKING:
         TargetError,
         UnsupportedLeafError,
     )
-    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.events import Observer
+    from ckptio.format.manifest import FileEntry, Manifest, TensorEntry
+    from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
     from ckptio.plan.retention import (
         KeepAll,
         KeepBest,
@@ -62,16 +73,20 @@ if TYPE_CHECKING:
         KeepIf,
         KeepLast,
         KeepSteps,
+        Mode,
         Retention,
         StepRecord,
     )
     from ckptio.plan.schedule import SaveEvery
     from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.slices import Index
     from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
+    from ckptio.state.select import Select
+    from ckptio.storage.resolve import PathLike
 
 _HOMES = {
-    "ckptio.api": ("Engine",),
+    "ckptio.api": ("Engine", "RanksLike", "Strict"),
     "ckptio.cache": ("CacheStatistics",),
     "ckptio.calls": (
         "finish_copies",
@@ -83,9 +98,16 @@ _HOMES = {
         "verify",
     ),
     "ckptio.checkpointer": ("Checkpointer",),
-    "ckptio.config": ("CheckpointConfig",),
-    "ckptio.conversion.convert": ("ConvertReport", "convert"),
-    "ckptio.runtime.flows": ("LoadResult",),
+    "ckptio.config": (
+        "CheckpointConfig",
+        "DirectIO",
+        "Durability",
+        "Exchange",
+        "Replicate",
+        "S3Client",
+    ),
+    "ckptio.conversion.convert": ("ConvertReport", "Format", "convert"),
+    "ckptio.conversion.safetensors": ("Written",),
     "ckptio.engine.restore": ("LoadReport",),
     "ckptio.engine.verify": ("VerifyReport",),
     "ckptio.errors": (
@@ -111,8 +133,9 @@ _HOMES = {
         "TargetError",
         "UnsupportedLeafError",
     ),
-    "ckptio.handle": ("CheckpointInfo", "SaveHandle"),
-    "ckptio.plan.schedule": ("SaveEvery",),
+    "ckptio.events": ("Observer",),
+    "ckptio.format.manifest": ("FileEntry", "Manifest", "TensorEntry"),
+    "ckptio.handle": ("CheckpointInfo", "Milestone", "SaveHandle"),
     "ckptio.plan.retention": (
         "KeepAll",
         "KeepBest",
@@ -120,11 +143,17 @@ _HOMES = {
         "KeepIf",
         "KeepLast",
         "KeepSteps",
+        "Mode",
         "Retention",
         "StepRecord",
     ),
+    "ckptio.plan.schedule": ("SaveEvery",),
+    "ckptio.runtime.flows": ("LoadResult",),
+    "ckptio.runtime.slices": ("Index",),
     "ckptio.shards": ("PerRank", "Shard"),
     "ckptio.staging.pool": ("PoolStatistics",),
+    "ckptio.state.select": ("Select",),
+    "ckptio.storage.resolve": ("PathLike",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("errors", "events", "sync")
@@ -142,10 +171,16 @@ __all__ = [
     "ConfigError",
     "ConvertReport",
     "CorruptionError",
+    "DirectIO",
+    "Durability",
     "Engine",
     "EngineClosedError",
+    "Exchange",
+    "FileEntry",
+    "Format",
     "FormatError",
     "FormatVersionError",
+    "Index",
     "KeepAll",
     "KeepBest",
     "KeepEvery",
@@ -154,25 +189,37 @@ __all__ = [
     "KeepSteps",
     "LoadReport",
     "LoadResult",
+    "Manifest",
+    "Milestone",
     "MismatchError",
+    "Mode",
+    "Observer",
+    "PathLike",
     "PeerLostError",
     "PerRank",
     "PlanError",
     "PoolStatistics",
     "RankError",
     "RankFormatError",
+    "RanksLike",
+    "Replicate",
     "Retention",
+    "S3Client",
     "SaveAbortedError",
     "SaveEvery",
     "SaveHandle",
+    "Select",
     "Shard",
     "StagingError",
     "StateError",
     "StepRecord",
     "StorageError",
+    "Strict",
     "TargetError",
+    "TensorEntry",
     "UnsupportedLeafError",
     "VerifyReport",
+    "Written",
     "__version__",
     "convert",
     "errors",

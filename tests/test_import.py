@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import ast
+import builtins
+import collections.abc
 import subprocess
 import sys
+import types
+import typing
 
 import pytest
 
@@ -28,12 +33,41 @@ def modules_after(code: str) -> set[str]:
         "import ckptio; ckptio.KeepLast(3) | ckptio.KeepBest(1, 'loss'); ckptio.SaveEvery(steps=9)",
         "import ckptio; ckptio.Checkpointer('s3://bucket/run'); ckptio.Checkpointer('memory://run')",
         "from ckptio import CheckpointConfig, SaveHandle, VerifyReport",
+        "from ckptio import Manifest, Milestone, Observer, PathLike, RanksLike, Strict",
         "import ckptio.testing",
     ],
 )
 def test_importing_loads_nothing_heavy(code: str) -> None:
     """Neither torch nor anything else that takes long, until a tensor is touched."""
     assert modules_after(code) == set()
+
+
+def names_in(annotation: object) -> set[str]:
+    """Names that an annotation is made of, also inside quotes."""
+    if not isinstance(annotation, str):
+        return {getattr(annotation, "__name__", "")}
+    tree = ast.parse(annotation, mode="eval")
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def test_every_type_of_an_argument_or_a_result_has_a_public_name() -> None:
+    """Whoever wraps a call can annotate the wrapper without importing from our modules."""
+    import ckptio.sync  # noqa: PLC0415  # its names are looked at one by one
+
+    members: list[object] = [getattr(ckptio, name) for name in ckptio.__all__]
+    members += [getattr(ckptio.sync, name) for name in ckptio.__all__ if name in dir(ckptio.sync)]
+    for kind in [member for member in members if isinstance(member, type)]:
+        public = [value for name, value in vars(kind).items() if not name.startswith("_")]
+        members += [kind.__init__, *public]  # type: ignore[misc]  # of no instance
+    wanted: set[str] = set()
+    for member in members:
+        function = getattr(member, "fget", getattr(member, "__func__", member))
+        for annotation in getattr(function, "__annotations__", {}).values():
+            wanted |= names_in(annotation)
+    theirs = {*dir(builtins), *dir(typing), *dir(collections.abc), *dir(types)}
+    theirs |= {"asyncio", "dt", "msgspec", "torch", ""}  # modules, and what is no name
+    private = {"Box", "Chunk", "Metadata", "T"}  # parts of a manifest, and a variable
+    assert wanted - theirs - private <= set(ckptio.__all__)
 
 
 def test_verifying_needs_no_torch(tmp_path: object) -> None:
