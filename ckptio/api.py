@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from ckptio._aio import in_own_thread
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
-from ckptio.errors import ConfigError
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import end_saves, is_breaking_off
-from ckptio.storage.resolve import remote_url
+from ckptio.runtime.prewarm import prewarm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
-    from ckptio.engine.context import EngineContext
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.handle import SaveHandle
@@ -151,8 +149,8 @@ class Engine:
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
                 ranks, `await handle` raises a `RankError` that says so.
-            StateError: A CUDA graph is being captured.
-            ConfigError: `path` is none.
+            StateError: A CUDA graph is being captured, or a device has failed.
+            ConfigError: `path` or `then` is none, or both are one.
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
@@ -175,6 +173,8 @@ class Engine:
         Raises:
             CheckpointError: One could not be made, the first of them; all were tried.
             StorageError: The directory cannot be listed.
+            ConfigError: `root` is none.
+            EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.begin_copy import finishing  # noqa: PLC0415  # where it is needed
 
@@ -251,7 +251,10 @@ class Engine:
             CheckpointChangedError: It was overwritten meanwhile.
             FormatError: It is no checkpoint of a known format.
             StorageError: It cannot be read.
-            ConfigError: An option would have no effect.
+            ConfigError: `path` or `then` is none, or an option is wrong or would have no effect.
+            StateError: A CUDA graph is being captured, or a device has failed.
+            StagingError: The system gives no memory to stage in.
+            EngineClosedError: The engine is not open, or is left by an error meanwhile.
             RankError: It failed on another rank, or on several while they read.
             PeerLostError: A rank died, froze or did not come.
         """
@@ -278,7 +281,7 @@ class Engine:
         With `strict="report"` what fits is loaded, and the report lists what was missing,
         unexpected and mismatched. Its notes name values that came back as plain ones, and what
         lies beside a checkpoint of another program and is no part of it.
-        Everything else is as with `load`.
+        Everything else is as with `load`, and so is what it raises.
         """
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
@@ -306,8 +309,12 @@ class Engine:
             A new contiguous tensor, equal to `load(path)[name][index]`.
 
         Raises:
-            TargetError: There is no such tensor, or the index does not fit it.
-            CheckpointError: As with `load`.
+            TargetError: There is no such tensor, the index does not fit it, or there is no memory
+                for it on the device.
+            ConfigError: `path` or `device` is none, or an index is neither an int nor a slice.
+            CheckpointNotFoundError: As with `load`; and so are `CorruptionError`, `FormatError`,
+                `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and
+                `EngineClosedError`.
         """
         from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
@@ -322,6 +329,8 @@ class Engine:
             CheckpointNotFoundError: There is none.
             FormatError: Its manifest is damaged, or of a format this version does not read.
             StorageError: It cannot be read.
+            ConfigError: `path` is none.
+            EngineClosedError: The engine is not open, or is left by an error meanwhile.
         """
         storage = self._core.storage(path)
         return await self._core.call(lambda context: context.cache.get(storage), "inspect")
@@ -340,7 +349,11 @@ class Engine:
             CheckpointNotFoundError: There is none.
             FormatError: Its manifest is damaged: nothing can be said of the rest. Or it is of
                 another program, which keeps no checksums.
+            CheckpointChangedError: It was overwritten meanwhile.
             StorageError: It cannot be read.
+            ConfigError: `path` is none, or `compare_copies` neither `True` nor `False`.
+            StagingError: The system gives no memory to read into.
+            EngineClosedError: The engine is not open, or is left by an error meanwhile.
         """
         storage = self._core.storage(path)
         return await self._core.call(
@@ -362,29 +375,24 @@ class Engine:
             ConfigError: There is no way to `at`, or a package is missing; or `nbytes` is no
                 number of bytes above 0.
             StorageError: Its store cannot be reached.
+            StagingError: The system gives no memory.
+            EngineClosedError: The engine is not open, or is left by an error meanwhile.
         """
         self._core.pin_if_cuda()
-        await self._core.call(lambda context: prewarm_step(context, nbytes, at), "prewarm")
+        await self._core.call(lambda context: prewarm(context, nbytes, at), "prewarm")
 
     def statistics(self) -> PoolStatistics:
-        """Say what the staging pool has and has done."""
+        """Say what the staging pool has and has done.
+
+        Raises:
+            EngineClosedError: The engine is not open.
+        """
         return self._core.context.pool.statistics()
 
     def cache_statistics(self) -> CacheStatistics:
-        """Say what the metadata cache has and has done."""
+        """Say what the metadata cache has and has done.
+
+        Raises:
+            EngineClosedError: The engine is not open.
+        """
         return self._core.context.cache.statistics()
-
-
-async def prewarm_step(context: EngineContext, nbytes: int | None, at: PathLike | None) -> None:
-    """Touch the pool's memory, and open a store.
-
-    Raises:
-        ConfigError: See `Engine.prewarm`.
-    """
-    if nbytes is not None and (type(nbytes) is not int or nbytes < 1):
-        raise ConfigError(f"nbytes= is a number of bytes from 1, not {nbytes!r}")
-    url = None if at is None else remote_url(at)
-    if url is not None:
-        store, _ = context.stores.below(url)
-        await store.get()
-    await context.pool.prewarm(nbytes)

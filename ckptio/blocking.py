@@ -9,6 +9,7 @@ from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import end_saves, is_breaking_off
+from ckptio.runtime.prewarm import prewarm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +98,12 @@ class Engine:
         overwrite: bool = False,
         then: PathLike | None = None,
     ) -> SaveHandle:
-        """Start saving a state and return at once; see `ckptio.Engine.save`."""
+        """Start saving a state and return at once; see `ckptio.Engine.save`.
+
+        Raises:
+            CheckpointError: As `ckptio.Engine.save` when it is called. What comes later is raised
+                by the waits of the handle.
+        """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
         return begin_save(self._core, state, path, overwrite=overwrite, then=then)
@@ -175,17 +181,15 @@ class Engine:
 
     def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
         """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
-        from ckptio.api import prewarm_step  # noqa: PLC0415
-
         self._core.pin_if_cuda()
-        self._core.call_blocking(lambda context: prewarm_step(context, nbytes, at), "prewarm")
+        self._core.call_blocking(lambda context: prewarm(context, nbytes, at), "prewarm")
 
     def statistics(self) -> PoolStatistics:
-        """Say what the staging pool has and has done."""
+        """Say what the staging pool has and has done; see `ckptio.Engine.statistics`."""
         return self._core.context.pool.statistics()
 
     def cache_statistics(self) -> CacheStatistics:
-        """Say what the metadata cache has and has done."""
+        """Say what the metadata cache has and has done; see `ckptio.Engine.cache_statistics`."""
         return self._core.context.cache.statistics()
 
 
