@@ -79,8 +79,12 @@ class Outcome(Generic[T]):
         return self._end is not None
 
     def _drop(self, call: Callable[[], object]) -> None:
-        """Do not call who does not wait any more; who is called all the same does not mind."""
-        with contextlib.suppress(ValueError, IndexError):  # it is not there; others took theirs
+        """Remove a callback. It may still run once if `_settle` has already taken it.
+
+        That is harmless.
+        """
+        # ValueError: already removed. IndexError: the deque changed under `remove`
+        with contextlib.suppress(ValueError, IndexError):
             self._calls.remove(call)
 
     def result(self, timeout_s: float | None = None) -> T:

@@ -117,12 +117,12 @@ class Engine:
         Do not change them before `await handle.staged`. `await handle` is the commit; of a
         state that was changed too early, as far as autograd counts it, it raises `StateError`.
 
-        A state on the CPU is copied, and not referred to after `staged` (where nobody waits for
-        that, after its files are written: it is looked at once more then). One on CUDA is
-        copied on a side stream, behind what the current stream has been told so far;
-        `handle.fence()` puts the current stream behind the copies instead of waiting. Before
-        you capture a CUDA graph, `await handle.staged`: other threads must not ask for the
-        state of a device meanwhile (unless the capture is `thread_local` or `relaxed`).
+        A state on the CPU is copied, and not referred to after `staged`. If nobody waits for
+        `staged`, the tensors are kept until the files are written, and are checked for changes
+        once more then. One on CUDA is copied on a side stream, behind what the current stream has
+        been told so far; `handle.fence()` puts the current stream behind the copies instead of
+        waiting. Before you capture a CUDA graph, `await handle.staged`: other threads must not ask
+        for the state of a device meanwhile (unless the capture is `thread_local` or `relaxed`).
 
         Each of several ranks gives its part of one state: its blocks of sharded tensors
         (DTensor, ShardedTensor, `ckptio.Shard`), and what it has alike with others, which

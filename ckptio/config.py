@@ -69,7 +69,7 @@ class CheckpointConfig:
         max_copies: Slabs being copied (staged) at a time.
         max_saves: Saves in flight at a time; a further one waits for a place.
         max_tier_copies: Checkpoints being copied to a second tier (`then=`) at a time; a
-            further one waits for its turn, and nobody for it.
+            further one waits for its turn without delaying saves.
         durability: What `await handle` promises. `"full"`: data, manifest and every
             directory entry survive a power cut. `"file"`: files are synced, directories
             are not. `"none"`: nothing is synced; survives a crash of the process only.

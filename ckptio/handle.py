@@ -199,7 +199,7 @@ class SaveHandle:
         retrieved: Whether somebody has seen how the save ended.
     """
 
-    #: One that was interrupted while it was made has nothing to tell.
+    #: True until `__init__` ends, so that `__del__` of a half-made handle logs nothing.
     _is_told = True
 
     def __init__(

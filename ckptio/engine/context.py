@@ -81,11 +81,11 @@ class EngineContext:
         linker: Links them where they pass on what they read.
         stores: Object stores that are open.
         plans: Plans of earlier saves of this rank alone.
-        agreements: What ranks agreed on for the last save. No more: of two that are kept, one
-            rank could follow the first and another one the second.
+        agreements: What ranks agreed on for the last save. Only one is kept: with two, ranks
+            could reuse different ones for the same save.
         jobs: On rank 0, what was decided in earlier saves, by plan.
         last_job: Of those, what was decided last.
-        planning: Lets one save at a time decide: each goes by what the one before has.
+        planning: Serialises planning, because each plan starts from the previous `last_job`.
         received: Manifests that rank 0 has read, by identity.
         files: Files open for reading at a time.
         lanes: Threads that read files of what is not cached at a time, of all loads together;

@@ -24,9 +24,9 @@ class SaveProgress:
         nbytes: Bytes of all segments.
         to_submit: Segments whose copies have not been made, or queued on a device.
         to_stage: Segments that are not copied.
-        leases: That the segment before, in the plan, has its slab.
-        turns: That the segment before has ended, where files are written one slab at a time;
-            empty where several are.
+        leases: `leases[i]` is set once segment i-1 of the plan holds its slab, or has ended.
+        turns: `turns[i]` is set once segment i-1 has ended, where files are written one slab at a
+            time; empty where several are.
         written_nbytes: Bytes of segments that are written.
         writes_go: That nobody waits for copies any more, or that they need slabs.
     """

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Attempt
 
 
-#: What rank 0 finds where it commits is raised as itself on all ranks: who resumes a run, or
-#: races for a path, catches that.
+#: When rank 0 fails with one of these, every rank raises that type instead of `RankError`, so that
+#: `except CheckpointExistsError` works on all ranks.
 _OF_THE_PATH = (CheckpointExistsError, CommitConflictError)
 
 

@@ -160,7 +160,9 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
         begin_and_wait()
     except BaseException:
         stop()
-        begin_and_wait()  # whether the thread was born, nobody knows; of two, one does nothing
+        # The interrupt may have come before or after the thread began. Start another: `claim` lets
+        # only one run `function`
+        begin_and_wait()
         raise
     if errors[0] is not None:
         raise errors[0]

@@ -61,7 +61,8 @@ class Known(Protocol):
 class SourceState:
     """The tensors of a state that is being saved. Made on the caller's thread.
 
-    Whoever learns of a milestone settles whether anything changed before, for all:
+    The first caller that observes `submitted` or `staged` runs the last check for changes; its
+    verdict is shared. States:
 
         settled    copied
         no         no        tensors are copied, or will be; they must not change
