@@ -315,7 +315,7 @@ async def test_a_spare_slab_that_cannot_be_unpinned_stays_mapped() -> None:
     pool = SlabPool(PAGE, PAGE, on_refused=said.append)
     pool.use_pinning(Refusing("unpin"))
     kept = len(pool_module._lost)
-    async with pool.spare() as slab:
+    async with pool.spare(for_device=True) as slab:
         pass
     assert pool_module._lost[kept:] == [slab]
     del pool_module._lost[kept:]
