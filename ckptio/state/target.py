@@ -274,11 +274,10 @@ class Matcher(TensorMatcher):
             if found is not None:
                 _, name, item = found
                 merged.append((key, self._nested(name, value, item, closed=closed, flat=flat)))
+                versions.note(key)
             else:
                 is_whole = False
-                self._note_missing(join_fqn(fqn, key), value, is_kept=identity in found_here)
-                merged.append((key, lambda _, value=value: value))  # type: ignore[misc]
-            versions.note(key)
+                merged.append((key, self._left(fqn, key, value, versions, found_here)))
         versions.settle(fqn)
         is_whole = is_whole and len(self.match.mismatched) == num_mismatched
         own = tuple(classes_in(target)) if stored and not closed else ()
@@ -298,6 +297,26 @@ class Matcher(TensorMatcher):
             return versions.put(kind(in_order(fqn, values, found_here)), is_whole=is_whole)
 
         return update
+
+    def _left(
+        self, fqn: str, key: Any, value: Any, versions: Versions, stored: dict[Any, Any]
+    ) -> Assemble:
+        """Leave what the checkpoint has not as it is: it is missing, but for what modules make up.
+
+        Args:
+            fqn: The name of the dict that has it.
+            key: Its key.
+            value: It.
+            versions: Those of the dict.
+            stored: What is stored of the dict, by identities of keys.
+        """
+        if not versions.makes_up(key, stored):
+            is_kept = identity_of_key(fqn, key) in stored
+            self._note_missing(join_fqn(fqn, key), value, is_kept=is_kept)
+            versions.note(key, is_stored=False)
+        elif value.is_meta:
+            return lambda _: torch.zeros_like(value, device=self._device or "cpu")
+        return lambda _: value
 
     def _nested(self, fqn: str, value: Any, node: Json, *, closed: bool, flat: bool) -> Assemble:
         """Match a value in a dict; inside a stateful object, dicts stay open."""

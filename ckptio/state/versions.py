@@ -5,6 +5,10 @@ what it needs now (`_load_from_state_dict`; quantisation's observers do, and bat
 the versions are stored, and handed over with the values they belong to: with none, a module
 takes every state for one of before there were versions, and changes what is right.
 
+An older version may lack names of which the module makes something up. Nobody else knows what:
+such a state is refused, and a module has to be given it by hand. One is known, as most vision
+models have it: batch norm counts batches since its version 2, and goes on with its own count.
+
 torch.distributed.checkpoint and safetensors keep none. torch.save does; what loads through a
 state dict does as torch does then. Wrappers of modules take their names out of the keys of a
 state, and leave them in the names of modules: here they are no part of either.
@@ -23,12 +27,14 @@ from ckptio.state.rebuild import rebuild_word
 from ckptio.state.tree import keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from ckptio.format.encode import Json
     from ckptio.state.fills import Match
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+#: What batch norm has since a version, and what it counted for, which it had before.
+_COUNT, _COUNTED, _COUNT_SINCE = "num_batches_tracked", ("running_mean", "running_var"), 2
 _OUTER = "module"  # DistributedDataParallel's, at the root, where it may be a module's own name
 
 
@@ -59,6 +65,8 @@ class Versions:
         self._num_taken = match.num_taken
         #: What is below each module: whether some of it is taken, and some is not.
         self._taken: dict[str, set[bool]] = {}
+        #: Modules of which names are not stored.
+        self._lacking: set[str] = set()
         #: What is stored, for a target that says nothing of versions.
         self._stored: dict[Any, Any] = {}
         if node.get(TAG) == "odict" and "m" in node:
@@ -76,12 +84,27 @@ class Versions:
             if entry != self._own[name]:
                 self._others[bare] = name, entry
 
-    def note(self, key: object) -> None:
+    def makes_up(self, key: object, stored: Container[object]) -> bool:
+        """Whether a module has something of its own for a name that its version did not have.
+
+        Args:
+            key: A key of the target that is not stored.
+            stored: Those that are.
+        """
+        parent, dot, name = str(key).rpartition(".")
+        found = self._others.get(self._names.bare(parent)) if name == _COUNT else None
+        if found is None or not all(f"{parent}{dot}{other}" in stored for other in _COUNTED):
+            return False
+        return _version_of(self._own[found[0]]) >= _COUNT_SINCE > _version_of(found[1])
+
+    def note(self, key: object, *, is_stored: bool = True) -> None:
         """Note that a key was matched: whether anything was taken since the one before."""
         if self._others:
             before, self._num_taken = self._num_taken, self._match.num_taken
             for bare in above(self._names.bare(str(key))):
                 self._taken.setdefault(bare, set()).add(self._num_taken > before)
+                if not is_stored:
+                    self._lacking.add(bare)
 
     def settle(self, fqn: str) -> None:
         """Decide on versions, once every key was noted.
@@ -97,9 +120,15 @@ class Versions:
             del self._others[bare]
             if True in taken and bare in self._taken:
                 where = ".".join(filter(None, (fqn, bare))) or "the whole state"
+                why = "and a part of it is loaded"
+                if bare in self._lacking:
+                    why = (
+                        "which lacks some of its names; what load() gives without into= can be"
+                        " given to load_state_dict(), which may know how to read it"
+                    )
                 self._match.mismatched.append(
                     f"{where}: {_show(self._own[name])} in the target, {_show(entry)} in the"
-                    " checkpoint, and a part of it is loaded"
+                    f" checkpoint, {why}"
                 )
 
     def put(self, state: dict[Any, Any], *, is_whole: bool) -> dict[Any, Any]:
@@ -162,6 +191,12 @@ class Names:
                 if len(name) >= len(found.get(bare, "")):
                     found[bare] = name
         return found
+
+
+def _version_of(entry: Any) -> int:
+    """Give the version in what a module says; 0 for one of before there were versions."""
+    version = entry.get("version") if isinstance(entry, dict) else None
+    return version if type(version) is int else 0
 
 
 def _around(bare: str) -> Iterator[str]:

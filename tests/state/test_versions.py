@@ -205,6 +205,70 @@ def test_a_part_of_an_older_module_is_refused(tmp_path: Path) -> None:
     assert values(target[1]) == {"scale": [7.0, 7.0], "shift": [9.0, 9.0]}  # as it is told to
 
 
+def first_version(net: torch.nn.Module) -> Any:
+    """Give the state that a batch norm within had before it counted batches."""
+    state = net.state_dict()
+    kept = {name: value for name, value in state.items() if "num_batches" not in name}
+    versions = {name: dict(entry) for name, entry in state._metadata.items()}  # type: ignore[attr-defined]  # torch's own
+    versions["1"]["version"] = 1
+    return with_versions(kept, versions)
+
+
+def normed(batches: int, device: str = "cpu") -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for _ in range(batches):
+        net(torch.rand(3, 2))
+    return net.to(device)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "device"),
+    [
+        (lambda net: {"m": net}, "cpu"),
+        (lambda net: {"m": net}, "meta"),
+        (lambda net: {"t": Trainer(net)}, "cpu"),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_batch_norm_of_before_it_counted_batches_goes_on_with_its_count(
+    tmp_path: Path, wrap: Any, device: str, *, is_file: bool
+) -> None:
+    """As it does in torch. On the meta device it has none, and begins anew."""
+    saved = normed(3)
+    state, path = first_version(saved), tmp_path / "c"
+    target = normed(5, device)
+    into = wrap(target)
+    tree = {"m": state} if "m" in into else {"t": {"net": state, "step": 3}}
+    if is_file:
+        torch.save(tree, path)
+    else:
+        sync.save(tree, path, config=SMALL)
+    sync.load(path, into=into)
+    expected = normed(5)
+    expected.load_state_dict(state)
+    if device == "meta":
+        expected[1].num_batches_tracked.zero_()  # type: ignore[index]  # a sequence
+    assert values(target) == values(expected)
+
+
+def test_what_nobody_makes_up_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """Other names, a count that was not stored though it was there, a part of batch norm."""
+    saved = normed(3)
+    state = first_version(saved)
+    sync.save({"m": state}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"m\.1: version 2 .*and a part of it is loaded"):
+        sync.load(tmp_path / "c", into={"m": normed(5)}, select="m.1.weight")
+    del state["1.bias"]
+    sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
+    with pytest.raises(MismatchError, match=r"m\.1\.bias.*which lacks some of its names; what lo"):
+        sync.load(tmp_path / "c", into={"m": normed(5)})
+    state = saved.state_dict()
+    del state["1.num_batches_tracked"]
+    sync.save({"m": state}, tmp_path / "c", config=SMALL, overwrite=True)
+    with pytest.raises(MismatchError, match=r"1 missing.*'m\.1\.num_batches_tracked'"):
+        sync.load(tmp_path / "c", into={"m": normed(5)})
+
+
 def test_a_dict_of_the_caller_gets_the_versions_of_what_fills_it(tmp_path: Path) -> None:
     """Of another version it has copies: the module makes the new ones of them, in any order."""
     sync.save({"m": torch.nn.Sequential(old(7, 0), current())}, tmp_path / "c", config=SMALL)
