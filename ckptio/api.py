@@ -7,6 +7,7 @@ is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.c
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from ckptio._aio import in_own_thread
@@ -44,9 +45,10 @@ class Engine:
 
     Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
     the second save on it takes no memory and makes no plan. Leaving the block waits for
-    what is in flight, and raises the error of a save that nobody waited for; the log has it
-    before, when the next save begins. Leaving it by an error aborts what is in flight;
-    `sys.exit()` is none. The end of the program waits for one left open.
+    what is in flight, copies that earlier runs owed included, and raises the error of a save
+    that nobody waited for; the log has it before, when the next save begins. Leaving it by an
+    error aborts what is in flight; `sys.exit()` is none. The end of the program waits for one
+    left open.
 
     Args:
         config: Options; the defaults if not given.
@@ -144,7 +146,8 @@ class Engine:
                 `await handle.durable` is the commit there. What is not finished when the
                 engine ends (by an error, or killed) is noted beside the checkpoint, and
                 finished by `finish_copies` or by the next engine that saves with `then`
-                into the same directory. It must not hold a password.
+                into the same directory, which is not left before that (unless by an error).
+                It must not hold a password.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
@@ -176,9 +179,10 @@ class Engine:
             ConfigError: `root` is none.
             EngineClosedError: The engine is not open.
         """
-        from ckptio.runtime.begin_copy import finishing  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.begin_copy import finish_copies  # noqa: PLC0415  # where it is needed
 
-        return await self._core.call(finishing(self._core, root), f"finish copies of {root!s}")
+        step = functools.partial(finish_copies, root)
+        return await self._core.call(step, f"finish copies of {root!s}")
 
     async def load(
         self,

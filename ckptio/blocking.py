@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio.engine.asked import Asked
@@ -110,9 +111,10 @@ class Engine:
 
     def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""
-        from ckptio.runtime.begin_copy import finishing  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.begin_copy import finish_copies  # noqa: PLC0415  # where it is needed
 
-        return self._core.call_blocking(finishing(self._core, root), f"finish copies of {root!s}")
+        step = functools.partial(finish_copies, root)
+        return self._core.call_blocking(step, f"finish copies of {root!s}")
 
     def load(
         self,

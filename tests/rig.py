@@ -17,6 +17,7 @@ from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
+from ckptio.engine.resolver import Resolver
 from ckptio.errors import CheckpointNotFoundError
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
@@ -125,6 +126,17 @@ def assert_tidy(directory: str | os.PathLike[str]) -> None:
     assert names_in(directory) == sorted(["manifest.json", *(f.name for f in manifest.files)])
 
 
+class FilesResolver(Resolver):
+    """Finds checkpoints that are read and written by the given file operations."""
+
+    def __init__(self, context: EngineContext, files: PosixFiles) -> None:
+        super().__init__(context.config, context.executor, context.observer, context.stores)
+        self._files = files
+
+    def storage(self, path: PathLike) -> Storage:
+        return LocalStorage(local_path(path), self._config, self._executor, self._emit, self._files)
+
+
 class FilesCore(EngineCore):
     """A real engine whose storage uses the given file operations."""
 
@@ -134,11 +146,10 @@ class FilesCore(EngineCore):
         super().__init__(config, observer)
         self._files = files
 
-    def storage(self, path: PathLike) -> Storage:
-        context = self.context
-        return LocalStorage(
-            local_path(path), self.config, context.executor, context.emit, self._files
-        )
+    async def _make_context(self) -> EngineContext:
+        context = await super()._make_context()
+        context.resolver = FilesResolver(context, self._files)
+        return context
 
 
 class StorageCore(EngineCore):
@@ -153,9 +164,10 @@ class StorageCore(EngineCore):
         super().__init__(config, observer)
         self._storages = storages
 
-    def storage(self, path: PathLike) -> Storage:
-        assert self.context is not None  # raises if it is closed
-        return self._storages[os.fspath(path)]
+    async def _make_context(self) -> EngineContext:
+        context = await super()._make_context()
+        context.resolver = StoragesResolver(context, self._storages)
+        return context
 
 
 class StorageRoot:
@@ -191,25 +203,33 @@ class StorageRoot:
         raise NotImplementedError(name, quiet_s)
 
 
-class InlineCore(EngineCore):
-    """An engine without a thread: its loop is the caller's, a virtual one as a rule."""
+class StoragesResolver(Resolver):
+    """Finds storages by name; where there is none of it, an empty one."""
 
     def __init__(self, context: EngineContext, storages: Mapping[str, Storage]) -> None:
-        super().__init__(context.config, context.observer)
-        self._context = context
+        super().__init__(context.config, context.executor, context.observer, context.stores)
         self._storages = storages
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def context(self) -> EngineContext:
-        assert self._context is not None
-        return self._context
 
     def storage(self, path: PathLike) -> Storage:
         return self._storages.get(os.fspath(path)) or MemoryStorage(os.fspath(path))
 
     def root(self, path: PathLike) -> Root:
         return StorageRoot(os.fspath(path), self._storages)
+
+
+class InlineCore(EngineCore):
+    """An engine without a thread: its loop is the caller's, a virtual one as a rule."""
+
+    def __init__(self, context: EngineContext, storages: Mapping[str, Storage]) -> None:
+        super().__init__(context.config, context.observer)
+        self._context = context
+        context.resolver = StoragesResolver(context, storages)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def context(self) -> EngineContext:
+        assert self._context is not None
+        return self._context
 
     def submit(
         self,

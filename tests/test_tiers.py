@@ -24,10 +24,11 @@ from ckptio.errors import (
     CheckpointExistsError,
     ConfigError,
     EngineClosedError,
+    FormatError,
     SaveAbortedError,
     StorageError,
 )
-from ckptio.events import CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
+from ckptio.events import CopyCommitted, CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
 from ckptio.runtime.core import EngineCore
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
@@ -232,6 +233,109 @@ async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
         await handle.durable
     assert await ckptio.finish_copies(tmp_path) == (str(tmp_path / "b"),)
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+
+
+NAMES = ("a", "b", "c", "d")
+
+
+def owe(near: Path, far: Path) -> None:
+    """Commit checkpoints whose copies are owed: the second tier is away, and then back."""
+    far.write_text("in the way")
+    with sync.Engine(SMALL, observer=EventLog()) as engine:
+        for name in NAMES:
+            handle = engine.start_save(STATE, near / name, then=far / name)
+            handle.durable.wait_done()
+            handle.seen()
+    far.unlink()
+
+
+@pytest.mark.parametrize("way", ["engine", "save", "one call", "checkpointer"])
+def test_an_engine_that_is_left_at_once_makes_all_copies_that_are_owed(
+    tmp_path: Path, way: str
+) -> None:
+    """A run that saves and ends is the next one that saves, whether or not it takes its time."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    owe(near, far)
+    if way == "engine":
+        with sync.Engine(SMALL) as engine:
+            engine.start_save(STATE, near / "z", then=far / "z")
+    elif way == "save":
+        sync.save(STATE, near / "z", then=far / "z", config=SMALL)
+    elif way == "one call":
+        ckptio.save(STATE, near / "z", then=far / "z", config=SMALL).durable.wait()
+    else:
+        with sync.Checkpointer(near, then=far, config=SMALL):
+            pass
+    for name in NAMES:
+        assert files_in(far / name) == files_in(near / name)
+
+
+def test_an_engine_that_is_left_by_an_error_stops_copies_that_are_owed(tmp_path: Path) -> None:
+    """They stay owed, and the event says which one was cut off."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    owe(near, far)
+    begun = threading.Event()
+    log = EventLog()
+
+    def watch(event: Event) -> None:
+        log(event)
+        if isinstance(event, CopyStarted) and event.is_resumed:
+            begun.set()
+            left.wait()
+
+    left = threading.Event()
+    engine = sync.Engine(SMALL, observer=watch)
+    with pytest.raises(ZeroDivisionError), engine:  # the block is what is tested
+        engine.start_save(STATE, near / "z", then=far / "z")
+        begun.wait()
+        threading.Timer(0.1, left.set).start()
+        _ = 1 // 0
+    assert log.of(CopyFailed)
+    made = sync.finish_copies(near, config=SMALL)
+    assert set(made) >= {str(far / name) for name in NAMES[1:]}
+
+
+def test_a_copy_that_cannot_even_begin_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its note is damaged: the others are made, and the observer, or the log, has that one."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    owe(near, far)
+    (note,) = (near / "b").glob(".copy-*")
+    note.write_bytes(b"{}")
+    log = EventLog()
+    sync.save(STATE, near / "y", then=far / "y", config=SMALL, observer=log)
+    (event,) = log.of(CopyFailed)
+    assert (event.path, event.to) == (str(near / "b"), "")
+    assert isinstance(event.error, FormatError)
+    for name in ("a", "c", "d"):
+        assert files_in(far / name) == files_in(near / name)
+    caplog.clear()
+    sync.save(STATE, near / "z", then=far / "z", config=SMALL)
+    assert "bad note of a copy" in caplog.text
+
+
+def test_who_aborts_the_save_of_one_call_does_not_wait_for_copies_that_are_owed(
+    tmp_path: Path,
+) -> None:
+    """Nobody else has a handle of those; they stay owed."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    owe(near, far)
+    has_handle = threading.Event()
+    log = EventLog()
+
+    def watch(event: Event) -> None:
+        log(event)
+        if isinstance(event, CopyStarted) and event.is_resumed:
+            has_handle.wait()
+            handle.abort()
+
+    handle = ckptio.save(STATE, near / "z", then=far / "z", config=SMALL, observer=watch)
+    has_handle.set()
+    handle.durable.wait_done()
+    made = {event.path for event in log.of(CopyCommitted)}
+    assert not made & {str(near / name) for name in NAMES}
+    assert set(sync.finish_copies(near, config=SMALL)) >= {str(far / name) for name in NAMES}
 
 
 def test_blocking_twins_copy_too(tmp_path: Path, url: str) -> None:

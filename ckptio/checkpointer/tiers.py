@@ -9,7 +9,6 @@ second tier, too, however old it is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.keeper import Keeper
@@ -20,7 +19,7 @@ from ckptio.errors import (
     ConfigError,
 )
 from ckptio.plan.retention import KeepLast
-from ckptio.runtime.begin_copy import finish_copies, is_copied, is_owed
+from ckptio.runtime.begin_copy import is_copied, is_owed, take_up
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ class SecondTier:
         self._then = then
         self._keep_local = keep_local
         self._engine: EngineCore | None = None
+        self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
         self._is_silent = False
 
@@ -66,14 +66,20 @@ class SecondTier:
         here, there = (engine.own_storage(tier.join(step_name(0))) for tier in (first, root))
         if here.identity == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
-        self._engine = engine
+        self._engine, self._context = engine, context
         self._keeper = Keeper(root, context.executor, engine.emit)
 
     @property
     def engine(self) -> EngineCore:
-        """The engine."""
+        """The engine, for callers."""
         assert self._engine is not None  # noqa: S101  # it is open
         return self._engine
+
+    @property
+    def context(self) -> EngineContext:
+        """The engine's parts, for what runs on its loop: it goes on while the engine closes."""
+        assert self._context is not None  # noqa: S101  # it is open
+        return self._context
 
     @property
     def keeper(self) -> Keeper:
@@ -86,14 +92,13 @@ class SecondTier:
         return self.keeper.root.join(step_name(step))
 
     async def take_up(self, root: str) -> None:
-        """Make the copies that earlier runs owed. What fails was told the observer."""
-        self.engine.context.copies.seen.add(root)
-        with contextlib.suppress(CheckpointError):  # of one copy: an event has it
-            await finish_copies(self.engine, root)
+        """Make the copies that earlier runs owed; see `runtime.begin_copy.take_up`."""
+        self.context.copies.seen.add(root)
+        await take_up(root, self.context)
 
     async def owes(self, path: str) -> bool:
         """Whether a step on the first tier is still to be copied."""
-        return await is_owed(self.engine.storage(path), self.engine.context)
+        return await is_owed(self.context.resolver.storage(path), self.context)
 
     def look_for(self, step: int) -> Running[bool]:
         """Begin to look whether this tier has a step already. From any thread."""
@@ -137,7 +142,7 @@ class SecondTier:
         just being committed ends. To be called when the first tier has none of these steps any
         more: then none begins.
         """
-        storage, copies = self.engine.storage, self.engine.context.copies
+        storage, copies = self.context.resolver.storage, self.context.copies
         listed = {*await first.listed(), *await self.keeper.listed()}
         names = [step_name(step) for step in listed if step > above]
         places = {storage(first.root.join(name)).identity for name in names}
@@ -189,9 +194,8 @@ class SecondTier:
 
     async def _has(self, step: int, path: str) -> bool:
         """Whether a step of the first tier is on this one, whole."""
-        engine = self.engine
-        first, second = engine.storage(path), engine.storage(self.path(step))
-        return await is_copied(first, second, engine.context)
+        storage = self.context.resolver.storage
+        return await is_copied(storage(path), storage(self.path(step)), self.context)
 
     async def sparing(
         self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root

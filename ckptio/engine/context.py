@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ckptio._aio import run_blocking
 from ckptio.config import MiB
 from ckptio.engine.links import HostLinker
+from ckptio.engine.resolver import Resolver
 from ckptio.engine.tier_line import CopyLine
 from ckptio.errors import StateError
 from ckptio.events import RanksAwaited, notify
@@ -80,6 +81,7 @@ class EngineContext:
         ranks: The engines of the job, of which this is one.
         linker: Links them where they pass on what they read.
         stores: Object stores that are open.
+        resolver: Finds places by path, until all this is gone.
         plans: Plans of earlier saves of this rank alone.
         agreements: What ranks agreed on for the last save. Only one is kept: with two, ranks
             could reuse different ones for the same save.
@@ -110,6 +112,7 @@ class EngineContext:
     ranks: Ranks = field(default_factory=SoloRanks)
     linker: Linker = field(default_factory=HostLinker)
     stores: Stores = field(init=False)
+    resolver: Resolver = field(init=False)
     plans: Recent[tuple[LeafSpec, ...], SavePlan] = field(init=False)
     agreements: Recent[tuple[LeafSpec, ...], Agreement] = field(init=False)
     jobs: Recent[str, JobRecord] = field(init=False)
@@ -127,6 +130,7 @@ class EngineContext:
     def __post_init__(self) -> None:
         """Make what is empty at first, and the limits."""
         self.stores = Stores(self.config, self.executor)
+        self.resolver = Resolver(self.config, self.executor, self.observer, self.stores)
         self.plans = Recent(_MAX_PLANS)
         self.agreements = Recent(1)
         # more than any rank refers to

@@ -171,6 +171,10 @@ class CopyCommitted(CopyEvent):
 class CopyFailed(CopyEvent):
     """A copy ended without a commit. The first tier's checkpoint is untouched.
 
+    Where nobody could find out whether a copy is owed, or where to, `to` is empty, and so is
+    `save_id` where the checkpoint could not be read; of a directory that cannot be listed,
+    `path` is that.
+
     Attributes:
         error: What ended it; a `CancelledError` if it was stopped.
     """

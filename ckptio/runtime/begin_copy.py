@@ -1,11 +1,14 @@
 """Begin copies to a second tier: those of saves, and those that earlier runs owed.
 
 A copy has a task of its own from the moment in which its save is asked for: it waits for
-the commit there, so that leaving the engine waits for both, and aborts both.
+the commit there, so that leaving the engine waits for both, and aborts both. Copies that
+earlier runs owed are one more task, which leaving waits for and aborts just so: a run that saves
+once and ends would never make more than one of them else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ from ckptio.handle import CheckpointInfo
 from ckptio.runtime.refusal import say_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from ckptio.engine.context import EngineContext
     from ckptio.handle import Milestone, SaveHandle
@@ -89,7 +92,7 @@ def begin_copy(
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
-        core.submit(functools.partial(_take_up, core, parent), f"take up copies of {parent}")
+        core.submit(functools.partial(take_up, parent), f"take up copies of {parent}")
 
 
 def parent_of(path: str) -> str:
@@ -166,38 +169,42 @@ def _cause(job: CopyJob, error: BaseException) -> Exception:
     )
 
 
-async def _take_up(core: EngineCore, root: str, context: EngineContext) -> None:
-    """Make the copies that earlier runs owed. What fails was told the observer."""
-    del context
-    try:
-        await finish_copies(core, root)
-    except CheckpointError:  # of one copy, or there is nothing that can be listed
-        return
+async def take_up(root: str, context: EngineContext) -> None:
+    """Make the copies that earlier runs owed. What fails was told the observer, or the log."""
+    with contextlib.suppress(CheckpointError):  # an event has each, and that of the list
+        await finish_copies(root, context)
 
 
-async def finish_copies(core: EngineCore, root: PathLike) -> tuple[str, ...]:
+async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ...]:
     """Make the copies that are owed of a checkpoint, and of those in a directory.
 
+    On the engine's loop, and to the end also where the engine's block is left meanwhile.
+
     Args:
-        core: The engine; on its loop. With several ranks, rank 0 does all of it.
         root: The checkpoint or the directory.
+        context: The engine's. With several ranks, rank 0 does all of it.
 
     Returns:
         Where copies were made, by path of the first tier.
 
     Raises:
-        CheckpointError: One could not be made, the first of them; all were tried.
+        CheckpointError: One could not be made, the first of them; all were tried. Each is told
+            by an event, too.
     """
-    context = core.context
     if context.ranks.rank != 0:
         return ()
-    place = core.root(root)
+    place = context.resolver.root(root)
     paths = [place.path]
-    paths += [place.join(item.name) for item in await place.find() if item.version is not None]
+    try:
+        found = await place.find()
+    except CheckpointError as error:
+        _tell(context, place.path, error)
+        raise
+    paths += [place.join(item.name) for item in found if item.version is not None]
     made, failure = [], None
     for path in paths:
         try:
-            if (to := await _finish(core, path)) is not None:
+            if (to := await _finish(path, context)) is not None:
                 made.append(to)
         except CheckpointError as error:
             context.copies.owing.setdefault(parent_of(path), False)
@@ -207,47 +214,66 @@ async def finish_copies(core: EngineCore, root: PathLike) -> tuple[str, ...]:
     return tuple(made)
 
 
-async def _finish(core: EngineCore, path: str) -> str | None:
+def _tell(context: EngineContext, path: str, error: Exception, save_id: str = "") -> None:
+    """Tell of a copy that did not come as far as to be one: nobody knows where to."""
+    context.emit(CopyFailed(path=path, to="", save_id=save_id, error=error))
+
+
+async def _finish(path: str, context: EngineContext) -> str | None:
     """Make the copy of a checkpoint, if one is owed; gives where to."""
-    context = core.context
-    storage = core.storage(path)
-    save_id = await committed_save(storage, context)
-    if save_id is None or (storage.identity, save_id) in context.copies.under_way:
-        return None
-    context.copies.under_way.add((storage.identity, save_id))
+    save_id = ""
     try:
-        note = await storage.take_note(save_id)
-        if note is None:
-            return None
+        storage = context.resolver.storage(path)
+        save_id = await committed_save(storage, context) or ""
+    except CheckpointError as error:
+        _tell(context, path, error)
+        raise
+    name = storage.identity, save_id
+    if not save_id or name in context.copies.under_way:
+        return None
+    context.copies.under_way.add(name)
+    try:
         try:
-            job = _owed(core, storage, save_id, note)
-        except BaseException:
-            await shielded(note.release())
+            owed = await _take_owed(storage, save_id, context)
+        except CheckpointError as error:
+            _tell(context, path, error, save_id)
             raise
-        if job.target.identity == storage.identity:  # it was moved to where it is wanted
-            await shielded(note.drop())
+        if owed is None:
             return None
+        job, note = owed
         try:
-            copy = make_copy(job, context, note)
-            sent_nbytes = await context.copies.stoppable((storage.identity, save_id), copy)
+            sent_nbytes = await context.copies.stoppable(name, make_copy(job, context, note))
         finally:
             await shielded(note.release())  # where it was stopped before it could do so
         return None if sent_nbytes is None else job.target.path
     finally:
-        context.copies.part((storage.identity, save_id))
+        context.copies.part(name)
 
 
-def _owed(core: EngineCore, storage: Storage, save_id: str, note: Note) -> CopyJob:
-    """Make a job of a note."""
-    found = decode_note(note.data)
-    return CopyJob(
-        save_id=save_id,
-        key=f"owed {save_id}",
-        source=storage,
-        target=core.storage(found.copy_to),
-        overwrite=found.overwrite,
-        resumes=True,
-    )
+async def _take_owed(
+    storage: Storage, save_id: str, context: EngineContext
+) -> tuple[CopyJob, Note] | None:
+    """Take the note of a copy and make a job of it; `None` if none is owed."""
+    note = await storage.take_note(save_id)
+    if note is None:
+        return None
+    try:
+        found = decode_note(note.data)
+        job = CopyJob(
+            save_id=save_id,
+            key=f"owed {save_id}",
+            source=storage,
+            target=context.resolver.storage(found.copy_to),
+            overwrite=found.overwrite,
+            resumes=True,
+        )
+    except BaseException:
+        await shielded(note.release())
+        raise
+    if job.target.identity == storage.identity:  # it was moved to where it is wanted
+        await shielded(note.drop())
+        return None
+    return job, note
 
 
 async def committed_save(storage: Storage, context: EngineContext) -> str | None:
@@ -282,14 +308,3 @@ async def is_copied(first: Storage, second: Storage, context: EngineContext) -> 
     except CheckpointError:
         return False
     return True
-
-
-def finishing(
-    core: EngineCore, root: PathLike
-) -> Callable[[EngineContext], Awaitable[tuple[str, ...]]]:
-    """Make what the engine's loop runs to finish copies."""
-
-    async def step(_: EngineContext) -> tuple[str, ...]:
-        return await finish_copies(core, root)
-
-    return step

@@ -26,7 +26,6 @@ from ckptio.config import CheckpointConfig
 from ckptio.engine.context import EngineContext
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import PinningRefused, notify
-from ckptio.foreign.storage import AnyStorage
 from ckptio.format.manifest import Manifest, decode_manifest
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
@@ -42,8 +41,6 @@ from ckptio.runtime.running import (
     why_no_loop,
 )
 from ckptio.staging.pool import SlabPool
-from ckptio.storage.resolve import resolve_storage
-from ckptio.storage.root import resolve_root
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -114,7 +111,9 @@ class EngineCore:
 
     @property
     def context(self) -> EngineContext:
-        """What the coroutines share.
+        """What the coroutines share, for callers.
+
+        What runs on the loop uses what it is given: it goes on while the engine is closing.
 
         Raises:
             EngineClosedError: The engine is not open.
@@ -231,17 +230,15 @@ class EngineCore:
 
     def storage(self, path: PathLike) -> Storage:
         """Find the storage for a path, of checkpoints in any format. Touches nothing."""
-        return AnyStorage(self.own_storage(path), self.config, self.context.executor)
+        return self.context.resolver.storage(path)
 
     def own_storage(self, path: PathLike) -> Storage:
         """Find the storage for a path, of checkpoints of ours. Touches nothing."""
-        context = self.context
-        return resolve_storage(path, self.config, context.executor, context.emit, context.stores)
+        return self.context.resolver.own_storage(path)
 
     def root(self, path: PathLike) -> Root:
         """Find the root of the checkpoints under a path. Touches nothing."""
-        context = self.context
-        return resolve_root(path, self.config, context.executor, context.emit, context.stores)
+        return self.context.resolver.root(path)
 
     def submit(
         self,

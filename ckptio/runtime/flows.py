@@ -33,7 +33,7 @@ from ckptio.foreign.interface import notes_of
 from ckptio.handle import SaveHandle
 from ckptio.runtime.begin_copy import begin_copy, second_tier
 from ckptio.runtime.refusal import refuse
-from ckptio.runtime.run_save import run_alone, saved
+from ckptio.runtime.run_save import run_alone, saved, stop_alone
 from ckptio.runtime.running import Running
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
@@ -109,7 +109,7 @@ def begin_save(
             state,
             path,
             key,
-            aborts=(running.abort, copying.abort),
+            aborts=(running.abort, stop_alone(core, copying) if close_after else copying.abort),
             overwrite=overwrite,
             then=then,
             metadata=metadata,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from ckptio.engine.save import save_alone
@@ -89,6 +90,22 @@ async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | 
     return lambda: handle.committed.reach(info)
 
 
+def stop_alone(core: EngineCore, copying: Running[Say]) -> Callable[[], None]:
+    """Give what stops the copy of an engine's one save, and those that it took up for others.
+
+    Nobody has a handle of the latter, and the end of the former is said when the engine is gone.
+    """
+    stop_rest = weakref.WeakMethod(core.abort_in_flight)  # a handle keeps no engine
+
+    def stop() -> None:
+        copying.abort()
+        rest = stop_rest()
+        if rest is not None:
+            rest()
+
+    return stop
+
+
 def run_alone(
     core: EngineCore,
     job: SaveJob,
@@ -133,6 +150,8 @@ def _close_after(
     if copy is not None:
         with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
             begin_copy(core, copy, handle, copying, begins)
+        if copying.is_aborted:  # before there was anything to stop
+            core.abort_in_flight()
     running.wait_ended()
     is_committed = not begins.done()
     if copy is not None and is_committed:

@@ -78,6 +78,11 @@ class Running(Generic[T]):
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the task before it
                 self._loop.call_soon_threadsafe(self._cancel)
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it was told to stop; it may have ended before."""
+        return self._aborted
+
     def _cancel(self) -> None:
         """Cancel the task, on its loop, unless that was done or it has nothing left to do.
 

@@ -11,11 +11,12 @@ from ckptio._aio import Threads
 from ckptio.cache import MetadataCache
 from ckptio.checkpointer.steps import parse_name
 from ckptio.engine.context import EngineContext
+from ckptio.engine.resolver import Resolver
 from ckptio.ranks.interface import Deadlines
 from ckptio.staging.pool import SlabPool
 from ckptio.storage.local import LocalStorage
-from ckptio.storage.resolve import local_path, remote_url, resolve_storage
-from ckptio.storage.root import LocalRoot, resolve_root
+from ckptio.storage.resolve import local_path, remote_url
+from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, MemoryRanks
 from tests.rig import SMALL, InlineCore, committed, engine_on, names_in
 from tests.storage.object_rig import OneStore
@@ -34,28 +35,31 @@ if TYPE_CHECKING:
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
 
 
+class RootResolver(Resolver):
+    """Finds what is local by the given file operations, and only checkpoints of ours."""
+
+    def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
+        super().__init__(context.config, context.executor, context.observer, context.stores)
+        self._files = files
+
+    def storage(self, path: PathLike) -> Storage:
+        if remote_url(path) is not None:
+            return self.own_storage(path)
+        return LocalStorage(local_path(path), self._config, self._executor, self._emit, self._files)
+
+    def root(self, path: PathLike) -> Root:
+        if remote_url(path) is not None:
+            return super().root(path)
+        return LocalRoot(local_path(path), self._config, self._executor, self._emit, self._files)
+
+
 class RootCore(InlineCore):
     """An engine without a thread whose checkpoints are real directories."""
 
     def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
         super().__init__(context, {})
+        context.resolver = RootResolver(context, files)
         self.files = files
-
-    def storage(self, path: PathLike) -> Storage:
-        context = self.context
-        if remote_url(path) is not None:
-            return resolve_storage(
-                path, self.config, context.executor, context.emit, context.stores
-            )
-        return LocalStorage(
-            local_path(path), self.config, context.executor, context.emit, self.files
-        )
-
-    def root(self, path: PathLike) -> Root:
-        context = self.context
-        if remote_url(path) is not None:
-            return resolve_root(path, self.config, context.executor, context.emit, context.stores)
-        return LocalRoot(local_path(path), self.config, context.executor, context.emit, self.files)
 
 
 def checkpointer_on(engine: Engine, root: PathLike, **options: Any) -> Checkpointer:
