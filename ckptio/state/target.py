@@ -134,7 +134,8 @@ class Matcher(TensorMatcher):
             return self._stateful(fqn, target, node)
         if isinstance(target, dict):
             return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
-        if isinstance(target, (list, tuple)) and target and not isinstance(target, torch.Size):
+        is_sequence = isinstance(target, (list, tuple)) and not isinstance(target, torch.Size)
+        if is_sequence and (target or not fqn):  # an empty one is a placeholder inside of others
             return self._sequence(fqn, self._own(fqn, target, node), node)
         return self._value(fqn, target, node)
 

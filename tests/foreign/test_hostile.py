@@ -103,6 +103,9 @@ def lies() -> dict[str, Callable[[Metadata], object]]:
     def tensor(metadata: Metadata, **changes: Any) -> None:
         vars(metadata.state_dict_metadata["w"]).update(changes)
 
+    listed = TensorProperties()
+    vars(listed).update(dtype=["float32"])
+
     def overlap(metadata: Metadata) -> None:
         value = metadata.storage_data[MetadataIndex("n")]
         place(metadata, offset=value.offset + 1, length=value.length)
@@ -110,7 +113,7 @@ def lies() -> dict[str, Callable[[Metadata], object]]:
     return {
         "a size": lambda m: tensor(m, size=laughs(60)),
         "a type": lambda m: tensor(m, properties=laughs(60)),
-        "a list for a type": lambda m: tensor(m, properties=TensorProperties(dtype=["float32"])),
+        "a list for a type": lambda m: tensor(m, properties=listed),
         "a file": lambda m: place(m, relative_path=laughs(60)),
         "a place": lambda m: place(m, offset=laughs(60)),
         "a transform": lambda m: place(m, transform_descriptors=laughs(60)),

@@ -356,12 +356,13 @@ def test_enums_in_enums_are_as_deep_as_containers_may_be(depth: int) -> None:
     """Each takes a level of the document: what is saved can be loaded, and what cannot is not."""
     value: Any = []
     for number in range(depth):
-        value = enum.Enum(f"E{number}", {"A": value})["A"]
+        members: Any = enum.Enum(f"E{number}", {"A": value})
+        value = members["A"]
     if depth > MAX_DEPTH:
         with pytest.raises(UnsupportedLeafError, match="flatten the state"):
             encode(value)
         return
-    found, _ = decode(encode(value), {})  # without their classes: plain values
+    found, _ = decode(encode(value), [])  # without their classes: plain values
     assert found == []
 
 

@@ -108,6 +108,18 @@ def test_another_kind_of_value_is_a_mismatch(saved: Any, target: Any) -> None:
     assert result is target
 
 
+@pytest.mark.parametrize("empty", [[], (), {}])
+def test_an_empty_target_takes_nothing_of_another_kind(empty: Any) -> None:
+    """Who passes it looks into it, and would find nothing; of its own kind it takes all."""
+    saved: Any = [1] if empty == {} else {"a": 1}
+    match, result = matched(saved, empty)
+    assert [line.split(":")[0] for line in match.mismatched] == ["the whole state"]
+    assert result is empty
+    target: list[Any] = []
+    _, result = matched([1, {"a": 2}], target)
+    assert result is target == [1, {"a": 2}]
+
+
 def test_keys_of_any_kind_match_themselves() -> None:
     """Enums and records as keys match without their classes being passed."""
     keys = [
