@@ -354,10 +354,10 @@ def test_a_member_of_an_enum_may_lie_in_the_deepest_container() -> None:
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 3])
 def test_enums_in_enums_are_as_deep_as_containers_may_be(depth: int) -> None:
     """Each takes a level of the document: what is saved can be loaded, and what cannot is not."""
+    make_enum: Any = enum.Enum
     value: Any = []
     for number in range(depth):
-        members: Any = enum.Enum(f"E{number}", {"A": value})
-        value = members["A"]
+        value = make_enum(f"E{number}", {"A": value})["A"]
     if depth > MAX_DEPTH:
         with pytest.raises(UnsupportedLeafError, match="flatten the state"):
             encode(value)
