@@ -86,12 +86,14 @@ class UnsupportedLeafError(StateError, TypeError):
 
     Attributes:
         fqn: Where the value is in the state.
+        problem: What is wrong with it.
+        way_out: What to do.
     """
 
     def __init__(self, fqn: str, problem: str, way_out: str) -> None:
         """Say that the value at `fqn` has `problem`, and the `way_out`."""
         super().__init__(f"cannot save {fqn!r}: {problem}; {way_out}")
-        self.fqn = fqn
+        self.fqn, self.problem, self.way_out = fqn, problem, way_out
 
 
 class TargetError(CheckpointError, ValueError):

@@ -33,7 +33,9 @@ from ckptio.state.leaves import (
     as_tensor,
     encode_key_leaf,
     encode_scalar,
+    failed_within,
     plain_dtype,
+    refused_within,
     way_out_of,
 )
 from ckptio.state.looks import Occurrence, look_at, order_of
@@ -245,10 +247,12 @@ class _Flattener:
             try:
                 state = value.state_dict()
             except Exception as error:  # of the caller's class, which raises anything
-                problem, way_out = f"its state_dict() fails: {error!r}", "leave it out"
-                raise UnsupportedLeafError(fqn, problem, way_out) from error
+                raise failed_within(fqn, error) from error
             self._num_before = len(self._shared), len(self._per_rank)
-            return self._encoder.encode(fqn, state)
+            try:
+                return self._encoder.encode(fqn, state)
+            except UnsupportedLeafError as error:
+                raise refused_within(fqn, value, error) from error.__cause__
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         return self._refuse(
             fqn, value, f"a value of type {name} has no portable form", way_out_of(value)

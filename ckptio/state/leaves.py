@@ -98,6 +98,31 @@ def way_out_of(value: object) -> str:
     )
 
 
+def failed_within(fqn: str, error: Exception) -> UnsupportedLeafError:
+    """Say that the `state_dict()` of an object fails; it says itself what helps, if anything."""
+    problem = f"its state_dict() fails: {error!r}"
+    return UnsupportedLeafError(fqn, problem, "do what that says, or leave it out")
+
+
+def refused_within(fqn: str, owner: object, error: UnsupportedLeafError) -> UnsupportedLeafError:
+    """Say of what an object's `state_dict()` gives whose it is: nobody else can save it otherwise.
+
+    Args:
+        fqn: The name of the object.
+        owner: The object.
+        error: What is wrong with a value of its state. What helps as it is stays as it is.
+    """
+    if not error.way_out.startswith(("save ", "give it ")):
+        return error
+    name = type(owner).__qualname__
+    return UnsupportedLeafError(
+        error.fqn,
+        error.problem,
+        f"it is in the state_dict() of the {name} {f'at {fqn!r}' if fqn else 'that is saved'}, and"
+        f" has to be converted in that ({error.way_out}), and back before load_state_dict()",
+    )
+
+
 def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
     """Say what to save instead of values of some classes; numpy imports some of them for it."""
     return (

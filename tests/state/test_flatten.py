@@ -202,6 +202,51 @@ def test_what_has_no_portable_form_is_refused_with_a_way_out(kind: str) -> None:
     assert caught.value.fqn == "deep.0.bad"
 
 
+class Keeps:
+    """Somebody's object, with a state that it alone can give."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return {"kept": [self.state]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+
+
+def test_what_is_in_the_state_of_an_object_is_refused_with_its_owner() -> None:
+    """Whose class has to convert it: not who saves the object, or has one that has it."""
+    within = (
+        r"; it is in the state_dict\(\) of the Keeps %s, and has to be converted in that \(%s\)"
+    )
+    for value, way_out in (
+        (UserList(), r"save list\(...\) of it"),
+        (object(), "give it state_dict.*"),
+        (torch.ones(2).to_sparse(), "save its parts.*"),
+    ):
+        with pytest.raises(UnsupportedLeafError, match=within % ("at 'x.a'", way_out)):
+            flatten({"x": {"a": Keeps(value)}})
+        with pytest.raises(UnsupportedLeafError, match=within % (r"at 'x.kept.0'", way_out)):
+            flatten({"x": Keeps(Keeps(value))})
+        with pytest.raises(UnsupportedLeafError, match=within % ("that is saved", way_out)):
+            flatten(Keeps(value))
+    with pytest.raises(UnsupportedLeafError, match=r"'x.kept.0': .*; materialise it with to_empt"):
+        flatten({"x": Keeps(torch.ones(2, device="meta"))})
+
+
+def test_an_object_that_says_what_to_do_first_is_no_reason_to_leave_it_out() -> None:
+    """As optimizers do whose state is on other ranks."""
+    error = RuntimeError("call consolidate_state_dict() first")
+    problem = (
+        r"cannot save 'x.kept.0': its state_dict\(\) fails: .*; do what that says, or leave it"
+    )
+    with pytest.raises(UnsupportedLeafError, match=problem):
+        flatten({"x": Keeps(Keeps(error))})
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_quantised_tensor_is_refused_with_a_way_out() -> None:
     """Its integers, scales and zero points can be saved."""
