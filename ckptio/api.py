@@ -143,10 +143,9 @@ class Engine:
                 raises `CheckpointExistsError` where there is one of ours.
             then: A second tier: another path or URL, to which the checkpoint is copied in
                 the background once it is committed, from its files and verified.
-                `await handle.durable` is the commit there. What is not finished when the
-                engine ends (by an error, or killed) is noted beside the checkpoint, and
-                finished by `finish_copies` or by the next engine that saves with `then`
-                into the same directory, which is not left before that (unless by an error).
+                `await handle.durable` is the commit there. What an error or a kill left
+                unfinished is noted beside the checkpoint; `finish_copies` makes it, or the next
+                engine that saves with `then` into the directory, before it is left.
                 It must not hold a password.
 
         Raises:
@@ -163,9 +162,9 @@ class Engine:
     async def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed to a second tier (`save(..., then=)`).
 
-        Files that are there whole are not sent again. A copy that somebody else makes just
-        now is left to them; one whose place has a newer checkpoint by now is not owed any
-        more. With several ranks, call it on rank 0, or on all.
+        Files that are there whole are not sent again. A copy that somebody else makes just now is
+        left to them; one whose place has a newer checkpoint is not owed any more. With several
+        ranks, call it on rank 0, or on all.
 
         Args:
             root: A checkpoint, or a directory of checkpoints.
@@ -176,7 +175,6 @@ class Engine:
         Raises:
             CheckpointError: One could not be made, the first of them; all were tried.
             StorageError: The directory cannot be listed.
-            ConfigError: `root` is none.
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.begin_copy import finish_copies  # noqa: PLC0415  # where it is needed
@@ -244,8 +242,7 @@ class Engine:
             strict: What to do about names that are missing, unexpected or different:
                 `"raise"` before anything changes; `"report"`, see `load_with_report`; or
                 `"ignore"` them. Only with `into`.
-            types: Classes of dataclasses, named tuples, enums, and of tensors that are made of
-                others (torchao's), to get back as such.
+            types: Classes to get back as such: dataclasses, named tuples, enums, wrapper tensors.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.

@@ -223,8 +223,12 @@ class InlineCore(EngineCore):
     def __init__(self, context: EngineContext, storages: Mapping[str, Storage]) -> None:
         super().__init__(context.config, context.observer)
         self._context = context
-        context.resolver = StoragesResolver(context, storages)
+        self.use_storages(storages)
         self.tasks: set[asyncio.Task[None]] = set()
+
+    def use_storages(self, storages: Mapping[str, Storage]) -> None:
+        """Find other places from now on."""
+        self.context.resolver = StoragesResolver(self.context, storages)
 
     @property
     def context(self) -> EngineContext:
@@ -236,7 +240,10 @@ class InlineCore(EngineCore):
         step: Callable[[EngineContext], Awaitable[T]],
         name: str,
         running: Running[T] | None = None,
+        *,
+        in_flow: bool = False,
     ) -> Running[T]:
+        del in_flow
         running = running or Running()
         task = asyncio.get_running_loop().create_task(
             self._in_flight.run(step, self.context, running), name=name
@@ -245,8 +252,13 @@ class InlineCore(EngineCore):
         task.add_done_callback(self.tasks.discard)
         return running
 
-    async def call(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
-        del name
+    def _require_open(self, *, in_flow: bool = False) -> None:
+        del in_flow
+
+    async def call(
+        self, step: Callable[[EngineContext], Awaitable[T]], name: str, *, in_flow: bool = False
+    ) -> T:
+        del name, in_flow
         return await step(self.context)
 
 

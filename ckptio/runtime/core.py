@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from ckptio._aio import DefaultThreads, Threads, outlive, run_blocking
-from ckptio.cache import MetadataCache
+from ckptio._aio import outlive
 from ckptio.config import CheckpointConfig
-from ckptio.engine.context import EngineContext
 from ckptio.errors import ConfigError, EngineClosedError
-from ckptio.events import PinningRefused, notify
-from ckptio.format.manifest import Manifest, decode_manifest
+from ckptio.events import notify
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import unsettled
+from ckptio.runtime.make_context import make_context
 from ckptio.runtime.running import (
     LoopThread,
     Running,
@@ -40,30 +38,25 @@ from ckptio.runtime.running import (
     run_uninterrupted,
     why_no_loop,
 )
-from ckptio.staging.pool import SlabPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from concurrent.futures import Future
+    from concurrent.futures import Executor, Future
     from contextlib import AbstractContextManager
 
     import torch
     from anyio.from_thread import BlockingPortal
 
+    from ckptio.engine.context import EngineContext
     from ckptio.events import Event, Observer
     from ckptio.handle import SaveHandle
     from ckptio.ranks.interface import Ranks
+    from ckptio.runtime.driver import Driver
     from ckptio.staging.cuda import SideStreams
     from ckptio.storage.interface import Root, Storage
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
-
-_NUM_WAITERS = 2
-#: Opening, closing and syncing files, planning, committing: many short waits for a system.
-_NUM_ODD_JOBS = 4
-#: What libraries ask of the loop: names of hosts, small files.
-_NUM_FOR_LIBRARIES = 8
 
 
 class EngineCore:
@@ -113,12 +106,13 @@ class EngineCore:
     def context(self) -> EngineContext:
         """What the coroutines share, for callers.
 
-        What runs on the loop uses what it is given: it goes on while the engine is closing.
+        What runs on the loop uses what it is given: it goes on while the engine is closing. So
+        do flows that are under way, as loads are, which ask here between their steps.
 
         Raises:
             EngineClosedError: The engine is not open.
         """
-        if self._context is None or self._portal is None:
+        if self._context is None or (self._portal is None and not self._in_flight.flows):
             how = "not open: use it" if self._portal_block is None else "closed: it is used"
             raise EngineClosedError(f"the engine is {how} inside its block")
         if not self.is_here:
@@ -165,7 +159,7 @@ class EngineCore:
             self._portal_block.__exit__(type(error), error, error.__traceback__)
             raise
         self._portal = portal
-        self._stay = at_exit(self._close)
+        self._stay = at_exit(self._close_at_exit)
 
     def stop_starting(self) -> None:
         """Give up meeting other ranks: `start`, on another thread, ends with an error."""
@@ -174,41 +168,16 @@ class EngineCore:
             self._starting.cancel()
 
     async def _make_context(self) -> EngineContext:
-        config = self.config
         self.loop_thread.number = threading.get_ident()
-        executor = Threads(_NUM_ODD_JOBS, "ckptio")
-        libraries = DefaultThreads(Threads(_NUM_FOR_LIBRARIES, "ckptio-default"))
-        asyncio.get_running_loop().set_default_executor(libraries)
-
-        def decode(data: bytes) -> Awaitable[Manifest]:
-            return run_blocking(executor, decode_manifest, data)
-
-        limits = (config.cache_entries, config.cache_nbytes)
-        context = EngineContext(
-            config=config,
-            executor=executor,
-            copiers=Threads(config.max_copies, "ckptio-copy"),
-            writers=Threads(config.max_writes, "ckptio-write"),
-            readers=Threads(config.max_reads, "ckptio-read"),
-            waiters=Threads(_NUM_WAITERS, "ckptio-device"),
-            load_waiters=Threads(_NUM_WAITERS, "ckptio-device-load"),
-            pool=SlabPool(
-                config.num_slabs * config.slab_nbytes,
-                config.slab_nbytes,
-                functools.partial(run_blocking, executor),
-                lambda reason: self.emit(PinningRefused(path="", reason=reason)),
-            ),
-            cache=MetadataCache(*limits, decode, ttl_s=config.cache_ttl_s),
-            observer=self._observer,
-        )
+        context = make_context(self.config, self._observer)
         try:
-            context.ranks = await self._meet(executor)
+            context.ranks = await self._meet(context.executor)
         except BaseException:
             context.end_threads()
             raise
         return context
 
-    async def _meet(self, executor: Threads) -> Ranks:
+    async def _meet(self, executor: Executor) -> Ranks:
         """Find the engines of the other ranks."""
         if self._group == "solo":
             return SoloRanks()
@@ -245,6 +214,8 @@ class EngineCore:
         step: Callable[[EngineContext], Awaitable[T]],
         name: str,
         running: Running[T] | None = None,
+        *,
+        in_flow: bool = False,
     ) -> Running[T]:
         """Start a coroutine on the engine's loop. An interrupt meanwhile stops it first.
 
@@ -252,6 +223,7 @@ class EngineCore:
             step: Called with the context, on the loop.
             name: Of its task.
             running: Takes its end; a new one if not given.
+            in_flow: It is of a flow, which goes on while the engine is closing.
 
         Raises:
             EngineClosedError: The engine is not open.
@@ -260,21 +232,32 @@ class EngineCore:
         context = self.context
         try:
             with self._lock:
-                self._require_open()
+                self._require_open(in_flow=in_flow)
                 self._in_flight.begin(running, step, context, name)
         except BaseException:
             self._in_flight.stop(running)
             raise
         return running
 
-    def _require_open(self) -> None:
+    def begin_flow(self, driver: Driver) -> None:
+        """Have a flow waited for when the engine closes, until `end_flow`. Raises as `submit`."""
+        self.context  # noqa: B018  # raises what says more
+        with self._lock:
+            self._require_open()
+            self._in_flight.flows.add(driver)
+
+    def end_flow(self, driver: Driver) -> None:
+        """A flow has ended, begun or not; closing goes on."""
+        self._in_flight.end_flow(driver)
+
+    def _require_open(self, *, in_flow: bool = False) -> None:
         """Look whether there is a way to the loop.
 
         Raises:
             EngineClosedError: There is none any more.
             ConfigError: This is the loop's thread, which would wait for itself.
         """
-        if self._portal is None:
+        if self._portal is None and not (in_flow and self._in_flight.flows):
             raise EngineClosedError("the engine was closed meanwhile")
         self.loop_thread.require_elsewhere()
 
@@ -301,26 +284,30 @@ class EngineCore:
         if torch is not None and torch.cuda.is_initialized():
             self.side_streams(torch.device("cuda", torch.cuda.current_device()), saving=True)
 
-    async def call(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
+    async def call(
+        self, step: Callable[[EngineContext], Awaitable[T]], name: str, *, in_flow: bool = False
+    ) -> T:
         """Run a coroutine on the engine's loop and await it from another.
 
         Raises:
             asyncio.CancelledError: The caller was cancelled; the step has ended by then.
         """
-        running = self.submit(step, name)
+        running = self.submit(step, name, in_flow=in_flow)
         try:
             return await outlive(running.end.wrapped(), on_cancel=running.abort)
         finally:
             del running  # an error that it has keeps this frame: a circle
 
-    def call_blocking(self, step: Callable[[EngineContext], Awaitable[T]], name: str) -> T:
+    def call_blocking(
+        self, step: Callable[[EngineContext], Awaitable[T]], name: str, *, in_flow: bool = False
+    ) -> T:
         """Run a coroutine on the engine's loop and block until it has ended.
 
         An interrupt (`KeyboardInterrupt`) aborts the step and waits for its end.
         """
         running: Running[T] = Running()
         try:
-            return self.submit(step, name, running).end.result()
+            return self.submit(step, name, running, in_flow=in_flow).end.result()
         except BaseException:
             self._in_flight.stop(running)
             raise
@@ -335,6 +322,7 @@ class EngineCore:
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
+        A flow is in flight between its steps, too, while somebody runs it (`runtime.driver`).
         The end of the program calls it if nobody did; in a forked child it does nothing. An
         interrupt (`KeyboardInterrupt`) while it waits aborts what is in flight, and is raised
         when everything was given back.
@@ -345,10 +333,16 @@ class EngineCore:
         if self._portal is None:  # and where the interpreter ends, no thread could begin
             return
         run_uninterrupted(
-            functools.partial(self._close, abort), "ckptio-close", self.abort_in_flight
+            functools.partial(self._close, abort, threading.get_ident()),
+            "ckptio-close",
+            self.abort_in_flight,
         )
 
-    def _close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002  # called from here
+    def _close_at_exit(self) -> None:
+        self._in_flight.give_up_flows()  # of daemons and of loops that have stopped
+        self._close(False, threading.get_ident())  # noqa: FBT003  # called from here
+
+    def _close(self, abort: bool, closer_id: int) -> None:  # noqa: FBT001  # called from here
         if not self.is_here:  # a forked child has neither its threads nor its loop
             return
         with self._lock:
@@ -359,7 +353,7 @@ class EngineCore:
         if abort:
             self.abort_in_flight()
         try:
-            self._in_flight.wait_ended()
+            self._in_flight.wait_ended(self._lock, closer_id)
         finally:
             self._end(portal)
 

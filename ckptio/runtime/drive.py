@@ -7,10 +7,12 @@ to run over there; a coroutine and a blocking function drive it the same way.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.engine.context import EngineContext
+from ckptio.runtime.driver import Driver
 
 if TYPE_CHECKING:
     from ckptio.runtime.core import EngineCore
@@ -22,12 +24,14 @@ Flow = Generator[Step, Any, T]
 
 
 async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
-    """Run a flow from a coroutine of another loop."""
+    """Run a flow from a coroutine of another loop. Leaving the engine waits for all of it."""
+    driver = Driver(asyncio.current_task())
     try:
+        core.begin_flow(driver)
         step = next(flow)
         while True:
             try:
-                result = await core.call(step, name)
+                result = await core.call(step, name, in_flow=True)
             except Exception as error:  # the flow may know what to do with it
                 step = flow.throw(error)
             else:
@@ -36,16 +40,21 @@ async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
         value: T = stop.value
         return value
     finally:
-        flow.close()
+        try:
+            flow.close()
+        finally:
+            core.end_flow(driver)
 
 
 def drive_blocking(core: EngineCore, flow: Flow[T], name: str) -> T:
-    """Run a flow from a thread without a loop, or that may block one."""
+    """Run a flow from a thread without a loop, or that may block one; else as `drive`."""
+    driver = Driver()
     try:
+        core.begin_flow(driver)
         step = next(flow)
         while True:
             try:
-                result = core.call_blocking(step, name)
+                result = core.call_blocking(step, name, in_flow=True)
             except Exception as error:  # the flow may know what to do with it
                 step = flow.throw(error)
             else:
@@ -54,4 +63,7 @@ def drive_blocking(core: EngineCore, flow: Flow[T], name: str) -> T:
         value: T = stop.value
         return value
     finally:
-        flow.close()
+        try:
+            flow.close()
+        finally:
+            core.end_flow(driver)

@@ -20,20 +20,31 @@ from ckptio.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from contextlib import AbstractContextManager
 
     from anyio.abc import TaskStatus
 
     from ckptio.engine.context import EngineContext
+    from ckptio.runtime.driver import Driver
     from ckptio.runtime.running import Running
 
 T = TypeVar("T")
 
+#: Seconds after which it is looked again whether somebody runs a flow that is waited for.
+_POLL_S = 0.1
+
 
 class InFlight:
-    """What an engine has begun and what has not ended."""
+    """What an engine has begun and what has not ended.
+
+    Attributes:
+        flows: Calls of several steps: what is between two of them is in flight, too.
+    """
 
     def __init__(self) -> None:
         self._running: set[Running[Any]] = set()
+        self.flows: set[Driver] = set()
+        self._is_aborted = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._group: asyncio.TaskGroup | None = None
         self._closing: asyncio.Event | None = None
@@ -78,6 +89,8 @@ class InFlight:
             except RuntimeError:  # the loop has ended, and whatever was on it: nobody is to wait
                 self._running.discard(running)
             raise
+        if self._is_aborted:  # looked at after it is there, and `abort` the other way round
+            running.abort(_left())
 
     async def run(
         self,
@@ -107,11 +120,42 @@ class InFlight:
             running.wait_ended()
 
     def abort(self) -> None:
-        """Abort everything. From any thread; waits for nothing."""
+        """Abort everything, and what comes yet. From any thread; waits for nothing."""
+        self._is_aborted = True
+        self.give_up_flows()
         for running in list(self._running):
-            running.abort(EngineClosedError("the engine was left by an error meanwhile"))
+            running.abort(_left())
 
-    def wait_ended(self) -> None:
-        """Block until everything has ended."""
-        for running in list(self._running):
-            running.wait_ended()
+    def give_up_flows(self) -> None:
+        """Let flows have no further step. From any thread; waits for nothing."""
+        for driver in list(self.flows):
+            driver.is_given_up = True
+            self.flows.discard(driver)
+
+    def end_flow(self, driver: Driver) -> None:
+        """A flow has ended. From any thread, and again."""
+        self.flows.discard(driver)
+        if not driver.end.done():
+            driver.end.set_result(None)
+
+    def wait_ended(self, lock: AbstractContextManager[object], closer_id: int) -> None:
+        """Block until everything has ended. Flows that nobody runs any more are given up.
+
+        Args:
+            lock: Held where something begins.
+            closer_id: Identifies the thread that closes the engine.
+        """
+        while True:
+            with lock:  # what begins has been asked whether it may
+                flows, steps = list(self.flows), list(self._running)
+            if not flows and not steps:
+                return
+            for driver in flows:
+                if driver in self.flows and not driver.wait_ended(closer_id, _POLL_S):
+                    self.flows.discard(driver)
+            for running in steps:
+                running.wait_ended()
+
+
+def _left() -> EngineClosedError:
+    return EngineClosedError("the engine was left by an error meanwhile")

@@ -34,7 +34,7 @@ def refuse(core: EngineCore, key: str, error: BaseException) -> None:
 
     with contextlib.suppress(EngineClosedError):
         if core.context.ranks.world_size > 1:
-            core.submit(tell, f"fail {key}")
+            core.submit(tell, f"fail {key}", in_flow=True)
 
 
 async def say_absent(context: EngineContext, key: str, error: BaseException) -> None:

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import TargetError, UnsupportedLeafError
-from ckptio.format.encode import TAG, class_name, join_fqn
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other
@@ -51,7 +50,7 @@ from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
-from ckptio.state.wrappers import is_wrapper, put_together, take_apart, wrapped_fields
+from ckptio.state.wrappers import is_wrapper, parts_alike, put_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,21 +101,12 @@ class Matcher(TensorMatcher):
 
     def _wrapper(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
         """Match a tensor that is made of others, which are filled, by what it is beside them."""
-        fields = wrapped_fields(node)
         if not self._selects(fqn, node):
             return lambda _: target
-        if fields is None or node["c"] != class_name(type(target)):
-            return self._mismatch(fqn, target, other(f"a tensor of class {type(target).__name__}"))
-        try:
-            parts, known = take_apart(fqn, target)
-        except UnsupportedLeafError as error:
-            raise TargetError(f"cannot fill {fqn!r}: {error}") from error
-        for name, value in known.items():
-            if fields.pop(name) != value:
-                what = name.strip("_")
-                return self._mismatch(fqn, target, f"another {what} in target and checkpoint")
-        if fields.keys() != parts.keys():
-            return self._mismatch(fqn, target, "made of other parts in target and checkpoint")
+        parts = parts_alike(fqn, target, node)
+        if isinstance(parts, str):
+            return self._mismatch(fqn, target, parts)
+        fields = dict(node["v"])
         merged = {n: self.merge(join_fqn(fqn, n), part, fields[n]) for n, part in parts.items()}
 
         def update(rebuilder: Rebuilder) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import UnsupportedLeafError
-from ckptio.format.encode import TAG, ObjectEncoder
+from ckptio.errors import TargetError, UnsupportedLeafError
+from ckptio.format.encode import TAG, ObjectEncoder, class_name
 from ckptio.format.fields import CONTEXT, SHAPE, STRIDES
 from ckptio.state.leaves import WORDS, encode_scalar
 
@@ -80,6 +80,29 @@ def wrapped_fields(node: Json) -> dict[str, Json] | None:
         return None
     fields = dict(node["v"])
     return fields if fields.keys() >= set(_KNOWN) else None
+
+
+def parts_alike(fqn: str, target: Any, node: Json) -> dict[str, torch.Tensor] | str:
+    """Give the tensors that one of a target is made of, or say how a node differs from it.
+
+    All that is known of both beside their parts has to be equal: codes of another kind would be
+    read as those of this one.
+
+    Raises:
+        TargetError: The target does not say what it is made of.
+    """
+    fields = wrapped_fields(node)
+    if fields is None or node["c"] != class_name(type(target)):
+        kind = type(target).__name__
+        return f"a tensor of class {kind} in the target, something else in the checkpoint"
+    try:
+        parts, known = take_apart(fqn, target)
+    except UnsupportedLeafError as error:
+        raise TargetError(f"cannot fill {fqn!r}: {error.problem}") from error
+    for name, value in known.items():
+        if fields.pop(name) != value:
+            return f"another {name.strip('_')} in the target than in the checkpoint"
+    return parts if fields.keys() == parts.keys() else "made of other parts in the checkpoint"
 
 
 def wrappers_in(node: Json) -> Iterator[Json]:

@@ -75,7 +75,7 @@ def core_of(engine: Engine) -> InlineCore:
 
 def give_place(job: Job, rank: int, storage: Storage) -> None:
     """Let a rank find another place under the name that all save to."""
-    core_of(job.engines[rank])._storages = {"memory": storage}
+    core_of(job.engines[rank]).use_storages({"memory": storage})
 
 
 def same_place(job: Job, kind: type[MemoryStorage]) -> Any:
@@ -766,7 +766,8 @@ def test_after_different_calls_no_rank_meets_the_next_one_of_another(way: str) -
             if way == "one save more":
                 more.append(zero.save(own_state(0, 2.0), "memory", overwrite=True))
             elif way == "another path":
-                core_of(zero)._storages = {"memory": ranks.place, "other": MemoryStorage("other")}
+                places = {"memory": ranks.place, "other": MemoryStorage("other")}
+                core_of(zero).use_storages(places)
                 more.append(zero.save(own_state(0, 2.0), "other"))
                 more.append(one.save(own_state(1, 2.0), "memory", overwrite=True))
             else:
