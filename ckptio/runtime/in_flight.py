@@ -150,11 +150,14 @@ class InFlight:
                 flows, steps = list(self.flows), list(self._running)
             if not flows and not steps:
                 return
+            # discarded here, too: an interrupt comes also where one that has ended would be
             for driver in flows:
-                if driver in self.flows and not driver.wait_ended(closer_id, _POLL_S):
+                if driver in self.flows:
+                    driver.wait_ended(closer_id, _POLL_S)
                     self.flows.discard(driver)
             for running in steps:
                 running.wait_ended()
+                self._running.discard(running)
 
 
 def _left() -> EngineClosedError:
