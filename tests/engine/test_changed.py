@@ -415,7 +415,7 @@ def test_a_save_that_an_observer_is_refused_holds_no_state(tmp_path: Path) -> No
             if isinstance(event, SaveStaged):
                 tensor = torch.ones(300)
                 refused.append(weakref.ref(tensor))
-                with pytest.raises(ConfigError, match="cannot call the engine"):
+                with pytest.raises(ConfigError, match="can neither call the engine"):
                     engine.save({"w": tensor}, path)
 
         async with ckptio.Engine(SMALL, observer=save_again) as engine:
