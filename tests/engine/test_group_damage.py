@@ -10,6 +10,7 @@ import torch
 from ckptio import FormatError, PerRank
 from ckptio.testing import MemoryStorage, run_virtual
 from tests.job_rig import job
+from tests.rig import InlineCore
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -30,7 +31,8 @@ def test_ranks_catch_damage_alike_and_load_another(seed: int, what: str) -> None
 
             older = MemoryStorage("older")
             for rank, engine in enumerate(ranks.engines):
-                engine._core._storages = {"memory": ranks.storages[rank], "older": older}  # type: ignore[attr-defined]
+                assert isinstance(engine._core, InlineCore)
+                engine._core.use_storages({"memory": ranks.storages[rank], "older": older})
             await ranks.all(save)
             place = ranks.place._place
             name = next(name for name in place.files if "-00001-" in name)
