@@ -76,7 +76,7 @@ def put_together(like: Any, parts: dict[str, Any]) -> torch.Tensor:
 
 def wrapped_fields(node: Json) -> dict[str, Json] | None:
     """Give the fields of a node that is such a tensor; `None` for any other node."""
-    if type(node) is not dict or node.get(TAG) != "dataclass":
+    if type(node) is not dict or node.get(TAG) != "dataclass" or type(node.get("c")) is not str:
         return None
     fields = dict(node["v"])
     return fields if fields.keys() >= set(_KNOWN) else None

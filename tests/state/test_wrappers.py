@@ -9,7 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from ckptio import sync
-from ckptio.errors import ConfigError, MismatchError, TargetError, UnsupportedLeafError
+from ckptio.errors import (
+    ConfigError,
+    FormatError,
+    MismatchError,
+    TargetError,
+    UnsupportedLeafError,
+)
+from ckptio.format.checksum import crc32c
 from ckptio.state.wrappers import is_wrapper
 from tests.rig import SMALL
 
@@ -311,3 +318,20 @@ def test_what_is_under_way_or_does_not_say_is_refused(tmp_path: Path) -> None:
         assert caught.value.fqn == "w"
     with pytest.raises(ConfigError, match="tensors that are made of others"):
         sync.load(tmp_path / "x", types=[torch.Tensor], config=SMALL)
+
+
+@pytest.mark.parametrize("name", [b'"c":["a"]', b'"c":null', b'"d":"a"'])
+def test_a_class_that_has_no_name_is_a_damaged_manifest(tmp_path: Path, name: bytes) -> None:
+    """Whatever it is loaded into."""
+    sync.save({"w": coded(1)}, tmp_path / "x", config=SMALL)
+    path = tmp_path / "x" / "manifest.json"
+    body = path.read_bytes().rpartition(b',"crc32c":')[0]
+    changed = body.replace(b'"c":"tests.state.test_wrappers:Coded"', name)
+    assert changed != body
+    path.write_bytes(changed + b',"crc32c":"%08x"}\n' % crc32c(changed))
+    with pytest.raises(FormatError):
+        sync.load(tmp_path / "x", types=CLASSES, config=SMALL)
+    with pytest.raises(FormatError):
+        sync.load(tmp_path / "x", into={"w": None}, types=CLASSES, config=SMALL)
+    with pytest.raises(MismatchError):
+        sync.load(tmp_path / "x", into={"w": coded(2)}, config=SMALL)
