@@ -112,7 +112,7 @@ class Matcher(TensorMatcher):
         def update(rebuilder: Rebuilder) -> torch.Tensor:
             made = {name: assemble(rebuilder) for name, assemble in merged.items()}
             is_filled = all(made[name] is part for name, part in parts.items())
-            return target if is_filled else put_together(target, made)
+            return target if is_filled else put_together(fqn, target, made)
 
         return update
 

@@ -67,10 +67,17 @@ def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str
         raise _refusal(fqn, tensor, str(error)) from error
 
 
-def put_together(like: Any, parts: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor like another one out of other parts."""
-    _, context = like.__tensor_flatten__()
-    made: torch.Tensor = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
+def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
+    """Make a tensor like another one out of other parts.
+
+    Raises:
+        TargetError: Its class does not take them; what else is loaded is filled by now.
+    """
+    cls, context = type(like), like.__tensor_flatten__()[1]
+    try:
+        made: torch.Tensor = cls.__tensor_unflatten__(parts, context, like.shape, like.stride())
+    except Exception as error:  # of a class of others, which raises anything
+        raise TargetError(f"{fqn!r} cannot be made of its parts again: {error!r}") from error
     return made
 
 

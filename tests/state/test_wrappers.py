@@ -230,6 +230,23 @@ def test_what_is_on_the_meta_device_is_made(tmp_path: Path) -> None:
     assert_coded(found["w"], one)
 
 
+class Fragile(Coded):
+    """Cannot be made again."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Coded:
+        raise RuntimeError("no kernel")
+
+
+def test_what_its_class_does_not_make_again_is_named(tmp_path: Path) -> None:
+    """Whatever the class raises."""
+    one = coded(1)
+    sync.save({"w": Fragile(one.codes, one.scale, KERNEL)}, tmp_path / "x", config=SMALL)
+    blank = Fragile(one.codes.to("meta"), one.scale.to("meta"), KERNEL)
+    with pytest.raises(TargetError, match=r"'w' cannot be made .*no kernel"):
+        sync.load(tmp_path / "x", into={"w": blank}, config=SMALL)
+
+
 class Holder:
     """An object that takes its state by code of its own."""
 
