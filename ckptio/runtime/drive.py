@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.engine.context import EngineContext
+from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.driver import Driver
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Flow = Generator[Step, Any, T]
 
 async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
     """Run a flow from a coroutine of another loop. Leaving the engine waits for all of it."""
-    driver = Driver(asyncio.current_task())
+    driver, currents = Driver(asyncio.current_task()), CallerCurrents()
     try:
         core.begin_flow(driver)
         step = next(flow)
@@ -33,9 +34,11 @@ async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
             try:
                 result = await core.call(step, name, in_flow=True)
             except Exception as error:  # the flow may know what to do with it
-                step = flow.throw(error)
+                with currents.entered():
+                    step = flow.throw(error)
             else:
-                step = flow.send(result)
+                with currents.entered():  # other tasks may have chosen others meanwhile
+                    step = flow.send(result)
     except StopIteration as stop:
         value: T = stop.value
         return value

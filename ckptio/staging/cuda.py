@@ -3,11 +3,16 @@
 A copy waits for an event that was recorded on the caller's stream at the call, so it sees
 what the caller's kernels had been told to do by then, and nothing later waits for it but
 who asks. Slabs are pinned by `cudaHostRegister` in their exact size. The host waits for
-events, in threads, never for a device.
+events, in threads, never for a device, and so that no capture of a CUDA graph by another thread
+notices.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import threading
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +22,7 @@ from ckptio.errors import StateError
 from ckptio.staging.pool import CopiesLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 class PendingCopies:
@@ -39,7 +44,7 @@ class PendingCopies:
         failure: RuntimeError | None = None
         for device, event in self._events:
             try:
-                with torch.cuda.device(device):  # see `CallerStreams.copy`
+                with torch.cuda.device(device), beside_captures():  # see `CallerStreams.copy`
                     event.synchronize()
             except RuntimeError as error:
                 failure = failure or error
@@ -107,9 +112,7 @@ class CallerStreams:
         try:
             for device, copies in pairs.items():
                 stream = self._side.of(device)
-                # the device first: a thread that never chose one is on the first, and leaving
-                # a stream would go back there and make a context on it, on every rank
-                with self._lock, torch.cuda.device(device), torch.cuda.stream(stream):
+                with self._on(device, stream):
                     event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
                     stream.wait_event(self._ready[device])
                     try:
@@ -127,6 +130,13 @@ class CallerStreams:
                 raise StateError(f"cannot copy from or to a device: {error}") from error
             raise
         return PendingCopies(events)
+
+    @contextlib.contextmanager
+    def _on(self, device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+        # the device first: a thread that never chose one is on the first, and leaving
+        # a stream would go back there and make a context on it, on every rank
+        with self._lock, torch.cuda.device(device), torch.cuda.stream(stream), beside_captures():
+            yield
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for every copy queued so far."""
@@ -164,7 +174,7 @@ class HostRegistration:
     def pin(self, address: int, nbytes: int) -> None:
         """Pin a range. Blocks."""
         portable = 1  # cudaHostRegisterPortable
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), beside_captures():
             _check(
                 torch.cuda.cudart().cudaHostRegister(address, nbytes, portable),
                 "cudaHostRegister",
@@ -172,8 +182,45 @@ class HostRegistration:
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), beside_captures():
             _check(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread do what another thread's capture of a CUDA graph would not let it.
+
+    `torch.cuda.graph` captures in the mode "global": while it lasts, any thread that waits for
+    an event, takes device memory or pins host memory gets an error, and the capture is lost
+    with it. A thread whose own mode is "thread local" does neither, and it hides nothing: what
+    is done here is not what is captured. torch's own watchdog of NCCL does the same (pytorch
+    #148594). The device has to be chosen before, as changing the mode makes a context.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))  # what it was
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int] | None:
+    """Find `cudaThreadExchangeStreamCaptureMode`, which torch does not hand on.
+
+    Returns:
+        `None` where torch has the runtime within itself, or another maker's.
+    """
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:  # only what torch has loaded: another copy would have modes of its own
+        runtime = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+    return getattr(runtime, "cudaThreadExchangeStreamCaptureMode", None)
 
 
 def _check(code: object, what: str) -> None:

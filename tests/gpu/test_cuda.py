@@ -153,6 +153,34 @@ async def test_a_save_sees_the_stream_it_was_called_on(tmp_path: Path) -> None:
     assert found["t"].unique().tolist() == [5]
 
 
+async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(tmp_path: Path) -> None:
+    """Also where another task has chosen another stream of the thread meanwhile."""
+    state = random_on("cuda", 4 * MiB, seed=2)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    mine, theirs, before = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+    mine.wait_stream(before)
+    is_loaded = asyncio.Event()
+
+    async def work_elsewhere() -> None:
+        with torch.cuda.stream(theirs):
+            await is_loaded.wait()
+
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        with torch.cuda.stream(mine):
+            keep_busy()
+            for tensor in target.values():
+                tensor.fill_(3)
+            others = asyncio.create_task(work_elsewhere())
+            await engine.load(tmp_path / "c", into=target)
+            assert torch.cuda.current_stream() == theirs  # as it was: else this proves nothing
+            is_loaded.set()
+            await others
+        torch.cuda.set_stream(before)
+        mine.synchronize()
+    assert_same(on_cpu(target), on_cpu(state))
+
+
 async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
     """Same tensors, same memory; what the stream does next sees the new values."""
     state = random_on("cuda", 20 * MiB, 5, seed=1)
@@ -217,6 +245,21 @@ async def test_aborting_a_cuda_save_leaves_nothing(tmp_path: Path) -> None:
             assert names_in(tmp_path) == []
         await engine.save(state, tmp_path / "c")
         assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+
+
+async def test_the_callers_stream_and_the_copies_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """What is queued after the call is still under way when all is copied."""
+    state = random_on("cuda", 1 * MiB)
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "warm")
+        handle = engine.save(state, tmp_path / "c")
+        for _ in range(10):
+            keep_busy()
+        after = torch.cuda.Event()
+        after.record()
+        await handle.staged
+        assert not after.query()
+        await handle
 
 
 async def test_two_cuda_saves_keep_their_own_contents(tmp_path: Path) -> None:
@@ -298,6 +341,32 @@ async def test_nothing_is_captured_into_a_graph(tmp_path: Path) -> None:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         await engine.save(state, tmp_path / "c")
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
+
+
+async def test_a_graph_is_captured_while_a_save_and_a_load_are_under_way(tmp_path: Path) -> None:
+    """In the mode in which any thread that waits for an event breaks the capture of another."""
+    state = random_on("cuda", *[9 * MiB] * 6)  # many waves, and slabs that are yet to be pinned
+    counter = torch.zeros(10, device="cuda")
+    async with ckptio.Engine(CONFIG) as engine, ckptio.Engine(CONFIG) as other:
+        await other.save(state, tmp_path / "before")
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        saving = engine.save(state, tmp_path / "c")
+        loading = asyncio.create_task(other.load(tmp_path / "before", into=target))
+        await asyncio.sleep(0.01)
+        with torch.cuda.stream(stream):
+            graph.capture_begin()  # in the mode "global"
+            counter.add_(1)
+            while not (saving.done() and loading.done()):
+                await asyncio.sleep(0.01)
+            graph.capture_end()
+        await saving
+        await loading
+        graph.replay()
+        assert counter.tolist() == [1.0] * 10
+        assert_same(on_cpu(target), on_cpu(state))
         assert_same(await engine.load(tmp_path / "c", device="cpu"), on_cpu(state))
 
 

@@ -29,6 +29,7 @@ from ckptio.engine.context import wait_for_all
 from ckptio.errors import PlanError, UnsupportedLeafError
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
+from ckptio.runtime.currents import CallerCurrents
 from ckptio.staging.copy import SourceState
 from ckptio.staging.cuda import CallerStreams, SideStreams
 from ckptio.state.flatten import flatten
@@ -36,7 +37,7 @@ from ckptio.state.leaves import TORCH_DTYPES, plain_dtype
 from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -198,12 +199,7 @@ class PlannerSource(SourceState):
             contextlib.nullcontext() if at_once else threading.Lock()
         )
         self._side = SideStreams(saving=True)
-        self._current: torch.device | None = None
-        self._theirs: dict[torch.device, torch.cuda.Stream] = {}
-        if torch.cuda.is_initialized():  # asked first for what is available, the driver would wake
-            self._current = torch.device("cuda", torch.cuda.current_device())
-            devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-            self._theirs = {device: torch.cuda.current_stream(device) for device in devices}
+        self._currents = CallerCurrents()
         self._slots = [_Slot() for _ in specs]
         for bucket in plan.buckets:
             for segment in bucket.segments:
@@ -213,7 +209,7 @@ class PlannerSource(SourceState):
     @property
     def uses_devices(self) -> bool:
         """Whether devices may copy to the slabs: what a planner gives may be on any."""
-        return bool(self._theirs)
+        return self._currents.use_cuda
 
     def gather(self, segment: Segment, slab: Slab, pending: list[PendingCopies]) -> None:
         """Copy a segment into a slab, and wait for devices; see `SourceState`."""
@@ -251,8 +247,7 @@ class PlannerSource(SourceState):
         if leaf >= len(self._items):
             return self._more[leaf - len(self._items)]
         item, spec = self._items[leaf], self._specs[leaf]
-        # not on all devices: entering one makes a context on it, on every rank
-        with self._on(() if self._current is None else (self._current,)):
+        with self._currents.entered():
             with self._one_by_one:
                 tensor = self._planner.resolve_data(item)
             fqn = item.index.fqn
@@ -273,17 +268,8 @@ class PlannerSource(SourceState):
         """Order copies from devices behind what their streams have to do by now."""
         if not devices:
             return None
-        with self._on(devices):
+        with self._currents.entered():
             return CallerStreams(devices, self._side)
-
-    @contextlib.contextmanager
-    def _on(self, devices: Collection[torch.device]) -> Iterator[None]:
-        """Work on the streams of some devices that the caller had, on whatever thread."""
-        with contextlib.ExitStack() as stack:
-            for device in devices:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(self._theirs.get(device)))
-            yield
 
 
 def _leaves_of(segment: Segment) -> list[int]:
