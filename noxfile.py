@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import nox
 
@@ -96,6 +97,23 @@ def gpu(session: nox.Session) -> None:
     """Run the CUDA tests with the torch that is on the machine."""
     session.install("-e", ".[cli,s3]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def standin(session: nox.Session) -> None:
+    """Run the CUDA tests on a stand-in for CUDA, without a GPU; downloads 3 GB, needs g++."""
+    if shutil.which("g++") is None:
+        session.skip("needs a C++ compiler: apt-get install g++")
+    install(session, "tests", torch="torch==2.6.0")
+    session.install("--no-deps", "nvidia-cuda-nvcc-cu12==12.4.131")  # headers, no compiler
+    folder = Path(session.create_tmp()).resolve()
+    session.run("python", "-m", "tests.gpu.standin.build", str(folder))
+    env = {
+        "LD_PRELOAD": str(folder / "libcudart.so.12"),
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(Path("tests/gpu/standin/boot").resolve()), "."]),
+    }
+    session.run("python", "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs, env=env)
 
 
 @nox.session

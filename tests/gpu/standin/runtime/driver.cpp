@@ -1,0 +1,30 @@
+// A stand-in for libcuda.so.1, the driver: torch asks it which devices have contexts.
+#define API extern "C" __attribute__((visibility("default")))
+
+extern "C" int standin_has_context(int device);
+
+API int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
+  *flags = 0;
+  *is_active = standin_has_context(device);
+  return 0;
+}
+
+#define REFUSED(name) \
+  API int name() { return 801; /* CUDA_ERROR_NOT_SUPPORTED */ }
+REFUSED(cuCtxGetCurrent)
+REFUSED(cuCtxSetCurrent)
+REFUSED(cuDevicePrimaryCtxRetain)
+REFUSED(cuFuncGetAttribute)
+REFUSED(cuFuncSetAttribute)
+REFUSED(cuGetErrorString)
+REFUSED(cuLaunchCooperativeKernel)
+REFUSED(cuLaunchKernel)
+REFUSED(cuLinkAddData_v2)
+REFUSED(cuLinkComplete)
+REFUSED(cuLinkCreate_v2)
+REFUSED(cuModuleGetFunction)
+REFUSED(cuModuleLoadData)
+REFUSED(cuModuleLoadDataEx)
+REFUSED(cuModuleUnload)
+REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+REFUSED(cuTensorMapEncodeTiled)
