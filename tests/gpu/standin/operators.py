@@ -156,11 +156,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _queue(lambda: _COPY(to, of), target.device)
         return target
     device, host = (target, source) if target.is_cuda else (source, target)
+    is_alike = (target.is_conj(), target.is_neg()) == (source.is_conj(), source.is_neg())
+    is_kernel = target.is_cuda and not is_alike  # which is no operator, so it is done here
     is_plain = target.dtype == source.dtype and target.shape == source.shape
     is_plain &= target.is_contiguous() and source.is_contiguous()
-    if not (non_blocking and is_plain and host.is_pinned()):
+    if is_kernel or not (non_blocking and is_plain and host.is_pinned()):
         # torch waits for the stream with the GIL, which what is queued there needs
         torch.cuda.current_stream(device.device).synchronize()
+    if is_kernel:
+        _on_host(target).copy_(source)
+        return target
     theirs = torch._C.DispatchKey.CompositeExplicitAutograd
     _COPY._op_dk(theirs, target, source, non_blocking)
     return target
