@@ -8,6 +8,7 @@ shape may depend on values. Copies between host and device stay torch's own.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -175,6 +176,7 @@ def install() -> None:
     """Put the operators in, for this process."""
     library = torch.library.Library("aten", "IMPL")  # as long as the process
     _libraries.append(library)
+    atexit.register(_runtime.standin_drain)  # no stream needs an interpreter that is gone
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are others already
         for full_name in torch._C._dispatch_get_all_op_names():

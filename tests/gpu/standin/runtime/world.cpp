@@ -131,15 +131,19 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceSynchronize() {
-  ENTER(enter_unsafe);
+static void drain_all(int device) {
   std::vector<CUstream_st*> streams;
   {
     std::lock_guard lock(world().mutex);
     streams = world().streams;
   }
   for (auto stream : streams)
-    if (stream->device == current_device) drain(stream);
+    if (device < 0 || stream->device == device) drain(stream);
+}
+
+API cudaError_t cudaDeviceSynchronize() {
+  ENTER(enter_unsafe);
+  drain_all(current_device);
   return give(world().failure);
 }
 
@@ -210,3 +214,6 @@ API void standin_revive() {
   world().copies_until_failure = -1;
   world().failure = cudaSuccess;
 }
+
+// Wait until nothing is queued on any stream.
+API void standin_drain() { drain_all(-1); }
