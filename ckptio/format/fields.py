@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Fields of a tensor that is made of others, beside those: what `__tensor_unflatten__` takes.
 CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
+#: One more, where it is what one rank holds of a DTensor: of which, and what part.
+LAYOUT = "__layout__"
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ def restore(cls: Any, fields: Mapping[str, Any]) -> Any:
         TypeError: It does not have these fields.
     """
     if hasattr(cls, "__tensor_unflatten__"):
-        parts = {name: part for name, part in fields.items() if name not in _NO_PARTS}
+        parts = {name: part for name, part in fields.items() if name not in (*_NO_PARTS, LAYOUT)}
         return cls.__tensor_unflatten__(parts, *(fields[name] for name in _NO_PARTS))
     known = {f.name: f.init for f in dataclasses.fields(cls)}
     strangers = [name for name in fields if name not in known]

@@ -22,7 +22,7 @@ from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_inte
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import view_of
 from ckptio.state.sharded import is_dtensor, is_sharded, local_of, memory_of, part_of
-from ckptio.state.wrappers import is_wrapper
+from ckptio.state.wrappers import is_wrapper, wrapper_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -302,7 +302,9 @@ def _class_and_parts(target: Any) -> tuple[type | None, Iterable[Any]]:
         names = (field.name for field in dataclasses.fields(target))
         return type(target), [getattr(target, name, None) for name in names]
     if is_wrapper(target):
-        return type(target), (target.__tensor_flatten__()[1],)
+        local = wrapper_in(target)
+        wrapper: Any = target if local is None else local
+        return type(wrapper), (wrapper.__tensor_flatten__()[1],)
     return None, ()
 
 

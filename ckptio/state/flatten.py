@@ -42,7 +42,7 @@ from ckptio.state.looks import Occurrence, look_at, order_of
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
 from ckptio.state.stateful import is_stateful
 from ckptio.state.ties import resolve_ties
-from ckptio.state.wrappers import is_wrapper, take_apart
+from ckptio.state.wrappers import class_of, is_wrapper, take_apart, wrapper_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -282,10 +282,12 @@ class _Flattener:
         parts, known = take_apart(fqn, value)
         fields = [[n, self._encoder.encode(join_fqn(fqn, n), part)] for n, part in parts.items()]
         fields += [[name, node] for name, node in known.items()]
-        return {TAG: "dataclass", "c": class_name(type(value)), "v": fields}
+        return {TAG: "dataclass", "c": class_name(class_of(value)), "v": fields}
 
     def _sharded(self, fqn: str, value: Any) -> Json:
         """Take the blocks of a tensor that is held in parts."""
+        if wrapper_in(value) is not None:
+            return self._for_ranks(functools.partial(self._wrapper, fqn, value))
         refuse = functools.partial(UnsupportedLeafError, fqn)
         if self._in_ranks:
             raise refuse(
@@ -313,11 +315,16 @@ class _Flattener:
             raise UnsupportedLeafError(
                 fqn, "a PerRank value inside another one", "mark the outer one alone"
             )
-        self._in_ranks = True
+        return self._for_ranks(functools.partial(self._encoder.encode, fqn, value.value))
+
+    def _for_ranks(self, encode: Callable[[], Json]) -> Json:
+        """Keep a value for this rank alone."""
+        before, self._in_ranks = self._in_ranks, True
         try:
-            return {TAG: RANKS_TAG, "v": [self._encoder.encode(fqn, value.value)]}
+            value = encode()
         finally:
-            self._in_ranks = False
+            self._in_ranks = before
+        return value if before else {TAG: RANKS_TAG, "v": [value]}
 
     def _array(self, fqn: str, array: np.ndarray[Any, Any]) -> Json:
         if array.dtype.kind not in NUMPY_KINDS:

@@ -57,20 +57,22 @@ def with_blocks(
     moments, made = dict(children(fqn, node)).get(state_fqn), template.get("state", {})
     if type(moments) is not dict or not isinstance(made, dict):
         return template
-    held = {join_fqn(state_fqn, key): (key, item) for key, item in made.items()}
+    has = {join_fqn(state_fqn, key): (key, item) for key, item in made.items()}
     parameters = parameters_by_name(fqn, optimizer, node, keep)
     state = dict(made)
     for key, name, item in members_of(state_fqn, moments).values():
         parameter = parameters.get(name)
         if parameter is None or not is_dtensor(parameter):
             continue
-        own_key, own = held.get(name, (key, {}))
-        names = set(_tensors_in(name, own))
+        own_key, own = has.get(name, (key, {}))
+        names = tuple(_tensors_in(name, own))
         added: dict[str, torch.Tensor] = {}
         for part, reference in walk(name, item):
             stored = stored_as(entries, reference)
-            if stored is None or not stored[1] or part in names or (keep and not keep(part)):
+            if stored is None or not stored[1] or (keep and not keep(part)):
                 continue
+            if any(part == own_name or part.startswith(f"{own_name}.") for own_name in names):
+                continue  # by its name, or as a part of a tensor that is made of others
             _, shape, dtype = stored
             short = part.removeprefix(f"{name}.")
             if shape != tuple(parameter.shape) or "." in short or not isinstance(own, dict):

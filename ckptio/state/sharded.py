@@ -143,7 +143,7 @@ class Describer:
         local = local_of(value)
         global_shape, local_shape = tuple(value.shape), tuple(local.shape)
         # not by its placements: in older versions of torch, strided ones equal plain ones
-        cuts = _cuts_of(value, refuse)
+        cuts = cuts_of(value, refuse)
         # newer versions of torch say the order of cuts apart from the placements
         order = getattr(spec, "shard_order", None)
         key = (global_shape, local_shape, cuts, order, id(mesh))
@@ -224,7 +224,7 @@ def memory_of(local: torch.Tensor) -> Hashable:
     )
 
 
-def _cuts_of(value: DTensor, refuse: Refuse) -> tuple[Cut | None, ...]:
+def cuts_of(value: DTensor, refuse: Refuse) -> tuple[Cut | None, ...]:
     """Say how each dimension of the mesh cuts a DTensor."""
     from torch.distributed.tensor.placement_types import (  # noqa: PLC0415  # there is a DTensor
         Replicate,

@@ -50,7 +50,7 @@ from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
-from ckptio.state.wrappers import is_wrapper, parts_alike, put_together
+from ckptio.state.wrappers import is_wrapper, parts_alike, put_together, wrapper_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class Matcher(TensorMatcher):
                 self._note_missing(fqn, target)
                 return lambda _: target
             node = node["v"][0]
-        if is_sharded(target):
+        if is_sharded(target) and wrapper_in(target) is None:
             return self._sharded(fqn, target, node)
         if isinstance(target, torch.Tensor):
             match = self._wrapper if is_wrapper(target) else self._tensor

@@ -8,11 +8,17 @@ fields, and filled in place part by part; the class itself comes from the target
 caller, never from the checkpoint.
 
 Left out are nested tensors, whose shapes are symbols of one process, and results of collectives
-that are still under way. A DTensor is held in parts, and is the business of `sharded`.
+that are still under way.
+
+A DTensor is held in parts, and is the business of `sharded`; but for one whose local tensors are
+made of others, as those optimizers have under FSDP2. How codes and scales of a block belong to
+rows of the whole is known to their class alone. So each rank's are kept as they are, for itself,
+with the layout they are of, and only that layout takes them again.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +26,9 @@ import torch
 
 from ckptio.errors import TargetError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name
-from ckptio.format.fields import CONTEXT, SHAPE, STRIDES
+from ckptio.format.fields import CONTEXT, LAYOUT, SHAPE, STRIDES
 from ckptio.state.leaves import WORDS, encode_scalar
+from ckptio.state.sharded import cuts_of, is_dtensor, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,24 +50,53 @@ def is_wrapper(value: object) -> bool:
     )
 
 
+def wrapper_in(value: Any) -> torch.Tensor | None:
+    """Give the local tensor of a DTensor if it is made of others; `None` for any other value."""
+    if not is_dtensor(value) or not is_wrapper(value._local_tensor):  # noqa: SLF001  # no autograd
+        return None
+    return local_of(value)
+
+
+def class_of(value: Any) -> type:
+    """Give the class that a tensor which is made of others is saved with."""
+    local = wrapper_in(value)
+    return type(value if local is None else local)
+
+
+def _layout_of(fqn: str, value: Any) -> tuple[Any, ...]:
+    """Say which part of what a DTensor's local tensor is: equal for equal parts alone."""
+    cuts = cuts_of(value, functools.partial(UnsupportedLeafError, fqn))
+    coordinate = value.device_mesh.get_coordinate()
+    return (
+        tuple(value.shape),
+        tuple(value.device_mesh.shape),
+        None if coordinate is None else tuple(coordinate),
+        tuple([None if cut is None else (cut.dim, cut.split_factor) for cut in cuts]),
+    )
+
+
 def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
     """Give the tensors that a tensor is made of, and what else is known of it, JSON-ready.
 
-    The tensors are those of the caller, not copies.
+    The tensors are those of the caller, not copies; of a DTensor, what this rank holds.
 
     Raises:
         UnsupportedLeafError: It does not say, or says what has no portable form.
     """
+    local = wrapper_in(tensor)
+    layout = None if local is None else {LAYOUT: _layout_of(fqn, tensor)}
+    tensor = tensor if local is None else local
     try:
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
     except Exception as error:  # of a class of others, which raises anything
         raise _refusal(fqn, tensor, f"its __tensor_flatten__() fails: {error!r}") from error
     for name, part in parts.items():
-        if not isinstance(part, torch.Tensor) or name in _KNOWN:
+        if not isinstance(part, torch.Tensor) or name in (*_KNOWN, LAYOUT):
             raise _refusal(fqn, tensor, f"its part {name!r} is no tensor")
     encoder = ObjectEncoder(_context_leaf, WORDS)
     known = {CONTEXT: context, SHAPE: torch.Size(tensor.shape), STRIDES: tuple(tensor.stride())}
+    known |= layout or {}
     try:
         return parts, {name: encoder.encode(name, value) for name, value in known.items()}
     except UnsupportedLeafError as error:
@@ -73,6 +109,12 @@ def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
     Raises:
         TargetError: Its class does not take them; what else is loaded is filled by now.
     """
+    local = wrapper_in(like)
+    if local is not None:
+        own = put_together(fqn, local, parts)
+        spec = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+        whole: torch.Tensor = type(like).from_local(own, like.device_mesh, like.placements, **spec)
+        return whole
     cls, context = type(like), like.__tensor_flatten__()[1]
     try:
         made: torch.Tensor = cls.__tensor_unflatten__(parts, context, like.shape, like.stride())
@@ -99,13 +141,17 @@ def parts_alike(fqn: str, target: Any, node: Json) -> dict[str, torch.Tensor] | 
         TargetError: The target does not say what it is made of.
     """
     fields = wrapped_fields(node)
-    if fields is None or node["c"] != class_name(type(target)):
-        kind = type(target).__name__
+    cls = class_of(target)
+    if fields is None or node["c"] != class_name(cls):
+        kind = cls.__name__
         return f"a tensor of class {kind} in the target, something else in the checkpoint"
     try:
         parts, known = take_apart(fqn, target)
     except UnsupportedLeafError as error:
         raise TargetError(f"cannot fill {fqn!r}: {error.problem}") from error
+    if (LAYOUT in fields) != (LAYOUT in known):
+        found = "parts" if LAYOUT in known else "a whole"
+        return f"{found} of a tensor for each rank in the target, something else in the checkpoint"
     for name, value in known.items():
         if fields.pop(name) != value:
             return f"another {name.strip('_')} in the target than in the checkpoint"

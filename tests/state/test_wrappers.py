@@ -94,6 +94,8 @@ class Coded(torch.Tensor):
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             of = args[0]
             return cls(func(of.codes), func(of.scale), of.kernel, of.shape)
+        if func is aten.view.default:
+            return cls(func(args[0].codes, args[1]), args[0].scale, args[0].kernel)
         plain = [a.dequantize() if isinstance(a, Coded) else a for a in args]
         return func(*plain, **kwargs)
 
