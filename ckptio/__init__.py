@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     )
     from ckptio.events import Observer
     from ckptio.format.manifest import FileEntry, Manifest, TensorEntry
-    from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
+    from ckptio.handle import Milestone, SaveHandle
+    from ckptio.moments import CheckpointInfo
     from ckptio.plan.retention import (
         KeepAll,
         KeepBest,
@@ -135,7 +136,8 @@ _HOMES = {
     ),
     "ckptio.events": ("Observer",),
     "ckptio.format.manifest": ("FileEntry", "Manifest", "TensorEntry"),
-    "ckptio.handle": ("CheckpointInfo", "Milestone", "SaveHandle"),
+    "ckptio.handle": ("Milestone", "SaveHandle"),
+    "ckptio.moments": ("CheckpointInfo",),
     "ckptio.plan.retention": (
         "KeepAll",
         "KeepBest",

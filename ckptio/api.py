@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from ckptio._aio import in_own_thread
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import end_saves, is_breaking_off
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
-    from ckptio.handle import SaveHandle
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
@@ -103,7 +103,7 @@ class Engine:
         await in_own_thread(
             lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )
-        end_saves(self._core.handles, error)
+        end_saves(self._core.saves, error)
 
     def save(
         self,
@@ -157,7 +157,7 @@ class Engine:
         """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
-        return begin_save(self._core, state, path, overwrite=overwrite, then=then)
+        return SaveHandle(begin_save(self._core, state, path, overwrite=overwrite, then=then))
 
     async def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed to a second tier (`save(..., then=)`).

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import end_saves, is_breaking_off
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
-    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.moments import CheckpointInfo
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
@@ -71,7 +72,7 @@ class Engine:
         except BaseException:  # an interrupt: it may not have begun
             self._core.close(abort=True)
             raise
-        end_saves(self._core.handles, error)
+        end_saves(self._core.saves, error)
 
     def save(
         self,
@@ -107,7 +108,7 @@ class Engine:
         """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
-        return begin_save(self._core, state, path, overwrite=overwrite, then=then)
+        return SaveHandle(begin_save(self._core, state, path, overwrite=overwrite, then=then))
 
     def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.api import Engine
+from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
-    from ckptio.handle import SaveHandle
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
@@ -48,10 +48,11 @@ def save(
     core = EngineCore(config, observer, ranks)
     core.start()
     try:
-        return begin_save(core, state, path, overwrite=overwrite, then=then, close_after=True)
+        moments = begin_save(core, state, path, overwrite=overwrite, then=then, close_after=True)
     except BaseException:
         core.close()
         raise
+    return SaveHandle(moments)
 
 
 async def finish_copies(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
-    from ckptio.handle import CheckpointInfo
+    from ckptio.moments import CheckpointInfo
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select

@@ -206,7 +206,7 @@ async def test_a_checkpointer_tells_of_it_too(
         await ckpt.save(FULL, 1)
     with pytest.raises(CheckpointExistsError):
         async with Checkpointer(tmp_path, config=SMALL) as ckpt:
-            await ckpt.save(FULL, 1).committed.ended()
+            ckpt.save(FULL, 1).committed.wait_done()
             await ckpt.save(FULL, 2)
             assert f"the save to '{ckpt.path(1)}' failed" in caplog.text
     caplog.clear()
@@ -225,7 +225,7 @@ async def test_an_error_that_leaves_a_block_does_not_hide_failures(
         await ckpt.save(FULL, 1)
     with pytest.raises(ZeroDivisionError):
         async with Checkpointer(tmp_path, config=SMALL) as ckpt:
-            await ckpt.save(FULL, 1).committed.ended()
+            ckpt.save(FULL, 1).committed.wait_done()
             ckpt.save(filled_state([4 << 20], 1), 2)
             raise ZeroDivisionError
     assert f"the save to '{ckpt._core._given_root}/step-00000001' failed" in caplog.text

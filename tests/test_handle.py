@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckptio.errors import ConfigError, SaveAbortedError, StorageError
-from ckptio.handle import CheckpointInfo, Milestone, SaveHandle
+from ckptio.handle import Milestone, SaveHandle
+from ckptio.moments import CheckpointInfo, Moment, SaveMoments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,55 +35,58 @@ class Save:
     def __init__(self, *, ends: bool = True, tiers: int = 1) -> None:
         self.asked: list[str] = []
         self._ends = ends
-        self.handle = SaveHandle(
+        self.moments = SaveMoments(
             "p",
             "1",
-            abort=self._abort,
+            stop=self._abort,
             fence=lambda: self.asked.append("fence"),
             stop_copy=None if tiers == 1 else lambda: self.asked.append("stop copy"),
         )
+        self.handle = SaveHandle(self.moments)
 
     def _abort(self) -> None:
         self.asked.append("abort")
         if self._ends and not self.handle.done():
-            self.handle.fail(SaveAbortedError("aborted"))
+            self.moments.fail(SaveAbortedError("aborted"))
 
 
 async def test_a_moment_can_be_awaited_often_and_late() -> None:
     """Before and after it came, by several at once."""
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
 
     async def wait() -> int:
-        return await moment
+        return await milestone
 
     async with asyncio.TaskGroup() as group:
         waiters = [group.create_task(wait()) for _ in range(3)]
         await asyncio.sleep(0)
-        assert not moment.done()
+        assert not milestone.done()
         moment.reach(5)
     assert [waiter.result() for waiter in waiters] == [5, 5, 5]
-    assert await moment == 5
-    assert moment.wait() == 5
-    assert moment.done()
-    assert moment.error() is None
+    assert await milestone == 5
+    assert milestone.wait() == 5
+    assert milestone.done()
+    assert milestone.error() is None
 
 
 async def test_a_moment_is_waited_for_across_threads_and_loops() -> None:
     """One thread blocks, another runs a loop of its own, a third says that it has come."""
-    moment: Milestone[str] = Milestone()
+    moment: Moment[str] = Moment()
+    milestone = Milestone(moment)
     found = []
 
     async def wait() -> str:
-        return await moment
+        return await milestone
 
     threads = [
-        threading.Thread(target=lambda: found.append(moment.wait())),
+        threading.Thread(target=lambda: found.append(milestone.wait())),
         threading.Thread(target=lambda: found.append(asyncio.run(wait()))),
         threading.Thread(target=lambda: moment.reach("now")),
     ]
     for thread in threads:
         thread.start()
-    assert await moment == "now"
+    assert await milestone == "now"
     for thread in threads:
         thread.join()
     assert found == ["now", "now"]
@@ -90,10 +94,11 @@ async def test_a_moment_is_waited_for_across_threads_and_loops() -> None:
 
 async def test_cancelling_a_wait_only_stops_waiting() -> None:
     """Others still wait, and the moment still comes."""
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
 
     async def wait() -> int:
-        return await moment
+        return await milestone
 
     one, two = asyncio.create_task(wait()), asyncio.create_task(wait())
     await asyncio.sleep(0)
@@ -106,46 +111,50 @@ async def test_cancelling_a_wait_only_stops_waiting() -> None:
 
 async def test_a_moment_that_will_not_come_raises_everywhere() -> None:
     """Awaiting, waiting, and asking give the same error."""
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
     moment.fail(ERROR)
     with pytest.raises(StorageError):
-        await moment
+        await milestone
     with pytest.raises(StorageError):
-        moment.wait()
-    moment.wait_done()
-    assert moment.error() is ERROR
+        milestone.wait()
+    milestone.wait_done()
+    assert milestone.error() is ERROR
 
 
 async def test_waiting_in_a_thread_may_time_out() -> None:
     """The wait ends, the moment may still come."""
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
     with pytest.raises(TimeoutError):
-        moment.wait(0.0)
+        milestone.wait(0.0)
     moment.reach(1)
-    assert moment.wait(0.0) == 1
+    assert milestone.wait(0.0) == 1
 
 
 @pytest.mark.parametrize("timeout_s", [math.nan, np.float32("nan"), "5", b"", [1]])
 async def test_a_wait_of_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
     """Whether the moment has come or not; endless and past ones are numbers."""
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
     for _ in range(2):
         with pytest.raises(ConfigError, match="timeout_s= is a number of seconds"):
-            moment.wait(timeout_s)
-        if not moment.done():
+            milestone.wait(timeout_s)
+        if not milestone.done():
             moment.reach(1)
     past: Any = np.float32(-1.0)
-    assert moment.wait(math.inf) == moment.wait(past) == 1
+    assert milestone.wait(math.inf) == milestone.wait(past) == 1
 
 
 async def test_a_cancelled_waiter_does_not_lose_an_error_loudly() -> None:
     """An error that comes after its waiter left is not reported as never retrieved."""
     lost: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-    moment: Milestone[int] = Milestone()
+    moment: Moment[int] = Moment()
+    milestone = Milestone(moment)
 
     async def wait() -> int:
-        return await moment
+        return await milestone
 
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
@@ -161,10 +170,10 @@ async def test_a_cancelled_waiter_does_not_lose_an_error_loudly() -> None:
 async def test_awaiting_a_handle_gives_the_commit() -> None:
     """The info of the commit, as often as asked; nothing is aborted."""
     save = Save()
-    save.handle.committed.reach(INFO)
+    save.moments.committed.reach(INFO)
     assert await save.handle is INFO
     assert save.handle.result() is INFO
-    assert save.handle.retrieved
+    assert save.moments.retrieved
     assert save.asked == []
 
 
@@ -182,7 +191,7 @@ async def test_cancelling_who_awaits_a_handle_aborts_the_save() -> None:
         await asyncio.sleep(0)
         assert not task.done()
     assert save.asked == ["abort"]
-    save.handle.fail(SaveAbortedError("aborted"))
+    save.moments.fail(SaveAbortedError("aborted"))
     with pytest.raises(asyncio.CancelledError):
         await task
 
@@ -190,8 +199,8 @@ async def test_cancelling_who_awaits_a_handle_aborts_the_save() -> None:
 async def test_a_failed_save_fails_every_moment_that_has_not_come() -> None:
     """What came stays."""
     save = Save()
-    save.handle.submitted.reach(None)
-    save.handle.fail(ERROR)
+    save.moments.submitted.reach(None)
+    save.moments.fail(ERROR)
     await save.handle.submitted
     with pytest.raises(StorageError):
         await save.handle.staged
@@ -206,19 +215,19 @@ async def test_an_error_counts_as_seen_when_somebody_saw_it() -> None:
     save = Save()
     with pytest.raises(TimeoutError):
         save.handle.result(0.0)
-    assert not save.handle.retrieved
-    save.handle.fail(ERROR)
-    assert not save.handle.retrieved
+    assert not save.moments.retrieved
+    save.moments.fail(ERROR)
+    assert not save.moments.retrieved
     with pytest.raises(StorageError):
         save.handle.result()
-    assert save.handle.retrieved
+    assert save.moments.retrieved
     aborted = Save()
     aborted.handle.abort()
-    assert aborted.handle.retrieved
+    assert aborted.moments.retrieved
 
 
-async def _awaited(moment: Milestone[Any]) -> None:
-    await moment
+async def _awaited(milestone: Milestone[Any]) -> None:
+    await milestone
 
 
 WAYS_TO_SEE: dict[str, Callable[[SaveHandle], object]] = {
@@ -237,28 +246,28 @@ WAYS_TO_SEE: dict[str, Callable[[SaveHandle], object]] = {
 @pytest.mark.parametrize("way", WAYS_TO_SEE)
 async def test_whoever_waits_for_any_moment_has_seen_the_error(way: str, tiers: int) -> None:
     """It was raised to them: neither the log nor the end of the engine raises it again."""
-    handle = Save(tiers=tiers).handle
-    handle.fail(ERROR)
-    assert handle.is_unsettled()
+    save = Save(tiers=tiers)
+    save.moments.fail(ERROR)
+    assert save.moments.is_unsettled()
     with pytest.raises(StorageError):
-        await asyncio.to_thread(WAYS_TO_SEE[way], handle)
-    assert not handle.is_unsettled()
+        await asyncio.to_thread(WAYS_TO_SEE[way], save.handle)
+    assert not save.moments.is_unsettled()
 
 
 @pytest.mark.parametrize("name", ["submitted", "staged", "committed", "durable"])
 async def test_whoever_gave_up_waiting_has_seen_no_error(name: str) -> None:
     """Neither a wait that timed out nor one that was cancelled counts, for any moment."""
-    handle = Save(tiers=2).handle
-    moment: Milestone[Any] = getattr(handle, name)
+    save = Save(tiers=2)
+    milestone: Milestone[Any] = getattr(save.handle, name)
     with pytest.raises(TimeoutError):
-        moment.wait(0.0)
-    task = asyncio.create_task(_awaited(moment))
+        milestone.wait(0.0)
+    task = asyncio.create_task(_awaited(milestone))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait((task,))
-    handle.fail(ERROR)
-    assert handle.is_unsettled()
-    handle.seen()
+    save.moments.fail(ERROR)
+    assert save.moments.is_unsettled()
+    save.moments.seen()
 
 
 async def test_nobody_blocks_where_they_would_wait_for_themselves() -> None:
@@ -267,31 +276,32 @@ async def test_nobody_blocks_where_they_would_wait_for_themselves() -> None:
     def refuse() -> None:
         raise ConfigError("here")
 
-    handle = SaveHandle("p", "1", abort=refuse, fence=Save().handle.seen, require_elsewhere=refuse)
-    moments: list[Milestone[Any]] = [handle.submitted, handle.staged, handle.committed]
+    moments = SaveMoments("p", "1", stop=refuse, require_elsewhere=refuse)
+    handle = SaveHandle(moments)
+    milestones: list[Milestone[Any]] = [handle.submitted, handle.staged, handle.committed]
     waits: list[Callable[[], object]] = [handle.fence, handle.result]
-    waits += [moment.wait for moment in moments] + [moment.wait_done for moment in moments]
+    waits += [one.wait for one in milestones] + [one.wait_done for one in milestones]
     for wait in waits:
         with pytest.raises(ConfigError):
             wait()
-    handle.submitted.reach(None)
-    handle.staged.reach(None)
-    handle.committed.reach(INFO)
+    moments.submitted.reach(None)
+    moments.staged.reach(None)
+    moments.committed.reach(INFO)
     for wait in waits:
         wait()
 
 
 async def test_a_fence_that_held_has_not_seen_what_failed_later() -> None:
     """Writers are held back for it, as for who waits for `staged`, but it waited for less."""
-    handle = Save().handle
-    assert not handle.staged.is_awaited
-    handle.submitted.reach(None)
-    handle.fence()
-    assert handle.staged.is_awaited
-    handle.fail(ERROR)
-    assert handle.is_unsettled()
-    handle.seen()
-    assert not handle.is_unsettled()
+    save = Save()
+    assert not save.moments.staged.is_awaited
+    save.moments.submitted.reach(None)
+    save.handle.fence()
+    assert save.moments.staged.is_awaited
+    save.moments.fail(ERROR)
+    assert save.moments.is_unsettled()
+    save.moments.seen()
+    assert not save.moments.is_unsettled()
 
 
 async def test_a_fence_waits_until_all_copies_are_queued() -> None:
@@ -300,11 +310,11 @@ async def test_a_fence_waits_until_all_copies_are_queued() -> None:
     fence = threading.Thread(target=save.handle.fence)
     fence.start()
     assert save.asked == []
-    save.handle.submitted.reach(None)
+    save.moments.submitted.reach(None)
     fence.join()
     assert save.asked == ["fence"]
     failed = Save()
-    failed.handle.fail(ERROR)
+    failed.moments.fail(ERROR)
     with pytest.raises(StorageError):
         failed.handle.fence()
     assert failed.asked == []
@@ -314,10 +324,26 @@ async def test_a_handle_says_how_far_it_is() -> None:
     """Its `repr` tells path and state."""
     save = Save()
     assert repr(save.handle) == "<SaveHandle 'p' staging>"
-    save.handle.staged.reach(None)
+    save.moments.staged.reach(None)
     assert repr(save.handle) == "<SaveHandle 'p' staged>"
-    save.handle.committed.reach(INFO)
+    save.moments.committed.reach(INFO)
     assert repr(save.handle) == "<SaveHandle 'p' committed>"
     failed = Save()
     failed.handle.abort()
     assert repr(failed.handle) == "<SaveHandle 'p' failed>"
+
+
+def test_a_handle_and_its_milestones_show_what_is_promised_and_no_more() -> None:
+    """What the engine does with a save is not what who types `handle.` is offered."""
+    handle = Save(tiers=2).handle
+    assert _public(handle) == {
+        "path", "save_id", "submitted", "staged", "committed", "durable",
+        "result", "error", "done", "abort", "fence",
+    }  # fmt: skip
+    assert _public(handle.staged) == {"wait", "wait_done", "error", "done"}
+    one_tier = Save().handle
+    assert one_tier.durable is one_tier.committed
+
+
+def _public(value: object) -> set[str]:
+    return {name for name in dir(value) if not name.startswith("_")}

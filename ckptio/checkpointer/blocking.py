@@ -12,6 +12,7 @@ from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.face import check_engine
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
+from ckptio.handle import SaveHandle
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import is_breaking_off
 from ckptio.runtime.running import run_uninterrupted
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
-    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.moments import CheckpointInfo
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.plan.schedule import SaveEvery
     from ckptio.runtime.flows import LoadResult
@@ -133,9 +134,9 @@ class Checkpointer:
                         self._engine.__exit__(kind, error, traceback)
 
     def _wait_in_flight(self) -> None:
-        handles, passes = self._core.waits()
-        for handle in handles:
-            handle.durable.wait_done()
+        saves, passes = self._core.waits()
+        for moments in saves:
+            moments.durable.wait_done()
         _wait_ended(passes)
 
     @property
@@ -178,7 +179,7 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> SaveHandle:
         """Start saving a step and return at once; see `ckptio.Checkpointer.save`."""
-        return self._core.save(state, step, metrics, overwrite=overwrite)
+        return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 
     def load(
         self,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptio._outcome import Outcome
     from ckptio.engine.asked import Asked
     from ckptio.engine.context import EngineContext
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.drive import Flow
     from ckptio.runtime.flows import LoadResult
@@ -103,7 +103,7 @@ class CheckpointerCore:
         self._has_begun = False  # whether `should_save` or `save` was called
         self._asked_s = 0.0
         self._is_ending = False
-        self._late: tuple[int, SaveHandle] | None = None  # what missed the deadline, if any
+        self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
 
     # coming and going
 
@@ -187,11 +187,11 @@ class CheckpointerCore:
         self._watching = self.engine.submit(self._watch, "watch for calls", endless)
         self.upkeep.start()
 
-    def waits(self) -> tuple[list[SaveHandle], list[Running[None]]]:
+    def waits(self) -> tuple[list[SaveMoments], list[Running[None]]]:
         """Give what is under way: saves, and what comes after them."""
         if self._upkeep is None:
             return [], []
-        return [handle for _, handle in self._upkeep.saves], list(self._upkeep.passes)
+        return [moments for _, moments in self._upkeep.saves], list(self._upkeep.passes)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
@@ -231,12 +231,12 @@ class CheckpointerCore:
         """Say how what missed the deadline has ended; `None` if the abort was too late."""
         if self._late is None:
             return None
-        step, handle = self._late
-        if not handle.durable.done() or handle.error() is None:
+        step, moments = self._late
+        if not moments.durable.done() or moments.error() is None:
             return None
         what = f"step {step} of {str(self._given_root)!r} was not committed"
         lost = "and its save was aborted; the steps before it are untouched"
-        if handle.committed.error() is None:
+        if moments.committed.error() is None:
             what = f"step {step} was committed, but not copied to the second tier"
             lost = "and the copy was stopped; a later run that finds the step goes on with it"
         deadline = f"within {self._deadline_s:g} s of the signal"
@@ -250,7 +250,7 @@ class CheckpointerCore:
 
     def save(
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool
-    ) -> SaveHandle:
+    ) -> SaveMoments:
         """Start saving a step."""
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
 
@@ -264,7 +264,7 @@ class CheckpointerCore:
         upkeep = self.upkeep
         upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
         try:
-            handle = begin_save(
+            moments = begin_save(
                 engine,
                 state,
                 path,
@@ -273,13 +273,13 @@ class CheckpointerCore:
                 metadata=metadata,
                 permit=None if overwrite else self._permit(step),
             )
-            upkeep.add(step, handle)
+            upkeep.add(step, moments)
         finally:
             upkeep.busy[step] -= 1
         self._has_begun = True
         self._last_step, self._asked_s = step, self.clock()
-        upkeep.follow(step, handle)
-        return handle
+        upkeep.follow(step, moments)
+        return moments
 
     def _permit(self, step: int) -> Callable[[], Awaitable[None]] | None:
         """Give what checks, before a step is committed, that the second tier has none."""
@@ -324,7 +324,7 @@ class CheckpointerCore:
         if not self._is_ending or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
-        late = [(step, handle) for step, handle in self.upkeep.saves if not handle.durable.done()]
+        late = [(step, save) for step, save in self.upkeep.saves if not save.durable.done()]
         self._late = late[-1] if late else None
         self.abort()  # removals, too: whoever leaves now must not wait for them
 

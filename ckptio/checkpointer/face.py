@@ -14,6 +14,7 @@ from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
 from ckptio.errors import ConfigError
+from ckptio.handle import SaveHandle
 from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import is_breaking_off
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
-    from ckptio.handle import SaveHandle
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.plan.schedule import SaveEvery
     from ckptio.runtime.flows import LoadResult
@@ -174,9 +174,9 @@ class Checkpointer:
                         await self._engine.__aexit__(kind, error, traceback)
 
     async def _in_flight_ended(self) -> None:
-        handles, passes = self._core.waits()
+        saves, passes = self._core.waits()
         await _all_done(
-            [asyncio.ensure_future(handle.durable.ended()) for handle in handles]
+            [asyncio.ensure_future(moments.durable.ended()) for moments in saves]
             + [running.end.wrapped() for running in passes]
         )
 
@@ -237,7 +237,7 @@ class Checkpointer:
             ConfigError: Step or metrics are no numbers.
             EngineClosedError: The checkpointer is not open.
         """
-        return self._core.save(state, step, metrics, overwrite=overwrite)
+        return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 
     async def load(
         self,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.tiers import SecondTier
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
     from ckptio.plan.retention import Retention
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
@@ -69,7 +69,7 @@ class Upkeep:
         self._is_ending = is_ending
         self._clock = clock
         self._swept_s: dict[Keeper, float] = {}
-        self.saves: list[tuple[int, SaveHandle]] = []
+        self.saves: list[tuple[int, SaveMoments]] = []
         self.passes: list[Running[None]] = []
         self.busy: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -87,12 +87,12 @@ class Upkeep:
         if self._sweep_after_s is not None:
             self.follow(None, None)
 
-    def add(self, step: int, handle: SaveHandle) -> None:
+    def add(self, step: int, moments: SaveMoments) -> None:
         """Take a save that has begun. From any thread, several at a time."""
         with self._lock:
             self._steps.add(step)
-            waiting = unsettled(handle for _, handle in self.saves)
-            self.saves = [(s, h) for s, h in self.saves if h in waiting] + [(step, handle)]
+            waiting = unsettled(moments for _, moments in self.saves)
+            self.saves = [(s, m) for s, m in self.saves if m in waiting] + [(step, moments)]
 
     def abort(self, error: BaseException | None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
@@ -100,49 +100,49 @@ class Upkeep:
         Args:
             error: What the block is left by, for the log; nothing is said without one.
         """
-        for step, handle in self.saves:
-            if not handle.durable.done():
-                what = "copy" if handle.done() else "save"
+        for step, moments in self.saves:
+            if not moments.durable.done():
+                what = "copy" if moments.committed.done() else "save"
                 if error is not None:
                     _log.warning("the %s of step %d is aborted by %r", what, step, error)
-                handle.abort()
+                moments.abort()
         for running in self.passes:
             running.abort()
 
     def end(self, error: BaseException | None) -> None:
         """See to it that every failure was seen; see `runtime.leaving.end_saves`."""
-        end_saves([handle for _, handle in self.saves], error)
+        end_saves([moments for _, moments in self.saves], error)
 
-    def follow(self, step: int | None, handle: SaveHandle | None) -> None:
+    def follow(self, step: int | None, moments: SaveMoments | None) -> None:
         """Let go of what is no longer kept, once a save is committed. On rank 0.
 
         Args:
             step: What it saves; `None` to sweep only.
-            handle: The save.
+            moments: The save's.
         """
         engine = self._engine
         nothing_to_do = self._keep is None and self._sweep_after_s is None
         if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
             return
         root = self._keeper.root.path
-        running = engine.submit(lambda _: self._pass(step, handle), f"look after {root}")
+        running = engine.submit(lambda _: self._pass(step, moments), f"look after {root}")
         with self._lock:
             self.passes = [*(run for run in self.passes if not run.end.done()), running]
 
-    async def _pass(self, step: int | None, handle: SaveHandle | None) -> None:
-        if handle is not None:
-            if not await handle.committed.ended():
+    async def _pass(self, step: int | None, moments: SaveMoments | None) -> None:
+        if moments is not None:
+            if not await moments.committed.ended():
                 return
             self._committed = step
-        await self._tidy(self._keeper, handle)
+        await self._tidy(self._keeper, moments)
         second = self._second
-        if second is None or (handle is not None and not await handle.durable.ended()):
+        if second is None or (moments is not None and not await moments.durable.ended()):
             return
-        await self._tidy(second.keeper, handle)
-        if handle is not None:  # what was still to be copied when the first tier was looked at
-            await self._tidy(self._keeper, handle)
+        await self._tidy(second.keeper, moments)
+        if moments is not None:  # what was still to be copied when the first tier was looked at
+            await self._tidy(self._keeper, moments)
 
-    async def _tidy(self, keeper: Keeper, handle: SaveHandle | None) -> None:
+    async def _tidy(self, keeper: Keeper, moments: SaveMoments | None) -> None:
         """Look after one tier.
 
         All its steps are looked at only where that is needed: in an object store, it takes a
@@ -150,13 +150,13 @@ class Upkeep:
         """
         async with self._one_pass:
             try:
-                policy = None if handle is None else self._keep
+                policy = None if moments is None else self._keep
                 sweeps = self._is_sweep_due(keeper)
                 found = await keeper.find() if sweeps or policy is not None else None
                 await self._look_ahead(keeper, found)
                 if policy is not None and found is not None:
                     await self._remove(keeper, policy, found)
-                if self._second is not None and keeper is self._keeper and handle is not None:
+                if self._second is not None and keeper is self._keeper and moments is not None:
                     await self._second.thin_out(keeper, self.exempt)
                 if sweeps and found is not None and not self._is_in_a_hurry():
                     await self._sweep(keeper, found)
@@ -203,7 +203,7 @@ class Upkeep:
 
     def _is_in_a_hurry(self) -> bool:
         """Whether what time is left belongs to the last save, which is not committed yet."""
-        return self._is_ending() and any(not handle.done() for _, handle in self.saves)
+        return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
 
     def exempt(self) -> set[int]:
         """Name the steps that stay: being written, copied or read here, or committed last."""
@@ -212,7 +212,7 @@ class Upkeep:
 
     def under_way(self) -> set[int]:
         """Name the steps that are being written, copied or read here."""
-        writing = {step for step, handle in self.saves if not handle.durable.done()}
+        writing = {step for step, moments in self.saves if not moments.durable.done()}
         return writing | {step for step, count in list(self.busy.items()) if count}
 
     async def discard(self, keeper: Keeper, step: int) -> None:

@@ -34,10 +34,9 @@ from ckptio.errors import (
     FormatError,
     SaveAbortedError,
 )
-from ckptio.handle import SaveHandle
+from ckptio.moments import SaveMoments
 from ckptio.plan.load import Wanted
 from ckptio.runtime.run_save import run_save
-from ckptio.runtime.running import Running
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState
 from ckptio.state.flatten import FlatState
@@ -134,8 +133,6 @@ def write_checkpoint(
             before = _stamps(directory, save_id)
     if there and not overwrite:
         raise CheckpointExistsError(storage.path)
-    running: Running[None] = Running()
-    handle = SaveHandle(storage.path, save_id, abort=running.abort, fence=lambda: None)
     job = SaveJob(
         save_id=save_id,
         key=core.next_key("save"),
@@ -143,7 +140,7 @@ def write_checkpoint(
         flat=flat,
         source=_StoredState(source, places, advance),
         overwrite=overwrite,
-        handle=handle,
+        moments=SaveMoments(storage.path, save_id),
         started_s=time.perf_counter(),
         resumes=before is not None,
     )

@@ -50,7 +50,7 @@ class SaveProgress:
         self.to_submit -= 1
         if self.to_submit == 0:
             self._refuse(self.job.source.changed())
-            self.job.handle.submitted.reach(None)
+            self.job.moments.submitted.reach(None)
 
     def require_settled(self) -> None:
         """Look at the state once more, unless somebody has learned that it may change.
@@ -74,10 +74,10 @@ class SaveProgress:
         if self.to_stage == 0:
             self.writes_go.set()
             job = self.job
-            is_known = job.handle.staged.is_awaited or self.context.observer is not None
+            is_known = job.moments.staged.is_awaited or self.context.observer is not None
             job.source.copied(is_known=is_known)
             job.staged_s = job.elapsed_s()
-            job.handle.staged.reach(None)
+            job.moments.staged.reach(None)
             self.context.emit(
                 SaveStaged(path=job.storage.path, save_id=job.save_id, elapsed_s=job.staged_s)
             )

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.turns import MyTurn
     from ckptio.format.manifest import Metadata
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
     from ckptio.plan.save import Bucket, SavePlan, Segment
     from ckptio.shards import LeafSpec, Part
     from ckptio.staging.copy import SourceState
@@ -71,7 +71,7 @@ class SaveJob:
         flat: The state, taken apart.
         source: Its tensors.
         overwrite: Whether a checkpoint that is there may be replaced.
-        handle: What the caller has of it; told of `submitted` and `staged` from here.
+        moments: What its handle tells the caller; `submitted` and `staged` come from here.
         started_s: When it was asked for, by `time.perf_counter`.
         resumes: Whether a save of the same id, stopped earlier, may have left something
             there; and whether what this one leaves when it is stopped stays for the next.
@@ -87,7 +87,7 @@ class SaveJob:
     flat: FlatState
     source: SourceState
     overwrite: bool
-    handle: SaveHandle
+    moments: SaveMoments
     started_s: float
     resumes: bool = False
     metadata: Metadata | None = None
@@ -97,7 +97,7 @@ class SaveJob:
 
     def __post_init__(self) -> None:
         """Whoever learns that the state may change has it looked at once more before."""
-        self.handle.submitted.on_seen = self.handle.staged.on_seen = self.source.settled
+        self.moments.submitted.on_seen = self.moments.staged.on_seen = self.source.settled
 
     def elapsed_s(self) -> float:
         """Seconds since the save was asked for."""
@@ -301,7 +301,7 @@ async def _copies_first(job: SaveJob, context: EngineContext, progress: SaveProg
     A slab that is held here is given back as soon as anybody needs one, so nobody waits
     for nobody.
     """
-    if progress.writes_go.is_set() or not job.handle.staged.is_awaited:
+    if progress.writes_go.is_set() or not job.moments.staged.is_awaited:
         return
     with context.pool.watched(progress.writes_go.set):
         await progress.writes_go.wait()

@@ -27,14 +27,14 @@ from ckptio.events import CopyFailed
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import decode_note
 from ckptio.format.summary import decode_summary
-from ckptio.handle import CheckpointInfo
+from ckptio.moments import CheckpointInfo
 from ckptio.runtime.refusal import say_absent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptio.engine.context import EngineContext
-    from ckptio.handle import Milestone, SaveHandle
+    from ckptio.moments import Moment, SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
     from ckptio.storage.interface import Note, Storage
@@ -60,9 +60,9 @@ def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Stor
 def begin_copy(
     core: EngineCore,
     job: CopyJob,
-    handle: SaveHandle,
+    moments: SaveMoments,
     running: Running[Say],
-    begins: Milestone[None] | None = None,
+    begins: Moment[None] | None = None,
 ) -> None:
     """Have a checkpoint copied when it is committed. On the caller's thread.
 
@@ -72,9 +72,9 @@ def begin_copy(
     Args:
         core: The engine.
         job: The copy; gets its place in the line.
-        handle: The save's.
+        moments: The save's.
         running: Takes the end of the copy: what tells the handle of it.
-        begins: What the copy waits for, instead of the commit that the handle says. Whoever
+        begins: What the copy waits for, instead of the commit. Whoever
             reaches it tells the handle how the copy ended, too; else the copy's task does.
     """
     copies = core.context.copies
@@ -82,7 +82,7 @@ def begin_copy(
     copies.under_way.add(job.name)
 
     async def copy_and_say(context: EngineContext) -> Say:
-        say = await _copied(job, handle, begins or handle.committed, context)
+        say = await _copied(job, moments, begins or moments.committed, context)
         if begins is None:
             say()
         return say
@@ -102,7 +102,7 @@ def parent_of(path: str) -> str:
 
 
 async def _copied(
-    job: CopyJob, handle: SaveHandle, begins: Milestone[Any], context: EngineContext
+    job: CopyJob, moments: SaveMoments, begins: Moment[Any], context: EngineContext
 ) -> Say:
     """Copy what was committed, and give what tells the handle how that ended. Never raises."""
     copies, parent = context.copies, parent_of(job.source.path)
@@ -126,13 +126,13 @@ async def _copied(
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
         copies.owing[parent] = False
-        return functools.partial(_fail, handle, _cause(job, error))
+        return functools.partial(_fail, moments, _cause(job, error))
     finally:
         copies.part(job.name)
         copies.end(job.ticket or 0)
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True
-    first = handle.committed.wait(0)
+    first = moments.committed.wait(0)
     info = CheckpointInfo(
         path=job.target.path,
         save_id=job.save_id,
@@ -143,18 +143,18 @@ async def _copied(
         committed_s=job.elapsed_s(),
         plan_reused=first.plan_reused,
     )
-    return functools.partial(handle.durable.reach, info)
+    return functools.partial(moments.durable.reach, info)
 
 
 def _nothing() -> None:
     """A save that was not committed has no copy."""
 
 
-def _fail(handle: SaveHandle, error: BaseException) -> None:
-    if not handle.durable.done():  # a save that failed has said so
-        handle.durable.fail(error)
+def _fail(moments: SaveMoments, error: BaseException) -> None:
+    if not moments.durable.done():  # a save that failed has said so
+        moments.durable.fail(error)
         if isinstance(error, CheckpointChangedError):
-            handle.seen()  # a later save took its place, and has a copy of its own
+            moments.seen()  # a later save took its place, and has a copy of its own
 
 
 def _cause(job: CopyJob, error: BaseException) -> Exception:

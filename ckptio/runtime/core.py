@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event, Observer
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
     from ckptio.ranks.interface import Ranks
     from ckptio.runtime.driver import Driver
     from ckptio.staging.cuda import SideStreams
@@ -70,7 +70,7 @@ class EngineCore:
 
     Attributes:
         loop_thread: Where nobody may wait for it.
-        handles: Saves under way, or of which nobody has seen that they failed.
+        saves: Saves under way, or of which nobody has seen that they failed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EngineCore:
         self._cache_task: Future[None] | None = None
         self._serving: Future[None] | None = None
         self.loop_thread = LoopThread()
-        self.handles: list[SaveHandle] = []
+        self.saves: list[SaveMoments] = []
         self._numbers: dict[str, itertools.count[int]] = {}
 
     @property
@@ -261,10 +261,10 @@ class EngineCore:
             raise EngineClosedError("the engine was closed meanwhile")
         self.loop_thread.require_elsewhere()
 
-    def keep(self, handle: SaveHandle) -> None:
+    def keep(self, save: SaveMoments) -> None:
         """Remember a save until somebody has seen how it ended."""
         with self._lock:
-            self.handles = [*unsettled(self.handles), handle]
+            self.saves = [*unsettled(self.saves), save]
 
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
         """Give the CUDA streams for one direction, and pin slabs from the first use on.

@@ -30,7 +30,7 @@ from ckptio.errors import (
 )
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
-from ckptio.handle import SaveHandle
+from ckptio.moments import SaveMoments
 from ckptio.runtime.begin_copy import begin_copy, second_tier
 from ckptio.runtime.refusal import refuse
 from ckptio.runtime.run_save import run_alone, saved, stop_alone
@@ -81,7 +81,7 @@ def begin_save(
     metadata: Metadata | None = None,
     permit: Callable[[], Awaitable[None]] | None = None,
     close_after: bool = False,
-) -> SaveHandle:
+) -> SaveMoments:
     """Take a state apart and start saving it. On the caller's thread; copies nothing.
 
     Args:
@@ -118,27 +118,27 @@ def begin_save(
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         refuse(core, key, error)
         raise
-    handle = job.handle
+    moments = job.moments
     if close_after:
         run_alone(core, job, copy, running, copying)
-        return handle
+        return moments
 
     async def save_and_say(context: EngineContext) -> Say:
         say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
 
-    core.keep(handle)
+    core.keep(moments)
     try:
-        core.submit(save_and_say, f"save {handle.path}", running)
+        core.submit(save_and_say, f"save {moments.path}", running)
     except BaseException as error:  # an interrupt: the caller has it, and no handle
-        handle.seen()
+        moments.seen()
         if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
             job.source.drop()  # the handle, which is kept, refers to it
         raise
     if copy is not None:
-        begin_copy(core, copy, handle, copying)
-    return handle
+        begin_copy(core, copy, moments, copying)
+    return moments
 
 
 def _take_apart(
@@ -172,18 +172,18 @@ def _take_apart(
     target = second_tier(core, storage, then)
     flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
     streams = caller_streams(flat.unseen, core, saving=True)
-    handle = SaveHandle(
+    moments = SaveMoments(
         storage.path,
         save_id_of(ranks.nonce, key),
-        abort=aborts[0],
-        fence=streams.fence if streams is not None else _no_fence,
+        stop=aborts[0],
+        fence=None if streams is None else streams.fence,
         stop_copy=None if target is None else aborts[1],
         require_elsewhere=core.loop_thread.require_elsewhere,
     )
     copy = None
     if target is not None:
         copy = CopyJob(
-            save_id=handle.save_id,
+            save_id=moments.save_id,
             key=f"{key} copy",
             source=storage,
             target=target,
@@ -191,13 +191,13 @@ def _take_apart(
             started_s=started,
         )
     job = SaveJob(
-        save_id=handle.save_id,
+        save_id=moments.save_id,
         key=key,
         storage=storage,
         flat=flat.without_sources(),  # `source` has them until they are copied
         source=SourceState(flat.sources, streams, flat.looks),
         overwrite=overwrite,
-        handle=handle,
+        moments=moments,
         started_s=started,
         metadata=metadata,
         note=b"" if copy is None else copy.note(),
@@ -208,10 +208,6 @@ def _take_apart(
 
 def _said() -> None:
     """A handle knows already how its save ended."""
-
-
-def _no_fence() -> None:
-    """A state on the CPU has no stream: once it is copied, nothing is left to order."""
 
 
 def load_flow(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
 
 
 def is_breaking_off(error: BaseException | None) -> bool:
@@ -21,30 +21,30 @@ def is_breaking_off(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, SystemExit)
 
 
-def unsettled(handles: Iterable[SaveHandle]) -> list[SaveHandle]:
+def unsettled(saves: Iterable[SaveMoments]) -> list[SaveMoments]:
     """Give the saves that are under way, or whose error nobody has seen; the log has it then."""
-    found = [handle for handle in handles if handle.is_unsettled()]
-    for handle in found:
-        handle.tell()
+    found = [save for save in saves if save.is_unsettled()]
+    for save in found:
+        save.tell()
     return found
 
 
-def end_saves(handles: Iterable[SaveHandle], error: BaseException | None) -> None:
+def end_saves(saves: Iterable[SaveMoments], error: BaseException | None) -> None:
     """See to it that every failure of a save was seen, when all have ended.
 
     Args:
-        handles: The saves.
+        saves: The saves.
         error: What the block is left by. With one, the log gets the failures.
 
     Raises:
         BaseException: Without one: the first failure that nobody has seen, with notes of the
             others.
     """
-    failed = [h for h in handles if h.durable.done() and h.is_unsettled()]
-    for handle in failed:
+    failed = [save for save in saves if save.durable.done() and save.is_unsettled()]
+    for save in failed:
         if error is not None:
-            handle.tell()
-        handle.seen()
+            save.tell()
+        save.seen()
     if error is not None or not failed:
         return
     first = failed[0].error()

@@ -12,7 +12,7 @@ from ckptio.engine.together import save_together
 from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
-from ckptio.handle import CheckpointInfo, Milestone
+from ckptio.moments import CheckpointInfo, Moment
 from ckptio.runtime.begin_copy import begin_copy
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob, SaveReceipt
     from ckptio.engine.tiers import CopyJob
-    from ckptio.handle import SaveHandle
+    from ckptio.moments import SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
 
@@ -45,7 +45,7 @@ async def run_save(job: SaveJob, context: EngineContext) -> SaveReceipt:
             return await save_alone(job, context, my_turn)
 
 
-async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | None = None) -> Say:
+async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | None = None) -> Say:
     """Run a save, and give what tells its handle how it ended. Never raises.
 
     Args:
@@ -53,7 +53,7 @@ async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | 
         context: The engine's.
         begins: Fails as the save does, before its handle is told.
     """
-    handle = job.handle
+    moments = job.moments
     try:
         receipt = await run_save(job, context)
     except BaseException as error:  # the handle raises it
@@ -62,16 +62,16 @@ async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | 
             error
             if isinstance(error, Exception)
             else SaveAbortedError(
-                f"the save to {handle.path!r} was aborted; what was there is untouched"
+                f"the save to {moments.path!r} was aborted; what was there is untouched"
             )
         )
-        context.emit(SaveFailed(path=handle.path, save_id=handle.save_id, error=error))
+        context.emit(SaveFailed(path=moments.path, save_id=moments.save_id, error=error))
         if begins is not None:
             begins.fail(ended)
-        return lambda: handle.fail(ended)
+        return lambda: moments.fail(ended)
     info = CheckpointInfo(
-        path=handle.path,
-        save_id=handle.save_id,
+        path=moments.path,
+        save_id=moments.save_id,
         nbytes=receipt.nbytes,
         num_files=receipt.num_files,
         num_tensors=receipt.num_tensors,
@@ -81,13 +81,13 @@ async def saved(job: SaveJob, context: EngineContext, begins: Milestone[None] | 
     )
     context.emit(
         SaveCommitted(
-            path=handle.path,
-            save_id=handle.save_id,
+            path=moments.path,
+            save_id=moments.save_id,
             nbytes=info.nbytes,
             elapsed_s=info.committed_s,
         )
     )
-    return lambda: handle.committed.reach(info)
+    return lambda: moments.committed.reach(info)
 
 
 def stop_alone(core: EngineCore, copying: Running[Say]) -> Callable[[], None]:
@@ -127,11 +127,11 @@ def run_alone(
         running: Takes the end of the save.
         copying: Takes the end of the copy.
     """
-    begins: Milestone[None] = Milestone()
+    begins: Moment[None] = Moment()
     core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
     threading.Thread(
         target=_close_after,
-        args=(core, job.handle, copy, running, copying, begins),
+        args=(core, job.moments, copy, running, copying, begins),
         name="ckptio-save",
         daemon=False,
     ).start()
@@ -139,17 +139,17 @@ def run_alone(
 
 def _close_after(
     core: EngineCore,
-    handle: SaveHandle,
+    moments: SaveMoments,
     copy: CopyJob | None,
     running: Running[Say],
     copying: Running[Say],
-    begins: Milestone[None],
+    begins: Moment[None],
 ) -> None:
     # here, and not on the caller's thread: interrupted before it is said that there is
     # something to copy, that would wait for its end, and the copy for the word
     if copy is not None:
         with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
-            begin_copy(core, copy, handle, copying, begins)
+            begin_copy(core, copy, moments, copying, begins)
         if copying.is_aborted:  # before there was anything to stop
             core.abort_in_flight()
     running.wait_ended()
@@ -165,4 +165,4 @@ def _close_after(
         elif copying.end.done():
             copying.end.result()()
         else:
-            handle.durable.fail(EngineClosedError("the program ended before the copy began"))
+            moments.durable.fail(EngineClosedError("the program ended before the copy began"))

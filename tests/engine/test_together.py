@@ -27,7 +27,7 @@ from tests.rig import inline_engine, random_state
 
 if TYPE_CHECKING:
     from ckptio import Engine
-    from ckptio.handle import CheckpointInfo
+    from ckptio.moments import CheckpointInfo
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
 
     from ckptio import Engine
-    from ckptio.handle import CheckpointInfo, SaveHandle
+    from ckptio.handle import SaveHandle
+    from ckptio.moments import CheckpointInfo
     from ckptio.storage.interface import Storage
 
 SOON_S = 5.0  # well before anybody gives up on a rank that does not come

@@ -34,7 +34,7 @@ from ckptio.errors import PlanError, StorageError
 from ckptio.events import SaveCommitted, notify
 from ckptio.format.compose import encode_manifest, encode_rows
 from ckptio.format.manifest import DOCUMENT_NAME
-from ckptio.handle import SaveHandle
+from ckptio.moments import SaveMoments
 from ckptio.plan.save import plan_save
 from ckptio.ranks.solo import SoloRanks
 from ckptio.runtime.solo import solo_engine
@@ -217,7 +217,7 @@ class RankSave:
             flat=FlatState(tuple(specs), (), (), None, ()),
             source=source,
             overwrite=self._options.overwrite,
-            handle=SaveHandle(path, save_id, abort=_nothing, fence=_nothing),
+            moments=SaveMoments(path, save_id),
             started_s=self._started_s,
         )
         ranks = SoloRanks()
@@ -323,7 +323,3 @@ class RankSave:
         if self._leads and self._pid == os.getpid():
             with contextlib.suppress(Exception):  # what stays is removed by a later save
                 self._place.abandon()
-
-
-def _nothing() -> None:
-    """A save of DCP has no handle that anybody could ask for it."""

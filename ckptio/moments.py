@@ -1,0 +1,267 @@
+"""The moments of a save, as the engine sees them: it makes them come, and learns who waits.
+
+A save runs on the engine's loop; who waits may be a coroutine of any loop or a thread
+without one. Both wait for an `Outcome`, which exactly one path completes. What callers have
+of this, and no more, is in `handle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ckptio._outcome import Outcome
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+_log = logging.getLogger("ckptio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        path: Its path or URL.
+        save_id: The save's own id.
+        nbytes: Bytes of its data files.
+        num_files: Its data files.
+        num_tensors: Tensors (and arrays) in them.
+        staged_s: Seconds from the call of `save` until the source could change.
+        committed_s: Seconds from the call of `save` until the commit.
+        plan_reused: The plan of an earlier save of the same structure was used.
+    """
+
+    path: str
+    save_id: str
+    nbytes: int
+    num_files: int
+    num_tensors: int
+    staged_s: float
+    committed_s: float
+    plan_reused: bool
+
+
+class Moment(Generic[T]):
+    """A moment of a save: it comes once, or never will.
+
+    Args:
+        require_elsewhere: Called before a thread blocks for it; raises where that thread is
+            the one that makes it come.
+
+    Attributes:
+        is_awaited: Whether anybody has begun to wait for it, or for what comes with it.
+        on_seen: Called, on the thread of whoever learns that the moment has come.
+    """
+
+    def __init__(self, require_elsewhere: Callable[[], object] | None = None) -> None:
+        self._outcome: Outcome[T] = Outcome()
+        self._require_elsewhere = require_elsewhere or _nothing
+        self._heard_by: set[object] = set()
+        self.is_awaited = False
+        self.on_seen: Callable[[], object] = _nothing
+
+    def reach(self, value: T) -> None:
+        """The moment has come. Once."""
+        self._outcome.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """The moment will not come. Once."""
+        self._outcome.set_exception(error)
+
+    def done(self) -> bool:
+        """Whether the moment has come, or the save failed before it."""
+        is_done = self._outcome.done()
+        if is_done:
+            self.on_seen()
+        return is_done
+
+    def error(self) -> BaseException | None:
+        """Give why the moment did not come, once it is `done`; `None` if it did."""
+        return self._outcome.exception()
+
+    def heard(self) -> object:
+        """Somebody hears how it ends; gives what stands for them."""
+        waiter = object()
+        self._heard_by.add(waiter)
+        return waiter
+
+    @property
+    def is_error_seen(self) -> bool:
+        """Whether it has failed, and who waited to the end, or still does, has that error."""
+        return bool(self._heard_by) and self.error() is not None
+
+    def wrapped(self) -> asyncio.Future[T]:
+        """Give a future of the running loop that is done when the moment has come."""
+        self.is_awaited = True
+        return self._wrapped()
+
+    def _wrapped(self) -> asyncio.Future[T]:
+        future = self._outcome.wrapped()
+        future.add_done_callback(self._look)  # before those of whoever waits
+        return future
+
+    def _look(self, future: asyncio.Future[T]) -> None:
+        """Somebody learns of it now; an error that a cancelled waiter does not collect is seen."""
+        if not future.cancelled():
+            future.exception()
+            self.on_seen()
+
+    async def come(self) -> T:
+        """Wait, on the running loop, until the moment has come; see `handle.Milestone`."""
+        future = self.wrapped()
+        waiter = self.heard()
+        try:
+            await asyncio.wait((future,))
+        except BaseException:  # it gives up: the error, if there will be one, is not seen
+            self._heard_by.discard(waiter)
+            raise
+        return future.result()
+
+    async def ended(self) -> bool:
+        """Wait until the moment has come (true) or will not (false); counts as no wait."""
+        future = self._wrapped()
+        await asyncio.wait((future,))
+        return future.exception() is None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the moment has come; see `handle.Milestone`."""
+        _require_seconds(timeout_s)
+        if not self._outcome.done():
+            self._require_elsewhere()
+        self.is_awaited = True
+        waiter, has_ended = self.heard(), False
+        try:
+            has_ended = self._outcome.wait(timeout_s)
+        finally:
+            if not has_ended:  # as above
+                self._heard_by.discard(waiter)
+        if not has_ended:
+            raise TimeoutError
+        result = self._outcome.result()
+        self.on_seen()
+        return result
+
+    def wait_done(self) -> None:
+        """Block until the moment has come or will not come; see `handle.Milestone`."""
+        if not self._outcome.done():
+            self._require_elsewhere()
+        self._outcome.wait()
+        self.on_seen()
+
+
+class SaveMoments:
+    """All moments of a save, and whether somebody has seen how it ended.
+
+    Attributes:
+        path: What is being written.
+        save_id: The save's own id.
+        submitted: Every copy has begun: it was made, or its device was told to make it.
+        staged: Every byte is copied; the source may change.
+        committed: The checkpoint exists.
+        durable: The last tier has the checkpoint, whole; the commit where there is one tier.
+        retrieved: Whether somebody has seen how the save ended.
+        stop: Asks for the end of the save; from any thread.
+        fence: Orders the calling thread's current streams behind the copies.
+    """
+
+    #: True until `__init__` ends, so that `__del__` of what is half made logs nothing.
+    _is_told = True
+
+    def __init__(
+        self,
+        path: str,
+        save_id: str,
+        *,
+        stop: Callable[[], None] | None = None,
+        fence: Callable[[], None] | None = None,
+        stop_copy: Callable[[], None] | None = None,
+        require_elsewhere: Callable[[], object] | None = None,
+    ) -> None:
+        """Of a save that is about to begin.
+
+        Args:
+            path: What is being written.
+            save_id: The save's own id.
+            stop: Asks for the end of the save; from any thread.
+            fence: Orders the calling thread's current streams behind the copies. Not for a
+                state on the CPU, which has none: once it is copied, nothing is left to order.
+            stop_copy: Asks for the end of the copy to a second tier, if there is one.
+            require_elsewhere: Raises on the engine's own thread; called before one blocks.
+        """
+        self.path = path
+        self.save_id = save_id
+        self.submitted: Moment[None] = Moment(require_elsewhere)
+        self.staged: Moment[None] = Moment(require_elsewhere)
+        self.committed: Moment[CheckpointInfo] = Moment(require_elsewhere)
+        self.durable: Moment[CheckpointInfo] = (
+            self.committed if stop_copy is None else Moment(require_elsewhere)
+        )
+        self.retrieved = False
+        self.stop = stop or _nothing
+        self.fence = fence or _nothing
+        self._stop_copy = stop_copy or _nothing
+        self._is_told = False
+
+    def __del__(self) -> None:
+        """Log the error of a save that nobody waited for, as asyncio does for its tasks."""
+        self.tell()
+
+    def tell(self) -> None:
+        """Log the error of a save that nobody has waited for, once."""
+        if not self._is_told and self.durable.done() and self.is_unsettled():
+            self._is_told = True
+            _log.error(
+                "the save to %r failed and nobody waited for it: %r", self.path, self.error()
+            )
+
+    def is_unsettled(self) -> bool:
+        """Whether the save, or its copy, is under way, or failed and nobody has seen that."""
+        if not self.durable.done():
+            return True
+        if self.committed.error() is not None and self.retrieved:
+            return False
+        moments = (self.submitted, self.staged, self.committed, self.durable)
+        return self.error() is not None and not any(moment.is_error_seen for moment in moments)
+
+    def error(self) -> BaseException | None:
+        """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
+        return self.committed.error() or self.durable.error()
+
+    def seen(self) -> None:
+        """Whoever had to see how it ended has."""
+        self.retrieved = True
+        self.durable.heard()
+
+    def fail(self, error: BaseException) -> None:
+        """The save ended without a commit. Once."""
+        for moment in (self.submitted, self.staged, self.committed, self.durable):
+            if not moment.done():
+                moment.fail(error)
+
+    def abort(self) -> None:
+        """Ask for the end of the save and of its copy; who asks has seen how they end."""
+        self.seen()
+        self.stop()
+        self._stop_copy()
+
+
+def _require_seconds(timeout_s: Any) -> None:
+    """Check how long somebody will wait: what is no number, as nan, is neither long nor short.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    is_number = timeout_s is None or isinstance(timeout_s, Real)
+    if not is_number or not (timeout_s is None or timeout_s <= 0 or timeout_s > 0):
+        raise ConfigError(f"timeout_s= is a number of seconds, not {timeout_s!r}")
+
+
+def _nothing() -> None:
+    """Nobody has to know, and there is nothing to stop or to order."""
