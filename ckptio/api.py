@@ -177,7 +177,7 @@ class Engine:
             StorageError: The directory cannot be listed.
             EngineClosedError: The engine is not open.
         """
-        from ckptio.runtime.begin_copy import finish_copies  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
         step = functools.partial(finish_copies, root)
         return await self._core.call(step, f"finish copies of {root!s}")

@@ -112,7 +112,7 @@ class Engine:
 
     def finish_copies(self, root: PathLike) -> tuple[str, ...]:
         """Make the copies that earlier runs owed; see `ckptio.Engine.finish_copies`."""
-        from ckptio.runtime.begin_copy import finish_copies  # noqa: PLC0415  # where it is needed
+        from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
         step = functools.partial(finish_copies, root)
         return self._core.call_blocking(step, f"finish copies of {root!s}")

@@ -19,7 +19,8 @@ from ckptio.errors import (
     ConfigError,
 )
 from ckptio.plan.retention import KeepLast
-from ckptio.runtime.begin_copy import is_copied, is_owed, take_up
+from ckptio.runtime.owed_copies import is_owed, take_up
+from ckptio.runtime.second_tier import is_copied
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class SecondTier:
         return self.keeper.root.join(step_name(step))
 
     async def take_up(self, root: str) -> None:
-        """Make the copies that earlier runs owed; see `runtime.begin_copy.take_up`."""
+        """Make the copies that earlier runs owed; see `runtime.owed_copies.take_up`."""
         self.context.copies.seen.add(root)
         await take_up(root, self.context)
 

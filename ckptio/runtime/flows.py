@@ -31,10 +31,11 @@ from ckptio.errors import (
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
 from ckptio.moments import SaveMoments
-from ckptio.runtime.begin_copy import begin_copy, second_tier
 from ckptio.runtime.refusal import refuse
 from ckptio.runtime.run_save import run_alone, saved, stop_alone
 from ckptio.runtime.running import Running
+from ckptio.runtime.save_copy import begin_copy
+from ckptio.runtime.second_tier import second_tier
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten

@@ -13,7 +13,7 @@ from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
 from ckptio.moments import CheckpointInfo, Moment
-from ckptio.runtime.begin_copy import begin_copy
+from ckptio.runtime.save_copy import begin_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,152 @@
+"""Copies to a second tier that earlier runs owed: a note beside a checkpoint tells of each.
+
+They are one task, which leaving the engine waits for and aborts as it does with the copy of
+a save: a run that saves once and ends would never make more than one of them else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from ckptio._aio import run_blocking, shielded
+from ckptio.engine.tiers import CopyJob, make_copy
+from ckptio.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from ckptio.events import CopyFailed
+from ckptio.format.note import decode_note
+from ckptio.format.summary import decode_summary
+
+if TYPE_CHECKING:
+    from ckptio.engine.context import EngineContext
+    from ckptio.storage.interface import Note, Storage
+    from ckptio.storage.resolve import PathLike
+
+
+def parent_of(path: str) -> str:
+    """Give the directory or the prefix that a checkpoint lies in; empty if there is none."""
+    parent = path.rpartition("/")[0]
+    return "" if parent.endswith(("/", ":")) else parent
+
+
+async def take_up(root: str, context: EngineContext) -> None:
+    """Make the copies that earlier runs owed. What fails was told the observer, or the log."""
+    with contextlib.suppress(CheckpointError):  # an event has each, and that of the list
+        await finish_copies(root, context)
+
+
+async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ...]:
+    """Make the copies that are owed of a checkpoint, and of those in a directory.
+
+    On the engine's loop, and to the end also where the engine's block is left meanwhile.
+
+    Args:
+        root: The checkpoint or the directory.
+        context: The engine's. With several ranks, rank 0 does all of it.
+
+    Returns:
+        Where copies were made, by path of the first tier.
+
+    Raises:
+        CheckpointError: One could not be made, the first of them; all were tried. Each is told
+            by an event, too.
+    """
+    if context.ranks.rank != 0:
+        return ()
+    place = context.resolver.root(root)
+    paths = [place.path]
+    try:
+        found = await place.find()
+    except CheckpointError as error:
+        _tell(context, place.path, error)
+        raise
+    paths += [place.join(item.name) for item in found if item.version is not None]
+    made, failure = [], None
+    for path in paths:
+        try:
+            if (to := await _finish(path, context)) is not None:
+                made.append(to)
+        except CheckpointError as error:
+            context.copies.owing.setdefault(parent_of(path), False)
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return tuple(made)
+
+
+def _tell(context: EngineContext, path: str, error: Exception, save_id: str = "") -> None:
+    """Tell of a copy that did not come as far as to be one: nobody knows where to."""
+    context.emit(CopyFailed(path=path, to="", save_id=save_id, error=error))
+
+
+async def _finish(path: str, context: EngineContext) -> str | None:
+    """Make the copy of a checkpoint, if one is owed; gives where to."""
+    save_id = ""
+    try:
+        storage = context.resolver.storage(path)
+        save_id = await _committed_save(storage, context) or ""
+    except CheckpointError as error:
+        _tell(context, path, error)
+        raise
+    name = storage.identity, save_id
+    if not save_id or name in context.copies.under_way:
+        return None
+    context.copies.under_way.add(name)
+    try:
+        try:
+            owed = await _take_owed(storage, save_id, context)
+        except CheckpointError as error:
+            _tell(context, path, error, save_id)
+            raise
+        if owed is None:
+            return None
+        job, note = owed
+        try:
+            sent_nbytes = await context.copies.stoppable(name, make_copy(job, context, note))
+        finally:
+            await shielded(note.release())  # where it was stopped before it could do so
+        return None if sent_nbytes is None else job.target.path
+    finally:
+        context.copies.part(name)
+
+
+async def _take_owed(
+    storage: Storage, save_id: str, context: EngineContext
+) -> tuple[CopyJob, Note] | None:
+    """Take the note of a copy and make a job of it; `None` if none is owed."""
+    note = await storage.take_note(save_id)
+    if note is None:
+        return None
+    try:
+        found = decode_note(note.data)
+        job = CopyJob(
+            save_id=save_id,
+            key=f"owed {save_id}",
+            source=storage,
+            target=context.resolver.storage(found.copy_to),
+            overwrite=found.overwrite,
+            resumes=True,
+        )
+    except BaseException:
+        await shielded(note.release())
+        raise
+    if job.target.identity == storage.identity:  # it was moved to where it is wanted
+        await shielded(note.drop())
+        return None
+    return job, note
+
+
+async def is_owed(storage: Storage, context: EngineContext) -> bool:
+    """Whether a checkpoint is still to be copied."""
+    save_id = await _committed_save(storage, context)
+    return save_id is not None and await storage.has_note(save_id)
+
+
+async def _committed_save(storage: Storage, context: EngineContext) -> str | None:
+    """Give the id of the save that is committed somewhere; `None` if there is none of ours."""
+    try:
+        _, data = await storage.read_manifest()
+        if not isinstance(data, bytes):
+            return None
+        return (await run_blocking(context.executor, decode_summary, data)).save_id
+    except (CheckpointNotFoundError, FormatError):
+        return None

@@ -1,0 +1,134 @@
+"""The copy of a save to a second tier, from the moment in which the save is asked for.
+
+It has a task of its own from then on: it waits for the commit there, so that leaving the
+engine waits for both, and aborts both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from ckptio._aio import shielded
+from ckptio.engine.tiers import CopyJob, make_copy
+from ckptio.errors import CheckpointChangedError, SaveAbortedError
+from ckptio.events import CopyFailed
+from ckptio.moments import CheckpointInfo
+from ckptio.runtime.owed_copies import parent_of, take_up
+from ckptio.runtime.refusal import say_absent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptio.engine.context import EngineContext
+    from ckptio.moments import Moment, SaveMoments
+    from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
+
+    Say = Callable[[], None]
+
+
+def begin_copy(
+    core: EngineCore,
+    job: CopyJob,
+    moments: SaveMoments,
+    running: Running[Say],
+    begins: Moment[None] | None = None,
+) -> None:
+    """Have a checkpoint copied when it is committed. On the caller's thread.
+
+    The first copy from a directory also takes up what earlier runs owed there; and so does
+    the next one after copies have failed, and one was made again.
+
+    Args:
+        core: The engine.
+        job: The copy; gets its place in the line.
+        moments: The save's.
+        running: Takes the end of the copy: what tells the handle of it.
+        begins: What the copy waits for, instead of the commit. Whoever
+            reaches it tells the handle how the copy ended, too; else the copy's task does.
+    """
+    copies = core.context.copies
+    job.ticket = core.next_number("copy")
+    copies.under_way.add(job.name)
+
+    async def copy_and_say(context: EngineContext) -> Say:
+        say = await _copied(job, moments, begins or moments.committed, context)
+        if begins is None:
+            say()
+        return say
+
+    core.submit(copy_and_say, f"copy {job.source.path}", running)
+    parent = parent_of(job.source.path)
+    if parent and (parent not in copies.seen or copies.owing.get(parent)):
+        copies.seen.add(parent)
+        copies.owing.pop(parent, None)
+        core.submit(functools.partial(take_up, parent), f"take up copies of {parent}")
+
+
+async def _copied(
+    job: CopyJob, moments: SaveMoments, begins: Moment[Any], context: EngineContext
+) -> Say:
+    """Copy what was committed, and give what tells the handle how that ended. Never raises."""
+    copies, parent = context.copies, parent_of(job.source.path)
+    try:
+        try:
+            # to its end even when this is stopped: what comes of the copy depends on it
+            await shielded(begins.ended())
+            if begins.error() is not None:
+                return _nothing  # the handle says so
+            note = await job.source.take_note(job.save_id) if context.ranks.rank == 0 else None
+        except BaseException as error:
+            if begins.error() is not None:
+                return _nothing
+            context.emit(
+                CopyFailed(
+                    path=job.source.path, to=job.target.path, save_id=job.save_id, error=error
+                )
+            )
+            await shielded(say_absent(context, job.key, error))
+            raise
+        await make_copy(job, context, note)
+    except BaseException as error:  # the handle raises it
+        copies.owing[parent] = False
+        return functools.partial(_fail, moments, _cause(job, error))
+    finally:
+        copies.part(job.name)
+        copies.end(job.ticket or 0)
+    if parent in copies.owing:  # the second tier is back
+        copies.owing[parent] = True
+    first = moments.committed.wait(0)
+    info = CheckpointInfo(
+        path=job.target.path,
+        save_id=job.save_id,
+        nbytes=first.nbytes,
+        num_files=first.num_files,
+        num_tensors=first.num_tensors,
+        staged_s=first.staged_s,
+        committed_s=job.elapsed_s(),
+        plan_reused=first.plan_reused,
+    )
+    return functools.partial(moments.durable.reach, info)
+
+
+def _nothing() -> None:
+    """A save that was not committed has no copy."""
+
+
+def _fail(moments: SaveMoments, error: BaseException) -> None:
+    if not moments.durable.done():  # a save that failed has said so
+        moments.durable.fail(error)
+        if isinstance(error, CheckpointChangedError):
+            moments.seen()  # a later save took its place, and has a copy of its own
+
+
+def _cause(job: CopyJob, error: BaseException) -> Exception:
+    """Give what `durable` raises."""
+    if isinstance(error, Exception):
+        if not isinstance(error, CheckpointChangedError):  # then it has gone
+            error.add_note(f"the checkpoint {job.source.path!r} itself is committed, and stays")
+        return error
+    return SaveAbortedError(
+        f"the copy of {job.source.path!r} to {job.target.path!r} was stopped; the checkpoint itself"
+        " is untouched, and finish_copies or the next save with then= goes on with the copy"
+    )
