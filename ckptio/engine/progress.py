@@ -49,7 +49,7 @@ class SaveProgress:
         """
         self.to_submit -= 1
         if self.to_submit == 0:
-            self._refuse(self.job.source.changed())
+            self._refuse(self.job.source.watch.changed())
             self.job.moments.submitted.reach(None)
 
     def require_settled(self) -> None:
@@ -58,7 +58,7 @@ class SaveProgress:
         Raises:
             StateError: It was being changed when the copies ended.
         """
-        self._refuse(self.job.source.settled())
+        self._refuse(self.job.source.watch.settled())
 
     def _refuse(self, index: int | None) -> None:
         if index is not None:
@@ -75,7 +75,7 @@ class SaveProgress:
             self.writes_go.set()
             job = self.job
             is_known = job.moments.staged.is_awaited or self.context.observer is not None
-            job.source.copied(is_known=is_known)
+            job.source.watch.copied(is_known=is_known)
             job.staged_s = job.elapsed_s()
             job.moments.staged.reach(None)
             self.context.emit(

@@ -97,7 +97,8 @@ class SaveJob:
 
     def __post_init__(self) -> None:
         """Whoever learns that the state may change has it looked at once more before."""
-        self.moments.submitted.on_seen = self.moments.staged.on_seen = self.source.settled
+        settled = self.source.watch.settled
+        self.moments.submitted.on_seen = self.moments.staged.on_seen = settled
 
     def elapsed_s(self) -> float:
         """Seconds since the save was asked for."""

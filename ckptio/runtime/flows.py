@@ -135,7 +135,7 @@ def begin_save(
     except BaseException as error:  # an interrupt: the caller has it, and no handle
         moments.seen()
         if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
-            job.source.drop()  # the handle, which is kept, refers to it
+            job.source.watch.drop()  # what is kept refers to it
         raise
     if copy is not None:
         begin_copy(core, copy, moments, copying)

@@ -57,7 +57,7 @@ async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | Non
     try:
         receipt = await run_save(job, context)
     except BaseException as error:  # the handle raises it
-        job.source.drop()
+        job.source.watch.drop()
         ended = (
             error
             if isinstance(error, Exception)

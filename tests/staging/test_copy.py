@@ -223,27 +223,4 @@ def test_a_strided_source_of_another_shape_is_not_copied(
     tensor.data = change(tensor.data)
     (segment,) = plan.buckets[0].segments
     source.gather(segment, Slab(SMALL.slab_nbytes), [])
-    assert source.changed() == 0
-
-
-def test_a_state_is_settled_once() -> None:
-    """By the first who asks; what is written afterwards is nobody's business."""
-    tensor = torch.zeros(4)
-    held = StorageWeakRef(tensor.untyped_storage())
-    for is_early in (False, True):
-        source = SourceState([tensor], None)
-        if is_early:
-            assert source.settled() is None
-            tensor.add_(1)
-            source.copied(is_known=False)
-        else:
-            source.copied(is_known=False)
-            tensor.add_(1)
-        assert source.settled() == (None if is_early else 0)
-        assert source.settled() == (None if is_early else 0)
-    known = SourceState([tensor], None)
-    known.copied(is_known=True)
-    tensor.add_(1)
-    assert known.settled() is None
-    del tensor
-    assert held.expired()
+    assert source.watch.changed() == 0

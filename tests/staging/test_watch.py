@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ckptio.staging.watch import SourceWatch
+
+
+def test_a_state_is_settled_once() -> None:
+    """By the first who asks; what is written afterwards is nobody's business."""
+    tensor = torch.zeros(4)
+    held = StorageWeakRef(tensor.untyped_storage())
+    for is_early in (False, True):
+        watch = SourceWatch([tensor])
+        if is_early:
+            assert watch.settled() is None
+            tensor.add_(1)
+            watch.copied(is_known=False)
+        else:
+            watch.copied(is_known=False)
+            tensor.add_(1)
+        assert watch.settled() == (None if is_early else 0)
+        assert watch.settled() == (None if is_early else 0)
+    known = SourceWatch([tensor])
+    known.copied(is_known=True)
+    tensor.add_(1)
+    assert known.settled() is None
+    del tensor
+    assert held.expired()
