@@ -16,7 +16,7 @@ from ckptio._version import __version__
 
 if TYPE_CHECKING:
     from ckptio import errors, events, sync
-    from ckptio.api import Engine, RanksLike, Strict
+    from ckptio.api import Engine
     from ckptio.cache import CacheStatistics
     from ckptio.calls import (
         finish_copies,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from ckptio.conversion.convert import ConvertReport, Format, convert
     from ckptio.conversion.safetensors import Written
+    from ckptio.engine.asked import Strict
     from ckptio.engine.restore import LoadReport
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import (
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
         StepRecord,
     )
     from ckptio.plan.schedule import SaveEvery
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.shards import PerRank, Shard
@@ -87,7 +89,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 _HOMES = {
-    "ckptio.api": ("Engine", "RanksLike", "Strict"),
+    "ckptio.api": ("Engine",),
     "ckptio.cache": ("CacheStatistics",),
     "ckptio.calls": (
         "finish_copies",
@@ -109,6 +111,7 @@ _HOMES = {
     ),
     "ckptio.conversion.convert": ("ConvertReport", "Format", "convert"),
     "ckptio.conversion.safetensors": ("Written",),
+    "ckptio.engine.asked": ("Strict",),
     "ckptio.engine.restore": ("LoadReport",),
     "ckptio.engine.verify": ("VerifyReport",),
     "ckptio.errors": (
@@ -150,6 +153,7 @@ _HOMES = {
         "StepRecord",
     ),
     "ckptio.plan.schedule": ("SaveEvery",),
+    "ckptio.ranks.discover": ("RanksLike",),
     "ckptio.runtime.flows": ("LoadResult",),
     "ckptio.runtime.slices": ("Index",),
     "ckptio.shards": ("PerRank", "Shard"),

@@ -8,7 +8,7 @@ is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.c
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import in_own_thread
 from ckptio.engine.asked import Asked
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
 
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
-
-Strict = Literal["raise", "report", "ignore"]
-RanksLike = Union[Literal["auto", "solo"], "torch.distributed.ProcessGroup"]
 
 
 class Engine:
@@ -185,7 +184,7 @@ class Engine:
     async def load(
         self,
         path: PathLike,
-        into: Any = None,
+        into: T | None = None,
         *,
         then: PathLike | None = None,
         device: torch.device | str | None = None,
@@ -193,7 +192,7 @@ class Engine:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> Any:
+    ) -> T:
         """Load a state.
 
         Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
@@ -263,7 +262,8 @@ class Engine:
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         load = flows.load_flow(self._core, path, asked, then)
-        return (await drive(self._core, load, f"load {path!s}")).state
+        state: T = (await drive(self._core, load, f"load {path!s}")).state
+        return state
 
     async def load_with_report(
         self,

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import RanksLike, Strict
     from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.moments import CheckpointInfo
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.staging.pool import PoolStatistics
@@ -120,7 +121,7 @@ class Engine:
     def load(
         self,
         path: PathLike,
-        into: Any = None,
+        into: T | None = None,
         *,
         then: PathLike | None = None,
         device: torch.device | str | None = None,
@@ -128,13 +129,14 @@ class Engine:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> Any:
+    ) -> T:
         """Load a state; see `ckptio.Engine.load`."""
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         load = flows.load_flow(self._core, path, asked, then)
-        return drive_blocking(self._core, load, f"load {path!s}").state
+        state: T = drive_blocking(self._core, load, f"load {path!s}").state
+        return state
 
     def load_with_report(
         self,

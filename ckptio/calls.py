@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.asked import Strict, T
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
@@ -68,7 +69,7 @@ async def finish_copies(
 
 async def load(
     path: PathLike,
-    into: Any = None,
+    into: T | None = None,
     *,
     then: PathLike | None = None,
     device: torch.device | str | None = None,
@@ -79,7 +80,7 @@ async def load(
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
-) -> Any:
+) -> T:
     """Load a state with an engine for this one call; see `Engine.load`."""
     async with Engine(config, observer=observer, ranks=ranks) as engine:
         return await engine.load(

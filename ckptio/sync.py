@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.convert import ConvertReport, Format
+    from ckptio.engine.asked import Strict, T
     from ckptio.engine.verify import VerifyReport
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.moments import CheckpointInfo
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
@@ -57,7 +58,7 @@ def finish_copies(
 
 def load(
     path: PathLike,
-    into: Any = None,
+    into: T | None = None,
     *,
     then: PathLike | None = None,
     device: torch.device | str | None = None,
@@ -68,7 +69,7 @@ def load(
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
-) -> Any:
+) -> T:
     """Load a state; see `ckptio.load`."""
     with Engine(config, observer=observer, ranks=ranks) as engine:
         return engine.load(

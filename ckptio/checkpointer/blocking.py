@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
     from ckptio.moments import CheckpointInfo
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.plan.schedule import SaveEvery
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.running import Running
     from ckptio.state.select import Select
@@ -183,7 +184,7 @@ class Checkpointer:
 
     def load(
         self,
-        into: Any = None,
+        into: T | None = None,
         *,
         step: int | None = None,
         device: torch.device | str | None = None,
@@ -191,11 +192,12 @@ class Checkpointer:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> Any:
+    ) -> T:
         """Load the highest committed step, or the one given; see `ckptio.Checkpointer.load`."""
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         engine = self._core.engine
-        return drive_blocking(engine, self._core.load_flow(step, asked), "load a step").state
+        state: T = drive_blocking(engine, self._core.load_flow(step, asked), "load a step").state
+        return state
 
     def load_with_report(
         self,

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.api import RanksLike, Strict
     from ckptio.config import CheckpointConfig
+    from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.plan.schedule import SaveEvery
+    from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
@@ -241,7 +242,7 @@ class Checkpointer:
 
     async def load(
         self,
-        into: Any = None,
+        into: T | None = None,
         *,
         step: int | None = None,
         device: torch.device | str | None = None,
@@ -249,7 +250,7 @@ class Checkpointer:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> Any:
+    ) -> T:
         """Load the highest committed step, or the one given. See `Engine.load`.
 
         A step that turns out damaged raises, with a note that names the one before: which
@@ -270,7 +271,8 @@ class Checkpointer:
         """
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         engine = self._core.engine
-        return (await drive(engine, self._core.load_flow(step, asked), "load a step")).state
+        state: T = (await drive(engine, self._core.load_flow(step, asked), "load a step")).state
+        return state
 
     async def load_with_report(
         self,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from typing_extensions import TypeVar  # torch needs it; here it is for type checkers alone
 
     from ckptio.state.select import Select
+
+    #: What `load` returns: the target, if one is given; else nobody knows what is stored. (With
+    #: a default (PEP 696), as overloads would say each of six signatures twice more.)
+    T = TypeVar("T", default=Any)
+
+Strict = Literal["raise", "report", "ignore"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
 from ckptio.errors import ConfigError
 from ckptio.ranks.join import Place, join
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Executor
 
+    import torch
+
     from ckptio.ranks.interface import Deadlines, Ranks
     from ckptio.ranks.join import Store
 
+#: Who takes part, as a caller says it.
+RanksLike = Union[Literal["auto", "solo"], "torch.distributed.ProcessGroup"]
 _GROUP_DIGITS = 16
 
 
