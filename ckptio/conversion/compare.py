@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 Reason = Literal["kind", "dtype", "shape", "bits", "value"]
 #: Elements that are compared as float64 at a time: 8 MiB.
 _NUM_AT_ONCE = 1 << 20
+#: Characters of a value that are shown.
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +320,6 @@ def _dtype(leaf: Leaf) -> str:
     return str(leaf.node["d"]) if leaf.node[TAG] == "np" else leaf.dtype
 
 
-def _short(node: Json, limit: int = 200) -> str:
+def _short(node: Json) -> str:
     text = msgspec.json.encode(node).decode()
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
