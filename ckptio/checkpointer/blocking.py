@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from ckptio._outcome import Outcome
 from ckptio.blocking import Engine, committed
 from ckptio.checkpointer.core import CheckpointerCore
-from ckptio.checkpointer.face import check_engine
+from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
 from ckptio.handle import SaveHandle
@@ -77,7 +77,8 @@ class Checkpointer:
         observer: Observer | None = None,
         ranks: RanksLike = "auto",
     ) -> None:
-        check_engine(
+        self._owns = engine is None
+        self._engine = engine_for(
             engine, Engine, "ckptio.sync.Engine", config=config, observer=observer, ranks=ranks
         )
         self._core = CheckpointerCore(
@@ -90,8 +91,6 @@ class Checkpointer:
             preempt_deadline_s=preempt_deadline_s,
             sweep_after_s=sweep_after_s,
         )
-        self._owns = engine is None
-        self._engine = engine or Engine(config, observer=observer, ranks=ranks)
 
     def __enter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""

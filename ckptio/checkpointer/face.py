@@ -11,9 +11,9 @@ from ckptio._aio import outlive
 from ckptio._outcome import Outcome
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
+from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
-from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import is_breaking_off
@@ -121,7 +121,10 @@ class Checkpointer:
         observer: Observer | None = None,
         ranks: RanksLike = "auto",
     ) -> None:
-        check_engine(engine, Engine, "ckptio.Engine", config=config, observer=observer, ranks=ranks)
+        self._owns = engine is None
+        self._engine = engine_for(
+            engine, Engine, "ckptio.Engine", config=config, observer=observer, ranks=ranks
+        )
         self._core = CheckpointerCore(
             root,
             then=then,
@@ -132,8 +135,6 @@ class Checkpointer:
             preempt_deadline_s=preempt_deadline_s,
             sweep_after_s=sweep_after_s,
         )
-        self._owns = engine is None
-        self._engine = engine or Engine(config, observer=observer, ranks=ranks)
 
     async def __aenter__(self) -> Self:
         """Open, and its engine if that is its own. Waits for the other ranks."""
@@ -344,37 +345,6 @@ class Checkpointer:
     def path(self, step: int) -> str:
         """Give the path of a step's checkpoint, committed or not."""
         return self._core.path(step)
-
-
-def check_engine(
-    engine: object,
-    kind: type[object],
-    name: str,
-    *,
-    config: object,
-    observer: object,
-    ranks: object,
-) -> None:
-    """Check an engine that is given, and that options of an engine come without one.
-
-    Args:
-        engine: What was given; `None` if nothing was.
-        kind: What it has to be.
-        name: How to call that.
-        config: Given beside it, as are the others.
-        observer: As above.
-        ranks: As above.
-
-    Raises:
-        ConfigError: It is another thing, as the engine of the other face; or they come with
-            one, and would have no effect.
-    """
-    if engine is None:
-        return
-    if not isinstance(engine, kind):
-        raise ConfigError(f"engine= is a {name}, not {engine!r}")
-    if not (config is observer is None and ranks == "auto"):
-        raise ConfigError("config=, observer= and ranks= have no effect with engine=")
 
 
 async def _all_done(futures: list[asyncio.Future[Any]]) -> None:

@@ -1,0 +1,55 @@
+"""The engine of a checkpointer: one that is given to it, or its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ckptio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptio.config import CheckpointConfig
+    from ckptio.events import Observer
+    from ckptio.ranks.discover import RanksLike
+
+
+class _Engine(Protocol):
+    """What the engines of both faces are made of."""
+
+    def __init__(
+        self, config: CheckpointConfig | None, *, observer: Observer | None, ranks: RanksLike
+    ) -> None: ...
+
+
+E = TypeVar("E", bound=_Engine)
+
+
+def engine_for(
+    given: object,
+    kind: type[E],
+    name: str,
+    *,
+    config: CheckpointConfig | None,
+    observer: Observer | None,
+    ranks: RanksLike,
+) -> E:
+    """Take the engine that is given, or make one.
+
+    Args:
+        given: What was given; `None` if nothing was.
+        kind: What it has to be.
+        name: How to call that.
+        config: Of an engine of its own, as the others.
+        observer: As above.
+        ranks: As above.
+
+    Raises:
+        ConfigError: It is another thing, as the engine of the other face; or options of an
+            engine come with one, and would have no effect.
+    """
+    if given is None:
+        return kind(config, observer=observer, ranks=ranks)
+    if not isinstance(given, kind):
+        raise ConfigError(f"engine= is a {name}, not {given!r}")
+    if config is not None or observer is not None or ranks != "auto":
+        raise ConfigError("config=, observer= and ranks= have no effect with engine=")
+    return given
