@@ -44,6 +44,7 @@ from ckptio.conversion.own import (
     remove_empty,
     rename_new,
     sync_dir,
+    sync_file,
     take_lock,
 )
 from ckptio.conversion.safetensors import Written
@@ -249,7 +250,7 @@ def write_dcp(
         with _place_inside(path, made, config) as aside:
             name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
             _save(state, _Writer(aside, name, config), _LazyPlanner(source, entries, advance))
-            set_mode(f"{aside}/{METADATA}", config.file_mode)  # which the stock writer made
+            _settle(f"{aside}/{METADATA}", config)
             return _move(aside, path, name, overwrite=overwrite, config=config)
     except OSError as error:
         if isinstance(error, CheckpointError):
@@ -328,6 +329,16 @@ def _save(state: dict[str, Any], writer: _Writer, planner: DefaultSavePlanner) -
             raise cause from None
         finally:
             log.setLevel(level)
+
+
+def _settle(metadata: str, config: CheckpointConfig) -> None:
+    """Give metadata its mode, and sync it: the stock writer does so before it writes it."""
+    fd = os.open(metadata, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        set_mode(fd, config.file_mode)
+        sync_file(fd, config)
+    finally:
+        os.close(fd)
 
 
 def _move(

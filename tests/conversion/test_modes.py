@@ -114,6 +114,26 @@ def test_a_conversion_syncs_what_it_is_told_to(
     assert bool([path for path in synced if not os.path.isdir(path)]) == (durability != "none")
 
 
+@pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
+def test_a_file_has_all_its_bytes_when_it_is_synced(
+    to: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote it: what is written behind its last sync, a power cut takes."""
+    synced: dict[int, int] = {}
+    real = os.fsync
+
+    def fsync(file: Any) -> None:
+        status = os.stat(file if type(file) is int else file.fileno())
+        synced[status.st_ino] = status.st_size
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    shards: Any = {"max_shard_nbytes": 800} if to == "hf" else {}
+    sync.convert(source, tmp_path / "new" / "target", to=to, **shards)
+    made = [path.stat() for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert all(synced[status.st_ino] == status.st_size for status in made)
+
+
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 def test_a_conversion_that_fails_leaves_no_directory(
     to: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
