@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.conversion.own import make_own_dirs, remove_empty, take_lock
+from ckptio.conversion.own import make_own_dirs, remove_empty, sync_kept, take_lock
 from ckptio.conversion.safetensors import (
     Shard,
     Written,
@@ -120,7 +120,9 @@ def _write(
         for shard, name in zip(shards, names, strict=True)
     ]
     if index is not None:
-        if not has_index:
+        if has_index:
+            sync_kept(f"{path}/{_INDEX}", config)
+        else:
             replace_file(
                 f"{path}/{_INDEX}",
                 lambda fd: write_all(fd, index),
@@ -131,6 +133,7 @@ def _write(
     for name in others:  # only now: until here the old ones may be all there is
         if index is None or name != _INDEX:
             os.unlink(f"{path}/{name}")
+    sync_kept(path, config)  # of one file, its removal is the step; others may be kept
     _sweep(path)
     return written
 

@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from ckptio._version import __version__
+from ckptio.conversion.own import sync_above, sync_kept
 from ckptio.conversion.safetensors import Written
 from ckptio.engine.save import SaveJob
 from ckptio.engine.verify import run_verify
@@ -34,6 +35,7 @@ from ckptio.errors import (
     FormatError,
     SaveAbortedError,
 )
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.moments import SaveMoments
 from ckptio.plan.load import Wanted
 from ckptio.runtime.run_save import run_save
@@ -127,7 +129,11 @@ def write_checkpoint(
     if directory is not None and there != _UNREADABLE:
         own_id = _save_id_of(source, flat, core, there if overwrite else "")
         if there == own_id and not overwrite:
-            return _require_whole(core, storage)
+            found = _require_whole(core, storage)
+            for name in (*(file.name for file in found), MANIFEST_NAME, ""):
+                sync_kept(f"{directory}/{name}", core.config)
+            sync_above(directory, core.config)
+            return found
         if not os.path.lexists(f"{directory}/.manifest-{own_id}-old"):  # it is being removed
             save_id = own_id
             before = _stamps(directory, save_id)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from ckptio.errors import CommitConflictError
 from ckptio.storage import linux
-from ckptio.storage.files import PosixFiles, absolute, make_dirs
+from ckptio.storage.blocks import storage_error
+from ckptio.storage.files import (
+    NOT_TO_BE_SYNCED,
+    PosixFiles,
+    absolute,
+    make_dirs,
+    young_parents,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +45,7 @@ def make_own_dirs(path: str, config: CheckpointConfig) -> list[str]:
         make_dirs(PosixFiles(), absolute(path), config.dir_mode, made)
         for directory in made:
             sync_dir(os.path.dirname(directory), config)
+        sync_above(path, config)
     except OSError:
         remove_empty(made)
         raise
@@ -61,6 +69,41 @@ def sync_dir(path: str, config: CheckpointConfig) -> None:
     """Make the names in a directory durable, where names are to be."""
     if config.durability == "full":
         PosixFiles().fsync_dir(path)
+
+
+def sync_kept(path: str, config: CheckpointConfig) -> None:
+    """Make a file, or the names in a directory, durable that an earlier conversion wrote.
+
+    It may have been killed before it did, or told not to.
+
+    Raises:
+        StorageError: It cannot be synced.
+    """
+    try:
+        if os.path.isdir(path):
+            sync_dir(path, config)
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            sync_file(fd, config)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise storage_error(error, path, "cannot sync what is there") from error
+
+
+def sync_above(path: str, config: CheckpointConfig) -> None:
+    """Make a directory's own name durable, and those above: who made it may have been killed.
+
+    Raises:
+        OSError: As the system gives it.
+    """
+    for directory in young_parents(absolute(path)):
+        try:
+            sync_dir(directory, config)
+        except OSError as error:
+            if error.errno not in NOT_TO_BE_SYNCED:
+                raise
 
 
 def take_lock(fd: int, path: str, target: str) -> None:

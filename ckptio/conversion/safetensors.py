@@ -19,6 +19,7 @@ from ckptio.conversion.own import (
     rename_new,
     sync_dir,
     sync_file,
+    sync_kept,
     take_lock,
 )
 from ckptio.conversion.source import Leaf, batches, parts_of, read_views
@@ -131,6 +132,8 @@ def write_file(
     except BaseException:
         remove_empty(made)
         raise
+    if written.was_there:
+        sync_kept(os.path.dirname(absolute(path)), config)
     return [written]
 
 
@@ -187,6 +190,7 @@ def write_shard(
 ) -> Written:
     """Write a file, unless it is there."""
     if is_there(path, shard):
+        sync_kept(path, config)
         advance(sum(leaf.nbytes for leaf in shard.leaves))
         return Written(name, shard.nbytes, was_there=True)
     if os.path.lexists(path) and not overwrite:

@@ -35,6 +35,7 @@ from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_f
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import (
     MAX_TRIES,
+    NOT_TO_BE_SYNCED,
     follow_pointer,
     make_dirs,
     read_regular,
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
     from ckptio.errors import StorageError
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
-
-_NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NOT_TO_BE_SYNCED = (*_NO_RIGHT, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class LocalAttempt:
@@ -242,7 +240,7 @@ class LocalAttempt:
             except OSError as error:
                 # it has an entry of ours, which must be on the disk; others may not be ours to
                 # sync, or nobody's: mount points of an automounter refuse it
-                if directory in ours or error.errno not in _NOT_TO_BE_SYNCED:
+                if directory in ours or error.errno not in NOT_TO_BE_SYNCED:
                     raise
 
     def _sync_dir(self, path: str) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckptio.storage.linux import DirectAlignment
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+#: What a sync of a directory that is not ours ends with, or of a mount point of an automounter.
+NOT_TO_BE_SYNCED = (*_UNSUPPORTED, errno.EACCES, errno.EROFS)
 #: How often a name may come and go between two looks at it before a save gives up.
 MAX_TRIES = 100
 #: What a directory was told this long ago, in seconds, any system has written by itself.
