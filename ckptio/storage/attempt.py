@@ -108,11 +108,19 @@ class LocalAttempt:
             if locks:
                 self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
             if locks and self._directory not in self._made_dirs:
-                self._remove(find_leftovers(self._files, self._directory, self._save_id))
+                self._remove(self._find_leftovers())
         except (CheckpointExistsError, CommitConflictError):
             raise
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
+
+    def _find_leftovers(self) -> list[str]:
+        """Name what killed saves left; what time it is there, the attempt's file says."""
+
+        def now_s() -> float:
+            return os.fstat(self._lock_fd).st_mtime
+
+        return find_leftovers(self._files, self._directory, self._save_id, now_s)
 
     def _require_free(self) -> None:
         put_back_mistakes(self._files, self._directory)

@@ -4,7 +4,8 @@ A living save holds the lock of its attempt file (`storage.locks`); the kernel f
 a dead one.
 The file says under which boot of which kernel it was made. On the same one the lock
 decides. A mount may not carry locks from host to host, so the attempt of another host, or
-of this one before a reboot, counts as alive until it has been quiet for an hour.
+of this one before a reboot, counts as alive until it has been quiet for an hour: by the clock
+that dates files there, as that of this host may differ from a server's, or have been set.
 
 The files of a save of many ranks are covered by the lock of the rank that leads it. Another
 rank may be ahead of that one, so without any attempt its files too are left for an hour.
@@ -43,6 +44,8 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
 
@@ -117,13 +120,16 @@ def put_back_mistakes(files: PosixFiles, directory: str) -> None:
                 put_back(files, directory, tomb)
 
 
-def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]:
+def find_leftovers(
+    files: PosixFiles, directory: str, save_id: str, clock: Callable[[], float] = time.time
+) -> list[str]:
     """Name the files in `directory` that belong to no living save and to no checkpoint.
 
     Args:
         files: Operations to use.
         directory: A checkpoint's directory.
         save_id: The save that asks; its own files are not leftovers.
+        clock: Says what time it is where files are dated; that of this host if not given.
 
     Returns:
         Names; none where locks do not work or the manifest cannot be read.
@@ -142,7 +148,7 @@ def find_leftovers(files: PosixFiles, directory: str, save_id: str) -> list[str]
     living = {
         owner
         for owner, names in owners.items()
-        if _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names)
+        if _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names, clock)
     }
     try:
         needed = _needed(files, directory, MANIFEST_NAME)
@@ -200,13 +206,15 @@ def boot_id() -> bytes:
     return b""
 
 
-def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) -> bool:
+def _is_alive(
+    files: PosixFiles, directory: str, marker: str, names: list[str], clock: Callable[[], float]
+) -> bool:
     """Whether a save is, or may be, still under way."""
     try:
         fd = files.open(f"{directory}/{marker}", direct=False, writable=True)
     except FileNotFoundError:
         leads = all(_FIRST_RANK in name for name in names if name.startswith("data-"))
-        return not leads and not _is_quiet(directory, names)
+        return not leads and not _is_quiet(directory, names, clock)
     except OSError:
         return True
     try:
@@ -214,7 +222,7 @@ def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) 
         # maker was killed just then; its lock must not be touched
         boot = os.pread(fd, 64, 0)
         if not boot or boot != boot_id():
-            return not _is_quiet(directory, names)
+            return not _is_quiet(directory, names, clock)
         return not files.lock(fd)
     except OSError:
         return True
@@ -222,10 +230,10 @@ def _is_alive(files: PosixFiles, directory: str, marker: str, names: list[str]) 
         files.close(fd)
 
 
-def _is_quiet(directory: str, names: list[str]) -> bool:
+def _is_quiet(directory: str, names: list[str], clock: Callable[[], float]) -> bool:
     """Whether none of some files was written to for long."""
     times = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-    return max(times, default=0.0) + QUIET_S < time.time()
+    return max(times, default=0.0) + QUIET_S < clock()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
 import time
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.file_names import TOMB
+from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
@@ -275,7 +276,7 @@ class LocalRoot:
         if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
             return
         if is_quiet:
-            dead = find_leftovers(self._files, directory, "")
+            dead = find_leftovers(self._files, directory, "", lambda: self._now_s(directory))
             removed = tuple(name for name in dead if self._unlink(directory, name))
             if removed:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
@@ -289,6 +290,23 @@ class LocalRoot:
             with contextlib.suppress(FileNotFoundError):
                 times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
         return max(times)
+
+    def _now_s(self, directory: str) -> float:
+        """Ask what time it is where files are dated, by one that is made and removed.
+
+        Where none can be made, the disk is full and this host's clock has to do, or nothing can
+        be removed either.
+        """
+        path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
+        try:
+            fd = self._files.create(path, self._config.file_mode, direct=False)
+        except OSError:
+            return time.time()
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            self._files.close(fd)
+            self._files.unlink(path)
 
     def _unlink(self, directory: str, name: str) -> bool:
         """Remove a file; an event, not an error, if it stays."""

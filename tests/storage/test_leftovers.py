@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptio.events import LeftoversRemoved
-from ckptio.storage.file_names import data_file_name
+from ckptio.storage.file_names import QUIET_S, data_file_name
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
@@ -177,6 +178,20 @@ def test_an_attempt_of_another_host_is_alive_until_it_is_quiet(
     # one file that is still written to keeps them all
     os.utime(directory / ALL_OF_B[0])
     assert leftovers(directory) == []
+
+
+async def test_the_clock_that_counts_is_the_one_that_dates_files(
+    directory: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of this host that is hours ahead of a server's makes no save of another host dead."""
+    marker = directory / f".attempt-{B}"
+    marker.write_bytes(ANOTHER_BOOT)
+    before = names_in(directory)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 2 * QUIET_S)
+    storage = LocalStorage(str(directory), SMALL, executor, EventLog())
+    await write_files(storage, C, contents_of(C, 10), overwrite=True)
+    assert {*before} - {*names_in(directory)} == {*contents_of(A, 10)}
 
 
 def test_without_locks_nothing_is_taken_for_dead(directory: Path) -> None:

@@ -79,6 +79,24 @@ def age(directory: Path, seconds: float = 10_000) -> None:
     os.utime(directory, (then, then))
 
 
+async def test_a_sweep_asks_what_time_it_is_where_files_are_dated(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a clock that is hours ahead takes no living save of another host for a dead one."""
+    directory = tmp_path / "step-00000001"
+    await begin(directory, threads)
+    (directory / f".attempt-{SAVE_IDS[1]}").write_bytes(b"another boot")
+    before = names_in(directory)
+    with monkeypatch.context() as patch:
+        real = time.time
+        patch.setattr(time, "time", lambda: real() + 7200)
+        await root_at(tmp_path, threads).sweep(directory.name, 0)
+    assert names_in(directory) == before
+    age(directory)
+    await root_at(tmp_path, threads).sweep(directory.name, 0)
+    assert names_in(tmp_path) == []
+
+
 async def test_a_root_lists_directories_and_which_are_committed(
     tmp_path: Path, threads: Threads
 ) -> None:
