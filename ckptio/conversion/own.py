@@ -96,14 +96,14 @@ def sync_above(path: str, config: CheckpointConfig) -> None:
     """Make a directory's own name durable, and those above: who made it may have been killed.
 
     Raises:
-        OSError: As the system gives it.
+        StorageError: One of them cannot be synced.
     """
     for directory in young_parents(absolute(path)):
         try:
             sync_dir(directory, config)
         except OSError as error:
             if error.errno not in NOT_TO_BE_SYNCED:
-                raise
+                raise storage_error(error, directory, "cannot sync what is there") from error
 
 
 def take_lock(fd: int, path: str, target: str) -> None:

@@ -39,8 +39,8 @@ from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
-from ckptio.state.moments import with_blocks
 from ckptio.state.numbered import numbered
+from ckptio.state.optimizer_blocks import with_blocks
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
 from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
