@@ -297,14 +297,17 @@ def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[by
 def young_parents(directory: str) -> list[str]:
     """Name the directories above one in which something changed within the hour, nearest first.
 
-    Those above the links in its path, which are names of it, and those above where they lead.
+    Those above the links in its path, which are names of it, and those above where they lead. The
+    hour ends when the directory was written to, as a rule just now, where this host's clock is
+    ahead of the one that dates files.
     """
     found = []
+    now_s = min(time.time(), os.stat(directory).st_mtime)
     for start in dict.fromkeys((directory, os.path.realpath(directory))):
         below = start
         while (parent := os.path.dirname(below)) != below:
             below = parent
-            if time.time() - os.stat(below).st_mtime < _SETTLED_S:
+            if now_s - os.stat(below).st_mtime < _SETTLED_S:
                 found.append(below)
     return found
 

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,21 @@ async def test_the_order_of_syncs(
             "none": [name],
         }[durability]
     )
+
+
+async def test_directories_are_young_by_the_clock_that_dates_them(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's: this host's own may be hours ahead."""
+    directory = tmp_path / "made" / "by-others" / "c"
+    directory.parent.mkdir(parents=True)
+    files = RecordingFiles()
+    storage = storage_at(directory, executor, files)
+    ahead_s = time.time() + 3 * 3600
+    monkeypatch.setattr("ckptio.storage.files.time.time", lambda: ahead_s)
+    await write_files(storage, A, NEW)
+    synced = [op.path for op in files.operations if op.kind == "fsync_dir"]
+    assert {str(tmp_path / "made"), str(tmp_path)} <= set(synced)
 
 
 async def test_a_rank_seals_its_files_by_name(tmp_path: Path, executor: Executor) -> None:
