@@ -162,7 +162,10 @@ class ObjectAttempt:
                 f" bytes has more; raise slab_nbytes ({part})"
             )
         key = self._place.key(name)
-        sink = ObjectSink(self._url, self._store, self._requests, key, nbytes, part, self.stay)
+        quietly = self._place.quietly
+        sink = ObjectSink(
+            self._url, self._store, self._requests, key, nbytes, part, self.stay, quietly
+        )
         self._sinks.append(sink)
         return sink
 

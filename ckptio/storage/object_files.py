@@ -38,6 +38,7 @@ class ObjectSink(AwaitedSink):
         nbytes: Its final size.
         part_nbytes: Size of a part but the last: that of a slab.
         mark: Says that the save is alive.
+        quietly: Removes what belongs to an object; an event, not an error, if something stays.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ObjectSink(AwaitedSink):
         nbytes: int,
         part_nbytes: int,
         mark: Callable[[], Awaitable[None]],
+        quietly: Callable[[str, Callable[[], Awaitable[None]]], Awaitable[bool]],
     ) -> None:
         self.key = key
         self._url = url
@@ -57,6 +59,7 @@ class ObjectSink(AwaitedSink):
         self._nbytes = nbytes
         self._part_nbytes = part_nbytes
         self._mark = mark
+        self._quietly = quietly
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
         self._num_lost = 0
@@ -117,6 +120,8 @@ class ObjectSink(AwaitedSink):
             self._upload = None
             if self._num_lost:
                 await self._requests.must("clear", self.key, self._drop_lost)
+            elif self._store.traits.begins_again:  # mostly nothing: no reason to fail
+                await self._quietly(self.key, self._drop_lost)
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -166,6 +171,8 @@ class ObjectSink(AwaitedSink):
             StoreError: It may still be there.
         """
         if self._upload is not None:
+            if self._store.traits.begins_again:
+                self._num_lost += 1
             await self._upload.abort()
             self._upload = None
         if self._num_lost:

@@ -19,6 +19,7 @@ one that stalls is tried again before the request is given up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import re
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,7 @@ class ObstoreStore:
     ) -> None:
         self._small = small
         self._stores: list[obstore.store.S3Store] = [once, repeating]
+        self._traits = dataclasses.replace(small.traits, begins_again=True)
         self._part_nbytes = config.slab_nbytes
         self._max_parts_at_once = config.max_requests + 1
 
@@ -179,8 +181,8 @@ class ObstoreStore:
 
     @property
     def traits(self) -> StoreTraits:
-        """What S3 can do."""
-        return self._small.traits
+        """What S3 can do; obstore tries to begin an upload until it hears of one."""
+        return self._traits
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
@@ -256,12 +258,7 @@ class ObstoreStore:
                 )
             )
 
-        async def leftovers() -> None:
-            for upload in await self._small.uploads(key):
-                if upload.key == key:
-                    await self._small.drop_upload(upload)
-
-        return ObstoreUpload(start, leftovers, told, self._part_nbytes)
+        return ObstoreUpload(start, told, self._part_nbytes)
 
     async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""

@@ -22,7 +22,7 @@ from ckptio._aio import outlive
 from ckptio.storage.store import RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from typing import Self
 
 
@@ -108,7 +108,6 @@ class ObstoreUpload:
 
     Args:
         start: Has obstore begin to take parts of an iterator; gives a future of the end.
-        leftovers: Removes uploads of the same object that obstore may have left.
         told: Says what an error of obstore's means.
         part_nbytes: Size of each part but the last.
     """
@@ -116,12 +115,10 @@ class ObstoreUpload:
     def __init__(
         self,
         start: Callable[[Parts], asyncio.Future[Any]],
-        leftovers: Callable[[], Awaitable[None]],
         told: Callable[[Exception], StoreError],
         part_nbytes: int,
     ) -> None:
         self._start = start
-        self._leftovers = leftovers
         self._told = told
         self._part_nbytes = part_nbytes
         self._kept: dict[int, bytes] = {}
@@ -208,8 +205,6 @@ class ObstoreUpload:
             await asyncio.wait((sending,))  # never cancelled: it would leave what it sent
             if not self._is_made():
                 raise self._failure(sending)
-        with contextlib.suppress(StoreError):  # the object is there, and that is what matters
-            await self._leftovers()
 
     def _is_made(self) -> bool:
         sending = self._sending
@@ -220,5 +215,5 @@ class ObstoreUpload:
         self._is_given_up = True
         self._parts.end(GivenUpError())
         await asyncio.wait((self._sending,))
-        if self._sending.cancelled() or not isinstance(self._sending.exception(), GivenUpError):
-            await self._leftovers()
+        if not self._sending.cancelled():
+            self._sending.exception()  # whatever it is, it has ended

@@ -105,6 +105,8 @@ class StoreTraits:
             `"create"`: `absent` alone. `"none"`: neither; the client looks first and writes
             then, or writes whatever is there.
         gap_nbytes: Bytes worth reading over rather than sending another request.
+        begins_again: What carries out an upload may begin it several times, under names that
+            nobody gets: what is left of that has to be looked for.
     """
 
     min_part_nbytes: int = 1
@@ -112,6 +114,7 @@ class StoreTraits:
     in_order: bool = False
     conditional: str = "none"
     gap_nbytes: int = 0
+    begins_again: bool = False
 
 
 class Upload(Protocol):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.errors import StorageError
 from ckptio.events import CleanupFailed
+from ckptio.storage.store import StoreTraits
 from ckptio.storage.streams import AwaitedSink
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
 from tests.rig import (
@@ -23,6 +25,10 @@ from tests.rig import (
     write_files,
 )
 from tests.storage.test_object_attempt import MANIFEST, keys_of, winner
+
+if TYPE_CHECKING:
+    from ckptio.testing import Operation
+    from ckptio.testing.objects import FaultKind
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -118,6 +124,45 @@ def test_an_abort_costs_a_few_requests_for_each_file() -> None:
         return store.counts["uploads"] - before
 
     assert run_virtual(scenario(2), seed=0) == run_virtual(scenario(40), seed=0) == 1
+
+
+@pytest.mark.parametrize("faults", [("before", "before"), ("stalled",), ("refused",)])
+@pytest.mark.parametrize("ends", ["made", "given up"])
+def test_uploads_whose_names_nobody_got_go_with_the_one_that_has_one(
+    faults: tuple[FaultKind, ...], ends: str
+) -> None:
+    """Where a client begins them itself until it hears of one; or it is said that they stay."""
+
+    async def scenario() -> None:
+        bucket, log, left = MemoryBucket(), EventLog(), list(faults)
+
+        def fault(operation: Operation) -> FaultKind | None:
+            return left.pop(0) if operation.kind == "uploads" and left else None
+
+        traits = StoreTraits(conditional="atomic", begins_again=True)
+        storage = object_storage(MemoryStore(bucket, traits=traits, fault=fault), log=log)
+        await storage.begin(A, overwrite=False)
+        attempt = await storage.join(A)  # who leads an abort looks for all uploads of the save
+        name = f"data-{A}-00000-00000.safetensors"
+        contents = bytes(200 * KiB)
+        sink = await attempt.create(name, len(contents))
+        assert isinstance(sink, AwaitedSink)
+        left[:] = faults  # who led the save has swept
+        bucket.begin(f"run/step-1/{name}")
+        other = bucket.begin(f"run/step-1/{name}.other")
+        for start in range(0, len(contents), SMALL.slab_nbytes):
+            await sink.write(start, memoryview(contents)[start : start + SMALL.slab_nbytes])
+        if ends == "made":
+            await sink.close()
+            assert bucket.keys[-1].endswith(name)
+        else:
+            await attempt.abort()
+        bucket.open_uploads.pop(other)  # of another object
+        is_told = bool(log.of(CleanupFailed))
+        assert is_told == (faults == ("refused",))
+        assert is_told or not bucket.open_uploads
+
+    run_virtual(scenario(), seed=0)
 
 
 async def abort_s(config: CheckpointConfig, num_files: int) -> float:

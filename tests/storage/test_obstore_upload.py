@@ -61,12 +61,9 @@ class FakeObstore:
         self._sent += map(bytes, self._held)
         self._held.clear()
 
-    async def leftovers(self) -> None:
-        """Have none."""
-
     def upload(self) -> ObstoreUpload:
         """Begin an upload."""
-        return ObstoreUpload(self.start, self.leftovers, told, PART_NBYTES)
+        return ObstoreUpload(self.start, told, PART_NBYTES)
 
 
 def told(error: Exception) -> StoreError:
@@ -163,7 +160,7 @@ async def test_what_obstore_says_of_an_upload_that_was_given_up_means_nothing() 
 
         def upload(self) -> ObstoreUpload:
             refused = RefusedError("NoSuchUpload (404)")
-            return ObstoreUpload(self.start, self.leftovers, lambda _: refused, PART_NBYTES)
+            return ObstoreUpload(self.start, lambda _: refused, PART_NBYTES)
 
     fake = Hasty()
     fake.is_slow = True
