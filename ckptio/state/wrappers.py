@@ -67,12 +67,18 @@ def _layout_of(fqn: str, value: Any) -> tuple[Any, ...]:
     """Say which part of what a DTensor's local tensor is: equal for equal parts alone."""
     cuts = cuts_of(value, functools.partial(UnsupportedLeafError, fqn))
     coordinate = value.device_mesh.get_coordinate()
-    return (
+    layout = (
         tuple(value.shape),
         tuple(value.device_mesh.shape),
         None if coordinate is None else tuple(coordinate),
         tuple([None if cut is None else (cut.dim, cut.split_factor) for cut in cuts]),
     )
+    # newer versions of torch say the order of cuts apart from the placements; that of the mesh
+    # is what older ones mean
+    order = getattr(value._spec, "shard_order", None) or ()  # noqa: SLF001  # nothing public has it
+    others = [entry for entry in order if list(entry.mesh_dims) != sorted(entry.mesh_dims)]
+    turned = tuple([(entry.tensor_dim, tuple(entry.mesh_dims)) for entry in others])
+    return (*layout, turned) if turned else layout
 
 
 def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
@@ -111,9 +117,12 @@ def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
     """
     local = wrapper_in(like)
     if local is not None:
-        own = put_together(fqn, local, parts)
-        spec = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-        whole: torch.Tensor = type(like).from_local(own, like.device_mesh, like.placements, **spec)
+        names, context = like.__tensor_flatten__()  # a DTensor is of this kind itself
+        inner = {name: getattr(like, name) for name in names}
+        inner["_local_tensor"] = put_together(fqn, local, parts)
+        whole: torch.Tensor = type(like).__tensor_unflatten__(
+            inner, context, like.shape, like.stride()
+        )
         return whole
     cls, context = type(like), like.__tensor_flatten__()[1]
     try:
