@@ -110,26 +110,23 @@ def take_apart(fqn: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor like another one out of other parts.
+    """Make a tensor like another one out of other parts: a parameter, if that is one.
 
     Raises:
         TargetError: Its class does not take them; what else is loaded is filled by now.
     """
-    local = wrapper_in(like)
-    if local is not None:
-        names, context = like.__tensor_flatten__()  # a DTensor is of this kind itself
-        inner = {name: getattr(like, name) for name in names}
-        inner["_local_tensor"] = put_together(fqn, local, parts)
-        whole: torch.Tensor = type(like).__tensor_unflatten__(
-            inner, context, like.shape, like.stride()
-        )
-        return whole
-    cls, context = type(like), like.__tensor_flatten__()[1]
+    local, (names, context) = wrapper_in(like), like.__tensor_flatten__()
+    if local is not None:  # a DTensor is of this kind itself
+        whole = {name: getattr(like, name) for name in names}
+        parts = whole | {"_local_tensor": put_together(fqn, local, parts)}
     try:
-        made: torch.Tensor = cls.__tensor_unflatten__(parts, context, like.shape, like.stride())
+        made = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
+        if isinstance(like, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=like.requires_grad)
     except Exception as error:  # of a class of others, which raises anything
         raise TargetError(f"{fqn!r} cannot be made of its parts again: {error!r}") from error
-    return made
+    tensor: torch.Tensor = made
+    return tensor
 
 
 def wrapped_fields(node: Json) -> dict[str, Json] | None:

@@ -232,6 +232,19 @@ def test_what_is_on_the_meta_device_is_made(tmp_path: Path) -> None:
     assert_coded(found["w"], one)
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_parameter_on_the_meta_device_is_made_as_one(tmp_path: Path, *, is_trained: bool) -> None:
+    """As those are that are no tensors of others."""
+    one = coded(1)
+    sync.save({"w": one}, tmp_path / "x", config=SMALL)
+    blank = Coded(one.codes.to("meta"), one.scale.to("meta"), KERNEL)
+    target = {"w": torch.nn.Parameter(blank, requires_grad=is_trained)}
+    found = sync.load(tmp_path / "x", into=target, config=SMALL)["w"]
+    assert isinstance(found, torch.nn.Parameter)
+    assert found.requires_grad is is_trained
+    assert_coded(found.detach(), one)
+
+
 class Fragile(Coded):
     """Cannot be made again."""
 
