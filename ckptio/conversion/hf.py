@@ -130,6 +130,8 @@ def _write(
                 config=config,
             )
         written.append(Written(_INDEX, len(index), was_there=has_index))
+    if others:  # what an earlier conversion wrote may have no lasting names yet
+        sync_kept(path, config)
     for name in others:  # only now: until here the old ones may be all there is
         if index is None or name != _INDEX:
             os.unlink(f"{path}/{name}")

@@ -176,6 +176,36 @@ def test_a_file_is_gone_for_good_when_its_shards_are_a_checkpoint(
     assert not there[-1]
 
 
+def test_old_files_go_when_the_names_of_the_new_ones_last(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an earlier conversion, too, which was killed before it had synced them."""
+    target = tmp_path / "target"
+    shards: Any = {"max_shard_nbytes": 800, "overwrite": True}
+    sync.convert(
+        source, target, to="hf", config=dataclasses.replace(SMALL, durability="none"), **shards
+    )
+    (target / "model-00001-of-00009-00000000.safetensors").write_bytes(b"of before")
+    steps: list[str] = []
+    fsync, unlink = os.fsync, os.unlink
+
+    def synced(fd: int) -> None:
+        steps.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def unlinked(path: Any) -> None:
+        steps.append(f"unlink {path}")
+        unlink(path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "unlink", unlinked)
+    report = sync.convert(source, target, to="hf", config=SMALL, **shards)
+    assert all(file.was_there for file in report.files)
+    gone = [number for number, step in enumerate(steps) if step.startswith("unlink")]
+    assert str(target) in steps[: gone[0]]
+    assert str(target) in steps[gone[-1] :]
+
+
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 def test_a_conversion_that_fails_leaves_no_directory(
     to: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
