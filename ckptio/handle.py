@@ -140,11 +140,7 @@ class SaveHandle:
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
             ConfigError: As `Milestone.wait`.
         """
-        moments = self._moments
-        try:
-            return moments.committed.wait(timeout_s)
-        finally:
-            moments.retrieved = moments.retrieved or moments.committed.done()
+        return self._moments.committed.wait(timeout_s)
 
     def error(self) -> BaseException | None:
         """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""

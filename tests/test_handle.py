@@ -215,15 +215,34 @@ async def test_an_error_counts_as_seen_when_somebody_saw_it() -> None:
     save = Save()
     with pytest.raises(TimeoutError):
         save.handle.result(0.0)
-    assert not save.moments.retrieved
     save.moments.fail(ERROR)
-    assert not save.moments.retrieved
+    assert save.moments.is_unsettled()
     with pytest.raises(StorageError):
         save.handle.result()
-    assert save.moments.retrieved
+    assert not save.moments.is_unsettled()
     aborted = Save()
     aborted.handle.abort()
     assert aborted.moments.retrieved
+
+
+async def test_an_error_that_comes_as_a_wait_times_out_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited has got another one."""
+    save = Save()
+    wait = save.moments.committed.wait
+
+    def late(timeout_s: float | None = None) -> CheckpointInfo:
+        try:
+            return wait(timeout_s)
+        finally:
+            save.moments.fail(ERROR)
+
+    monkeypatch.setattr(save.moments.committed, "wait", late)
+    with pytest.raises(TimeoutError):
+        save.handle.result(0.0)
+    assert save.moments.is_unsettled()
+    save.moments.seen()
 
 
 async def _awaited(milestone: Milestone[Any]) -> None:
