@@ -23,7 +23,7 @@ from ckptio import (
     save,
     sync,
 )
-from ckptio.errors import EngineClosedError
+from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import (
     Event,
     LoadStarted,
@@ -350,6 +350,24 @@ def test_an_observer_that_calls_its_engine_is_told(
     with engine:
         engine.save(FULL, tmp_path / "a")
     assert "an observer runs on the engine's own thread" in caplog.text
+
+
+def test_saves_that_an_observer_is_refused_are_not_kept(tmp_path: Path) -> None:
+    """They never end: a run whose observer saves at each commit would gather them."""
+    refused: list[str] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            with pytest.raises(ConfigError) as found:
+                engine.start_save(FULL, tmp_path / "b")
+            refused.append(str(found.value))
+
+    engine = sync.Engine(SMALL, observer=watch)
+    with engine:
+        for number in range(3):
+            engine.save(FULL, tmp_path / f"{number}")
+        assert len(engine._core.saves) <= 1
+    assert len(refused) == 3
 
 
 @pytest.mark.parametrize("kind", [SaveStarted, SaveStaged, SaveProgressed, SaveCommitted])

@@ -266,6 +266,11 @@ class EngineCore:
         with self._lock:
             self.saves = [*unsettled(self.saves), save]
 
+    def forget(self, save: SaveMoments) -> None:
+        """Keep a save no more that has not begun."""
+        with self._lock:
+            self.saves = [each for each in self.saves if each is not save]
+
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
         """Give the CUDA streams for one direction, and pin slabs from the first use on.
 

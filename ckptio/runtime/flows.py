@@ -136,6 +136,7 @@ def begin_save(
         moments.seen()
         if isinstance(error, CheckpointError):  # refused; behind an interrupt it may have begun
             job.source.watch.drop()  # what is kept refers to it
+            core.forget(moments)  # which never end
         raise
     if copy is not None:
         begin_copy(core, copy, moments, copying)
