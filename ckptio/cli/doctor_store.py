@@ -78,7 +78,7 @@ async def find_dead_objects(place: Place) -> list[Leftover]:
     """
     found = await find_objects(place, depth=_DEPTH, hidden=True)
     base, store = place.base, place.store
-    uploads = await place.requests.run("list", base, lambda: store.uploads(base))
+    uploads = await place.requests.must("list", base, lambda: store.uploads(base))
 
     async def look(prefix: str, item: FoundObjects | None) -> Leftover | None:
         ours = item.ours if item is not None else ()
@@ -184,7 +184,7 @@ class _Probe:
         return "yes", "objects can be removed, and are no longer listed then"
 
     async def _run(self, what: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
-        return await self._requests.run(what, key, request)
+        return await self._requests.run(what, key, request, has_condition=True)
 
     async def _put(self, name: str) -> None:
         key = self._prefix + name

@@ -84,7 +84,7 @@ async def find_objects(place: Place, *, depth: int, hidden: bool) -> list[FoundO
     """
 
     async def look(prefix: str, level: int) -> list[FoundObjects]:
-        listed = await place.requests.run(
+        listed = await place.requests.must(
             "list", prefix, lambda: place.store.list(prefix, below=False)
         )
         ours = tuple(info for info in listed if owner_of(info.key))

@@ -98,6 +98,7 @@ class ObjectFolder(Folder):
                 f"read [{start}, {stop}) of",
                 key,
                 lambda: self._store.get_into(key, start, memoryview(room), match=etag),
+                has_condition=True,
             )
         except (ObjectMissingError, ConditionFailedError):
             raise CheckpointChangedError(self.root) from None

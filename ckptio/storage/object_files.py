@@ -237,6 +237,7 @@ class ObjectSource(AwaitedSource):
                 f"read [{offset}, {stop}) of",
                 self._key,
                 lambda: self._store.get_into(self._key, offset, room, match=self._etag),
+                has_condition=True,
             )
         except (ObjectMissingError, ConditionFailedError):
             raise CheckpointChangedError(self._url) from None

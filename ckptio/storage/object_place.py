@@ -23,12 +23,7 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import join_key, read_commit
-from ckptio.storage.store import (
-    ConditionFailedError,
-    ObjectMissingError,
-    RefusedError,
-    StoreError,
-)
+from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -165,8 +160,6 @@ class ObjectPlace:
             except FormatError:  # damaged, or of a newer version: what it needs stays
                 if is_last:
                     return await self._unreadable(key)
-            except ConditionFailedError as error:
-                raise self.requests.failed("read", key, error) from error
             else:
                 break
         names = (*(f.name for f in summary.files), *map(name_of, pointed))
@@ -179,8 +172,6 @@ class ObjectPlace:
             info = await self.requests.run("look at", key, lambda: self.store.head(key))
         except ObjectMissingError:
             return None
-        except ConditionFailedError as error:
-            raise self.requests.failed("look at", key, error) from error
         return Present(info.etag, "", ())
 
     async def listed(self) -> Listing:

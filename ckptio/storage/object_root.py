@@ -98,7 +98,9 @@ class ObjectRoot:
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
         """List names: one listing; see `interface.SupportsLooks`."""
         store, requests = await self._ready(self._url)
-        listed = await requests.run("list", self._base, lambda: store.list(self._base, below=False))
+        listed = await requests.must(
+            "list", self._base, lambda: store.list(self._base, below=False)
+        )
         names = [
             info.key.removeprefix(self._base).rstrip("/")
             for info in listed
@@ -171,7 +173,7 @@ class _Removal:
         summary = await run_blocking(self._executor, decode_summary, data)
         tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
         commit = encode_pointer(summary.save_id, data) if pointed else data
-        await self._requests.run("write", tomb, lambda: self._put(tomb, commit))
+        await self._requests.must("write", tomb, lambda: self._put(tomb, commit))
         try:
             is_mine = await self._take_back(info)
         except StorageError:
@@ -289,7 +291,7 @@ class _Removal:
     async def _store_now_s(self) -> float:
         """Ask what time it is where the store is, by an object that is made and removed."""
         key = f"{self._prefix}{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
-        await self._requests.run("write", key, lambda: self._put(key, b""))
+        await self._requests.must("write", key, lambda: self._put(key, b""))
         try:
             info = await self._requests.run("look at", key, lambda: self._store.head(key))
         except ObjectMissingError:  # somebody tidies up here, too

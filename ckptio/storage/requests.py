@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptio._aio import shielded
 from ckptio.errors import StorageError
 from ckptio.events import RequestRetried
-from ckptio.storage.store import RefusedError, StoreError, TransientError
+from ckptio.storage.store import (
+    ConditionFailedError,
+    RefusedError,
+    StoreError,
+    TransientError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -161,6 +166,7 @@ class Requests:
         *,
         outlive: bool = False,
         has_body: bool = False,
+        has_condition: bool = False,
     ) -> T:
         """Carry a request out, and try it again as long as that may help.
 
@@ -170,6 +176,8 @@ class Requests:
             request: Sends it; called once for each try, and has to be right to repeat.
             outlive: See `once`.
             has_body: See `once`.
+            has_condition: It asks for something; of one that does not, an answer that says
+                that this does not hold is none that anybody waits for.
 
         Raises:
             StorageError: It failed for good; names the object and the cause.
@@ -200,8 +208,10 @@ class Requests:
                 await asyncio.sleep(wait_s)
             except RefusedError as error:
                 raise self.failed(what, key, error, tries) from error
-            except StoreError:  # an answer for the caller: the store is there
+            except StoreError as error:  # an answer for the caller: the store is there
                 self._first_failure_s = None
+                if isinstance(error, ConditionFailedError) and not has_condition:
+                    raise self.failed(what, key, error, tries) from error
                 raise
             else:
                 self._first_failure_s = None

@@ -353,6 +353,22 @@ async def test_a_dead_save_is_swept_where_uploads_may_not_be_listed(threads: Thr
     assert len(store.objects) == 2
 
 
+@pytest.mark.parametrize("failure", [ConditionFailedError("odd"), ObjectMissingError("odd")])
+async def test_a_listing_that_is_answered_oddly_is_an_error_of_ours(
+    threads: Threads, failure: StoreError
+) -> None:
+    """A wrong endpoint may answer a listing as if it were an object."""
+    store = DictStore()
+
+    def refuse(kind: str, _key: str) -> None:
+        if kind == "list":
+            raise failure
+
+    store.on_request = refuse
+    with pytest.raises(StorageError, match="cannot list 'run/': odd"):
+        await root_at(store, threads).find()
+
+
 @pytest.mark.parametrize("skew_s", [-10 * OLD, 10 * OLD])
 async def test_clocks_that_differ_remove_no_living_save(threads: Threads, skew_s: float) -> None:
     """Times of the store are compared with each other."""

@@ -100,9 +100,22 @@ def test_an_answer_is_no_failure(error: StoreError) -> None:
     async def scenario() -> None:
         log = EventLog()
         with pytest.raises(type(error)):
-            await requests(log).run("read", "a", failing(error))
+            await requests(log).run("read", "a", failing(error), has_condition=True)
         with pytest.raises(StorageError, match="cannot read 'a'"):
             await requests(log).must("read", "a", failing(error))
+        assert log.events == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_condition_that_nobody_set_is_a_failure() -> None:
+    """A gateway may answer whatever it likes; it is told in an error that callers expect."""
+
+    async def scenario() -> None:
+        log = EventLog()
+        with pytest.raises(StorageError, match=r"cannot read 'a': PreconditionFailed \(412\)"):
+            error = ConditionFailedError("PreconditionFailed (412)")
+            await requests(log).run("read", "a", failing(error))
         assert log.events == []
 
     run_virtual(scenario(), seed=0)
