@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -520,6 +521,36 @@ def test_a_committed_copy_keeps_a_file_that_cannot_be_synced_again(tmp_path: Pat
     with pytest.raises(StorageError, match="Input/output"):
         asyncio.run(scenario())
     assert files.lost
+    assert_same(sync.load(far, config=COARSE), NEW)
+
+
+def test_a_copy_that_somebody_else_makes_just_now_is_waited_for(tmp_path: Path) -> None:
+    """They finish the copies of a directory, and were faster than the save's own."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+    log, begun = EventLog(), threading.Event()
+
+    def let_them_go_first(event: Event) -> None:
+        log(event)
+        if isinstance(event, SaveCommitted):
+            others.start()
+            assert begun.wait(30)
+
+    def go_slowly(event: Event) -> None:
+        if isinstance(event, CopyStarted):
+            begun.set()
+            time.sleep(0.5)
+
+    def finish() -> None:
+        with sync.Engine(COARSE, observer=go_slowly) as engine:
+            made.extend(engine.finish_copies(near.parent))
+
+    others, made = threading.Thread(target=finish), list[str]()
+    with sync.Engine(COARSE, observer=let_them_go_first) as engine:
+        engine.start_save(NEW, near, then=far).durable.wait()
+        others.join()
+    assert made == [str(far)]
+    (copied,) = log.of(CopyCommitted)
+    assert copied.sent_nbytes == 0
     assert_same(sync.load(far, config=COARSE), NEW)
 
 

@@ -6,6 +6,7 @@ engine waits for both, and aborts both.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from ckptio.moments import Moment, SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
+    from ckptio.storage.interface import Note
 
     Say = Callable[[], None]
+
+#: From one look at a note that somebody else holds to the next.
+_LOOK_S = 0.2
 
 
 def begin_copy(
@@ -77,7 +82,7 @@ async def _copied(
             await shielded(begins.ended())
             if begins.error() is not None:
                 return _nothing  # the handle says so
-            note = await job.source.take_note(job.save_id) if context.ranks.rank == 0 else None
+            note = await _take_note(job, context) if context.ranks.rank == 0 else None
         except BaseException as error:
             if begins.error() is not None:
                 return _nothing
@@ -109,6 +114,22 @@ async def _copied(
         plan_reused=first.plan_reused,
     )
     return functools.partial(moments.durable.reach, info)
+
+
+async def _take_note(job: CopyJob, context: EngineContext) -> Note | None:
+    """Take the note of a save, if it is there.
+
+    Another process may have taken it since the commit, as it finishes the copies of a whole
+    directory: then this waits until that has made the copy, or has given up or died. (Of many
+    ranks it does not: the others expect rank 0 by a deadline. Then both make the copy.)
+    """
+    take, has = job.source.take_note, job.source.has_note
+    note = await take(job.save_id)
+    while note is None and context.ranks.world_size == 1 and await has(job.save_id):
+        job.resumes = True
+        await asyncio.sleep(_LOOK_S)
+        note = await take(job.save_id)
+    return note
 
 
 def _nothing() -> None:
