@@ -201,11 +201,12 @@ def beside_captures() -> Iterator[None]:
         yield
         return
     mode = ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
-    exchange(ctypes.byref(mode))
+    is_changed = exchange(ctypes.byref(mode)) == 0
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))  # what it was
+        if is_changed:
+            exchange(ctypes.byref(mode))  # what it was
 
 
 @functools.cache
