@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
@@ -117,6 +117,34 @@ class Engine:
 
         step = functools.partial(finish_copies, root)
         return self._core.call_blocking(step, f"finish copies of {root!s}")
+
+    @overload
+    def load(
+        self,
+        path: PathLike,
+        into: None = None,
+        *,
+        then: PathLike | None = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+        select: Select | None = ...,
+        strict: Strict = ...,
+        types: Sequence[type] = ...,
+    ) -> Any: ...
+
+    @overload
+    def load(
+        self,
+        path: PathLike,
+        into: T,
+        *,
+        then: PathLike | None = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+        select: Select | None = ...,
+        strict: Strict = ...,
+        types: Sequence[type] = ...,
+    ) -> T: ...
 
     def load(
         self,

@@ -6,7 +6,7 @@ several threads at once. The engine has its own loop either way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from ckptio.blocking import Engine as Engine  # noqa: PLC0414  # the twin
 from ckptio.checkpointer.blocking import Checkpointer as Checkpointer  # noqa: PLC0414  # as above
@@ -56,6 +56,40 @@ def finish_copies(
         return engine.finish_copies(root)
 
 
+@overload
+def load(
+    path: PathLike,
+    into: None = None,
+    *,
+    then: PathLike | None = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    select: Select | None = ...,
+    strict: Strict = ...,
+    types: Sequence[type] = ...,
+    config: CheckpointConfig | None = ...,
+    observer: Observer | None = ...,
+    ranks: RanksLike = ...,
+) -> Any: ...
+
+
+@overload
+def load(
+    path: PathLike,
+    into: T,
+    *,
+    then: PathLike | None = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    select: Select | None = ...,
+    strict: Strict = ...,
+    types: Sequence[type] = ...,
+    config: CheckpointConfig | None = ...,
+    observer: Observer | None = ...,
+    ranks: RanksLike = ...,
+) -> T: ...
+
+
 def load(
     path: PathLike,
     into: T | None = None,
@@ -72,7 +106,7 @@ def load(
 ) -> T:
     """Load a state; see `ckptio.load`."""
     with Engine(config, observer=observer, ranks=ranks) as engine:
-        return engine.load(
+        state = engine.load(
             path,
             into,
             then=then,
@@ -82,6 +116,7 @@ def load(
             strict=strict,
             types=types,
         )
+        return cast("T", state)  # `None` without a target alone, of which nothing is known
 
 
 def load_with_report(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, assert_type
 
 import torch
@@ -47,3 +48,18 @@ def test_blocking_twins_return_the_same(tmp_path: Path) -> None:
         ckpt.save(state, 1)
         assert_type(ckpt.load(state), State)
         assert_type(ckpt.load(), Any)
+
+
+async def test_blocking_twins_are_handed_to_threads(tmp_path: Path) -> None:
+    """With a target and without; type checkers need no annotation there."""
+    state: State = {"w": torch.zeros(3)}
+    path = tmp_path / "a"
+    sync.save(state, path, config=SMALL)
+    assert_type(await asyncio.to_thread(sync.load, path), Any)
+    assert_type(await asyncio.to_thread(sync.load, path, state), State)
+    with sync.Engine(SMALL) as engine, sync.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        assert_type(await asyncio.to_thread(engine.load, path), Any)
+        assert_type(await asyncio.to_thread(engine.load, path, state), State)
+        ckpt.save(state, 1)
+        assert_type(await asyncio.to_thread(ckpt.load), Any)
+        assert_type(await asyncio.to_thread(ckpt.load, state), State)

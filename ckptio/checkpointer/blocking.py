@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, overload
 
 from ckptio._outcome import Outcome
 from ckptio.blocking import Engine, committed
@@ -180,6 +180,32 @@ class Checkpointer:
     ) -> SaveHandle:
         """Start saving a step and return at once; see `ckptio.Checkpointer.save`."""
         return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
+
+    @overload
+    def load(
+        self,
+        into: None = None,
+        *,
+        step: int | None = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+        select: Select | None = ...,
+        strict: Strict = ...,
+        types: Sequence[type] = ...,
+    ) -> Any: ...
+
+    @overload
+    def load(
+        self,
+        into: T,
+        *,
+        step: int | None = ...,
+        device: torch.device | str | None = ...,
+        dtype: torch.dtype | None = ...,
+        select: Select | None = ...,
+        strict: Strict = ...,
+        types: Sequence[type] = ...,
+    ) -> T: ...
 
     def load(
         self,

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ckptio.state.select import Select
 
     #: What `load` returns: the target, if one is given; else nobody knows what is stored. (With
-    #: a default (PEP 696), as overloads would say each of six signatures twice more.)
+    #: a default (PEP 696), as overloads would say each signature twice more. Those that block
+    #: have overloads: checkers forget the default where a function is handed to a thread.)
     T = TypeVar("T", default=Any)
 
 Strict = Literal["raise", "report", "ignore"]
