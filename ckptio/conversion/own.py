@@ -96,9 +96,13 @@ def sync_above(path: str, config: CheckpointConfig) -> None:
     """Make a directory's own name durable, and those above: who made it may have been killed.
 
     Raises:
-        StorageError: One of them cannot be synced.
+        StorageError: One of them cannot be synced, or has gone.
     """
-    for directory in young_parents(absolute(path)):
+    try:
+        above = young_parents(absolute(path))
+    except OSError as error:
+        raise storage_error(error, path, "cannot find what it lies in") from error
+    for directory in above:
         try:
             sync_dir(directory, config)
         except OSError as error:

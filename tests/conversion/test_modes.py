@@ -10,6 +10,7 @@ import torch
 
 from ckptio import sync
 from ckptio.conversion.convert import FORMATS
+from ckptio.conversion.own import sync_above
 from ckptio.errors import StorageError
 from tests.rig import SMALL
 
@@ -155,6 +156,12 @@ def test_what_an_earlier_conversion_wrote_is_synced_all_the_same(
     assert all(file.was_there for file in report.files)
     made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
     assert set(synced) >= {str(path) for path in (tmp_path, *made)}
+
+
+def test_what_goes_away_while_it_is_synced_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Somebody removes what was converted to."""
+    with pytest.raises(StorageError, match="No such file"):
+        sync_above(str(tmp_path / "gone"), SMALL)
 
 
 def test_a_file_is_gone_for_good_when_its_shards_are_a_checkpoint(
