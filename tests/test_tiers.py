@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import errno
 import itertools
 import os
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,8 @@ from ckptio.errors import (
 )
 from ckptio.events import CopyCommitted, CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
 from ckptio.runtime.core import EngineCore
+from ckptio.storage.files import PosixFiles
+from ckptio.storage.notes import take_note
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
     SMALL,
@@ -50,6 +53,7 @@ from tests.rig import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Self
 
     import torch
 
@@ -524,33 +528,107 @@ def test_a_committed_copy_keeps_a_file_that_cannot_be_synced_again(tmp_path: Pat
     assert_same(sync.load(far, config=COARSE), NEW)
 
 
-def test_a_copy_that_somebody_else_makes_just_now_is_waited_for(tmp_path: Path) -> None:
-    """They finish the copies of a directory, and were faster than the save's own."""
-    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
-    log, begun = EventLog(), threading.Event()
+async def save_behind(near: Path, far: Path, others: Others) -> EventLog:
+    """Save, while others have taken the note of its copy first; they are told when it waits."""
+    log, looks = EventLog(), itertools.count(1)
+
+    def look(operation: Operation) -> None:
+        if operation.kind == "open" and "/.copy-" in operation.path and next(looks) == 2:
+            others.go_on()
 
     def let_them_go_first(event: Event) -> None:
         log(event)
         if isinstance(event, SaveCommitted):
-            others.start()
-            assert begun.wait(30)
+            others.take(event.save_id)
 
-    def go_slowly(event: Event) -> None:
+    core = FilesCore(COARSE, let_them_go_first, RecordingFiles(look))
+    async with engine_on(core) as engine:
+        await engine.save(NEW, near, overwrite=True, then=far).durable
+    return log
+
+
+class Others:
+    """An engine on a thread, which finishes the copies in a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._begun, self._may_go_on = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._finish, args=(root,))
+
+    def _finish(self, root: Path) -> None:
+        with sync.Engine(COARSE, observer=self._see) as engine:
+            engine.finish_copies(root)
+
+    def _see(self, event: Event) -> None:
         if isinstance(event, CopyStarted):
-            begun.set()
-            time.sleep(0.5)
+            self._begun.set()
+            self._may_go_on.wait(10)
 
-    def finish() -> None:
-        with sync.Engine(COARSE, observer=go_slowly) as engine:
-            made.extend(engine.finish_copies(near.parent))
+    def take(self, save_id: str) -> None:
+        """Have it begin."""
+        del save_id
+        self._thread.start()
+        assert self._begun.wait(30)
 
-    others, made = threading.Thread(target=finish), list[str]()
-    with sync.Engine(COARSE, observer=let_them_go_first) as engine:
-        engine.start_save(NEW, near, then=far).durable.wait()
-        others.join()
-    assert made == [str(far)]
-    (copied,) = log.of(CopyCommitted)
+    def go_on(self) -> None:
+        """Have it make the copy, and drop the note."""
+        self._may_go_on.set()
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+
+class Quitters(Others):
+    """Who takes the note, and lets go of it with nothing done."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._root = root
+        self._executor = ThreadPoolExecutor(1)
+
+    def take(self, save_id: str) -> None:
+        """Take the note."""
+        note = take_note(PosixFiles(), str(self._root), save_id, self._executor)
+        assert note is not None
+        self._note = note
+
+    def go_on(self) -> None:
+        """Let go of it."""
+        asyncio.run(self._note.release())
+
+    def join(self) -> None:
+        """End the thread."""
+        self._executor.shutdown()
+
+
+def test_a_copy_that_somebody_else_makes_just_now_is_waited_for(tmp_path: Path) -> None:
+    """They finish the copies of a directory, and were faster than the save's own."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+    others = Others(near.parent)
+    (copied,) = asyncio.run(save_behind(near, far, others)).of(CopyCommitted)
+    others.join()
     assert copied.sent_nbytes == 0
+    assert_same(sync.load(far, config=COARSE), NEW)
+
+
+def test_a_copy_that_somebody_else_gave_up_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over what is newer by a clock that was ahead, too: the save is of just now."""
+    near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
+
+    class Ahead(dt.datetime):
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> Self:
+            return super().now(tz) + dt.timedelta(days=1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptio.engine.save.dt.datetime", Ahead)
+        sync.save(OLD, far, config=COARSE)
+    others = Quitters(near)
+    (copied,) = asyncio.run(save_behind(near, far, others)).of(CopyCommitted)
+    others.join()
+    assert copied.sent_nbytes
     assert_same(sync.load(far, config=COARSE), NEW)
 
 
