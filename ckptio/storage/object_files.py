@@ -102,9 +102,10 @@ class ObjectSink(AwaitedSink):
             return self._upload
 
     async def _begin(self) -> Upload:
-        self._num_lost += 1  # unless its name comes
+        self._num_lost += 1  # unless its name comes, and is that of all there are
         self._upload = await self._store.upload(self.key)
-        self._num_lost -= 1
+        if not self._store.traits.begins_again:
+            self._num_lost -= 1
         return self._upload
 
     async def close(self) -> None:
@@ -119,8 +120,6 @@ class ObjectSink(AwaitedSink):
             await self._complete(self._upload)
             self._upload = None
             if self._num_lost:
-                await self._requests.must("clear", self.key, self._drop_lost)
-            elif self._store.traits.begins_again:  # mostly nothing: no reason to fail
                 await self._quietly(self.key, self._drop_lost)
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
@@ -171,8 +170,6 @@ class ObjectSink(AwaitedSink):
             StoreError: It may still be there.
         """
         if self._upload is not None:
-            if self._store.traits.begins_again:
-                self._num_lost += 1
             await self._upload.abort()
             self._upload = None
         if self._num_lost:
