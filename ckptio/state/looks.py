@@ -79,17 +79,20 @@ def plain_memory(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] 
     Others are looked at more closely: on a device, with gaps or in another order, of a class of
     their own, made in inference mode, or whose memory does not hold the values themselves.
     """
-    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_inference() or tensor.is_nested:
         return None
-    if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_nested:
-        return None
+    return _memory_of(tensor)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] | None:
+    """Give the same of one of a plain type, neither nested nor made in inference mode."""
     try:
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
+        storage = tensor.untyped_storage()  # of the strided alone
         start, nbytes = tensor.data_ptr(), tensor.nbytes
-        storage = tensor.untyped_storage()
         is_all_there = start + nbytes <= storage.data_ptr() + storage.nbytes()  # it may be resized
-    except RuntimeError:  # wrapped by a transform of torch.func
+    except RuntimeError:  # not strided, or wrapped by a transform of torch.func
         return None
     # what is to be made functional has no memory
     return (start, start + nbytes, storage) if is_all_there and (start or not nbytes) else None
@@ -97,12 +100,17 @@ def plain_memory(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] 
 
 def look_at(tensor: torch.Tensor) -> Look | None:
     """Look at a tensor; `None` if it is not plain, or of elements that are not stored."""
-    memory, dtype = plain_memory(tensor), DTYPE_NAMES.get(tensor.dtype)
+    if type(tensor) not in PLAIN_TENSORS:
+        return None
+    try:
+        shape, version = tuple(tensor.shape), tensor._version  # noqa: SLF001  # the one way
+    except RuntimeError:  # a nested tensor has no shape, one of inference mode no version
+        return None
+    memory, dtype = _memory_of(tensor), DTYPE_NAMES.get(tensor.dtype)
     if memory is None or dtype is None:
         return None
     start, stop, storage = memory
-    version = tensor._version  # noqa: SLF001  # the one way
-    return Look(dtype, tuple(tensor.shape), (start, stop), version, storage)
+    return Look(dtype, shape, (start, stop), version, storage)
 
 
 def order_of(tensor: torch.Tensor) -> list[int]:
