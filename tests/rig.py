@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -442,3 +443,12 @@ def committed(directory: str | os.PathLike[str]) -> dict[str, bytes] | None:
         assert tuple(sums) == entry.checksums()
         found[entry.name] = data
     return found
+
+
+def begin_close(core: EngineCore, **options: Any) -> threading.Thread:
+    """Close on another thread; returns when that has begun."""
+    closer = threading.Thread(target=core.close, kwargs=options)
+    closer.start()
+    while core._portal is not None:
+        closer.join(0.001)
+    return closer

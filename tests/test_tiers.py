@@ -41,6 +41,7 @@ from tests.rig import (
     FilesCore,
     assert_same,
     assert_tidy,
+    begin_close,
     committed,
     config_with,
     engine_on,
@@ -238,6 +239,29 @@ async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
     with pytest.raises(EngineClosedError, match="before the copy began"):
         await handle.durable
     assert await ckptio.finish_copies(tmp_path) == (str(tmp_path / "b"),)
+    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+
+
+def test_an_engine_that_is_closed_before_a_copy_begins_owes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: the save has begun by then, and whoever asked for it has its handle."""
+    closers: list[threading.Thread] = []
+    next_number = EngineCore.next_number
+
+    def close_first(core: EngineCore, kind: str) -> int:
+        if kind == "copy":
+            closers.append(begin_close(core))
+        return next_number(core, kind)
+
+    monkeypatch.setattr(EngineCore, "next_number", close_first)
+    with sync.Engine(SMALL) as engine:
+        handle = engine.start_save(STATE, tmp_path / "a", then=tmp_path / "b")
+        handle.result()
+        with pytest.raises(EngineClosedError, match="before the copy began"):
+            handle.durable.wait()
+        closers[0].join()
+    assert sync.finish_copies(tmp_path) == (str(tmp_path / "b"),)
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
 
 

@@ -26,6 +26,7 @@ from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
 from ckptio.errors import (
     CheckpointError,
+    EngineClosedError,
     TargetError,
 )
 from ckptio.events import LoadFinished
@@ -139,7 +140,10 @@ def begin_save(
             core.forget(moments)  # which never end
         raise
     if copy is not None:
-        begin_copy(core, copy, moments, copying)
+        try:
+            begin_copy(core, copy, moments, copying)
+        except EngineClosedError:  # by another thread, just now; the save goes on
+            moments.durable.fail(EngineClosedError("the engine was closed before the copy began"))
     return moments
 
 

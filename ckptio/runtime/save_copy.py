@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
 from ckptio.engine.tiers import CopyJob, make_copy
-from ckptio.errors import CheckpointChangedError, SaveAbortedError
+from ckptio.errors import CheckpointChangedError, EngineClosedError, SaveAbortedError
 from ckptio.events import CopyFailed
 from ckptio.moments import CheckpointInfo
 from ckptio.runtime.owed_copies import parent_of, take_up
@@ -52,6 +52,10 @@ def begin_copy(
         running: Takes the end of the copy: what tells the handle of it.
         begins: What the copy waits for, instead of the commit. Whoever
             reaches it tells the handle how the copy ended, too; else the copy's task does.
+
+    Raises:
+        EngineClosedError: The engine was closed since the save began, which goes on. The copy
+            is owed.
     """
     copies = core.context.copies
     job.ticket = core.next_number("copy")
@@ -63,7 +67,11 @@ def begin_copy(
             say()
         return say
 
-    core.submit(copy_and_say, f"copy {job.source.path}", running)
+    try:
+        core.submit(copy_and_say, f"copy {job.source.path}", running)
+    except EngineClosedError:
+        copies.under_way.discard(job.name)
+        raise
     parent = parent_of(job.source.path)
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)

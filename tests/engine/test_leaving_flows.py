@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,7 +14,7 @@ import ckptio
 from ckptio.errors import EngineClosedError
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive, drive_blocking
-from tests.rig import SMALL, assert_same, random_state
+from tests.rig import SMALL, assert_same, begin_close, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,15 +61,6 @@ def two_steps(core: EngineCore, between: Callable[[], object]) -> Flow[int]:
     assert core.context.ranks.world_size == 1
     second = yield one
     return int(first + second)
-
-
-def begin_close(core: EngineCore, **options: Any) -> threading.Thread:
-    """Close on another thread; returns when that has begun."""
-    closer = threading.Thread(target=core.close, kwargs=options)
-    closer.start()
-    while core._portal is not None:
-        closer.join(0.001)
-    return closer
 
 
 def test_closing_waits_for_a_thread_between_two_steps(core: EngineCore) -> None:
