@@ -315,6 +315,23 @@ def test_a_limit_of_threads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sync.save(FULL, tmp_path / "a")
 
 
+def test_a_call_that_gets_no_thread_to_close_its_engine_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last thread was the one too many: the save has begun, and has its handle."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "ckptio-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = save(FULL, tmp_path / "a")
+    assert handle.done()
+    assert sync.verify(tmp_path / "a").is_whole
+
+
 def test_a_limit_of_open_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of threads: a loop has descriptors of its own."""
 

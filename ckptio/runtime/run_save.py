@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -118,7 +119,7 @@ def run_alone(
     A commit is said before its copy begins. The end of the copy, or of a save without one, or
     that a save failed, is said when the engine is gone: its loop has ended, and all of its
     threads. That one thread says so itself, and has nothing to do then but to return; who counts
-    threads may still see it.
+    threads may still see it. Where no thread begins, the caller's does that, and blocks.
 
     Args:
         core: The engine.
@@ -129,12 +130,11 @@ def run_alone(
     """
     begins: Moment[None] = Moment()
     core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
-    threading.Thread(
-        target=_close_after,
-        args=(core, job.moments, copy, running, copying, begins),
-        name="ckptio-save",
-        daemon=False,
-    ).start()
+    rest = functools.partial(_close_after, core, job.moments, copy, running, copying, begins)
+    try:
+        threading.Thread(target=rest, name="ckptio-save", daemon=False).start()
+    except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+        rest()
 
 
 def _close_after(
