@@ -162,9 +162,9 @@ class ObjectAttempt:
                 f" bytes has more; raise slab_nbytes ({part})"
             )
         key = self._place.key(name)
-        quietly = self._place.quietly
+        drop_lost = self._place.drop_lost
         sink = ObjectSink(
-            self._url, self._store, self._requests, key, nbytes, part, self.stay, quietly
+            self._url, self._store, self._requests, key, nbytes, part, self.stay, drop_lost
         )
         self._sinks.append(sink)
         return sink
@@ -359,6 +359,8 @@ class ObjectAttempt:
             ours = (await self._place.listed()).of({self._save_id})
             keys += [info.key for info in ours.objects]
             await self._place.drop(ours.uploads)
+        else:
+            await run_all([sink.drop_lost() for sink in self._sinks], "drop lost")
         if keys and await self._may_be_named():
             keys.clear()
         if self._leads:
@@ -390,4 +392,6 @@ class ObjectAttempt:
         self._left = True
         sinks, self._sinks = self._sinks, []
         self._place.hurry()
-        await self._discard(sinks)  # of files that were ended nothing is left
+        # of files that were ended nothing is left; uploads whose names never came stay for who goes
+        # on: they may be those of somebody else who makes the same copy
+        await self._discard(sinks)

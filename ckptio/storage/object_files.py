@@ -38,7 +38,7 @@ class ObjectSink(AwaitedSink):
         nbytes: Its final size.
         part_nbytes: Size of a part but the last: that of a slab.
         mark: Says that the save is alive.
-        quietly: Removes what belongs to an object; an event, not an error, if something stays.
+        drop_lost: Drops uploads of an object whose names nobody has; never raises.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ObjectSink(AwaitedSink):
         nbytes: int,
         part_nbytes: int,
         mark: Callable[[], Awaitable[None]],
-        quietly: Callable[[str, Callable[[], Awaitable[None]]], Awaitable[bool]],
+        drop_lost: Callable[[str], Awaitable[None]],
     ) -> None:
         self.key = key
         self._url = url
@@ -59,7 +59,7 @@ class ObjectSink(AwaitedSink):
         self._nbytes = nbytes
         self._part_nbytes = part_nbytes
         self._mark = mark
-        self._quietly = quietly
+        self._drop_lost = drop_lost
         self._lock = asyncio.Lock()
         self._upload: Upload | None = None
         self._num_lost = 0
@@ -119,8 +119,7 @@ class ObjectSink(AwaitedSink):
         if self._upload is not None:
             await self._complete(self._upload)
             self._upload = None
-            if self._num_lost:
-                await self._quietly(self.key, self._drop_lost)
+            await self.drop_lost()
         try:
             info = await self._requests.run("look at", self.key, lambda: self._store.head(self.key))
         except ObjectMissingError:
@@ -164,7 +163,7 @@ class ObjectSink(AwaitedSink):
         return True
 
     async def discard(self) -> None:
-        """Drop what was sent of an upload.
+        """Drop what was sent of the upload that has a name.
 
         Raises:
             StoreError: It may still be there.
@@ -172,19 +171,15 @@ class ObjectSink(AwaitedSink):
         if self._upload is not None:
             await self._upload.abort()
             self._upload = None
-        if self._num_lost:
-            await self._drop_lost()
 
-    async def _drop_lost(self) -> None:
-        """Drop uploads that were begun and whose names never came.
+    async def drop_lost(self) -> None:
+        """Drop uploads that were begun and whose names never came, if there may be any.
 
-        Raises:
-            StoreError: They may still be there.
+        And those of anybody else who writes the same object.
         """
-        for upload in await self._store.uploads(self.key):
-            if upload.key == self.key:
-                await self._store.drop_upload(upload)
-        self._num_lost = 0
+        if self._num_lost:
+            await self._drop_lost(self.key)
+            self._num_lost = 0
 
 
 class ObjectSource(AwaitedSource):

@@ -12,6 +12,7 @@ checkpoints.
 from __future__ import annotations
 
 import errno
+import functools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -132,6 +133,7 @@ class ObjectPlace:
         self.requests = requests
         self._prefix = prefix
         self._emit = emit
+        self._has_told = False
 
     def key(self, name: str) -> str:
         """Give the key of a file."""
@@ -283,6 +285,23 @@ class ObjectPlace:
         await self.drop(found.uploads)
         return await self.delete([info.key for info in found.objects])
 
+    async def drop_lost(self, key: str) -> None:
+        """Drop all uploads of an object, within a few seconds: none of them is needed.
+
+        Events, not errors, for what stays; one for all objects, where uploads may not be seen.
+        """
+        requests = self.requests.brief(_CLEAN_UP_S)
+        try:
+            found = await requests.must("list uploads of", key, lambda: self.store.uploads(key))
+        except StorageError as error:
+            if not self._has_told:
+                self._has_told = True
+                self.cannot(self.key(""), error)
+            return
+        for upload in found:
+            if upload.key == key:
+                await self.quietly(key, functools.partial(self.store.drop_upload, upload), requests)
+
     async def drop(self, uploads: Iterable[UploadInfo]) -> None:
         """Abort uploads, at once; events, not errors, for what stays."""
         await run_all([self._drop(upload) for upload in uploads], "drop")
@@ -302,10 +321,15 @@ class ObjectPlace:
     async def _delete(self, key: str) -> bool:
         return await self.quietly(key, lambda: self.store.delete([key]))
 
-    async def quietly(self, key: str, request: Callable[[], Awaitable[None]]) -> bool:
+    async def quietly(
+        self,
+        key: str,
+        request: Callable[[], Awaitable[None]],
+        requests: Requests | None = None,
+    ) -> bool:
         """Remove something; an event, not an error, if it stays."""
         try:
-            await self.requests.run("remove", key, request)
+            await (requests or self.requests).run("remove", key, request)
         except ObjectMissingError:
             return True
         except (StorageError, StoreError) as error:

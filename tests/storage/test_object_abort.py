@@ -27,6 +27,8 @@ from tests.rig import (
 from tests.storage.test_object_attempt import MANIFEST, keys_of, winner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptio.testing import Operation
     from ckptio.testing.objects import FaultKind
 
@@ -134,13 +136,13 @@ def test_uploads_whose_names_nobody_got_go_with_the_one_that_has_one(
     """Where a client begins them itself until it hears of one; or it is said that they stay."""
 
     async def scenario() -> None:
-        bucket, log, left = MemoryBucket(), EventLog(), list(faults)
+        log, left = EventLog(), list(faults)
 
         def fault(operation: Operation) -> FaultKind | None:
             return left.pop(0) if operation.kind == "uploads" and left else None
 
-        traits = StoreTraits(conditional="atomic", begins_again=True)
-        storage = object_storage(MemoryStore(bucket, traits=traits, fault=fault), log=log)
+        store = client_that_begins_again(fault)
+        bucket, storage = store.bucket, object_storage(store, log=log)
         await storage.begin(A, overwrite=False)
         attempt = await storage.join(A)  # who leads an abort looks for all uploads of the save
         name = f"data-{A}-00000-00000.safetensors"
@@ -161,6 +163,53 @@ def test_uploads_whose_names_nobody_got_go_with_the_one_that_has_one(
         is_told = bool(log.of(CleanupFailed))
         assert is_told == (faults == ("refused",))
         assert is_told or not bucket.open_uploads
+
+    run_virtual(scenario(), seed=0)
+
+
+def client_that_begins_again(
+    fault: Callable[[Operation], FaultKind | None] | None = None,
+) -> MemoryStore:
+    """A store whose client may begin an upload under names that nobody hears of."""
+    traits = StoreTraits(conditional="atomic", begins_again=True)
+    return MemoryStore(MemoryBucket(), traits=traits, fault=fault)
+
+
+def test_who_leaves_a_copy_drops_no_upload_of_another_who_makes_it() -> None:
+    """Nor does it remove anything else: one of the two goes on with it."""
+
+    async def scenario() -> None:
+        store = client_that_begins_again()
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        sink = await attempt.create(f"data-{A}-00000-00000.safetensors", 200 * KiB)
+        assert isinstance(sink, AwaitedSink)
+        await sink.write(0, memoryview(bytes(SMALL.slab_nbytes)))
+        other = store.bucket.begin(sink.key)
+        await attempt.leave()
+        assert list(store.bucket.open_uploads) == [other]
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["stalled", "before", "refused"])
+def test_a_file_that_is_made_does_not_wait_for_uploads_that_nobody_needs(kind: FaultKind) -> None:
+    """Where they cannot be listed, one event says so, of the place and not of a file."""
+    config = config_with(request_timeout_s=60.0, retry_timeout_s=600.0, max_retries=8)
+
+    async def scenario() -> None:
+        log, begun = EventLog(), list[bool]()
+
+        store = client_that_begins_again(
+            lambda operation: kind if begun and operation.kind == "uploads" else None
+        )
+        attempt = await object_storage(store, config=config, log=log).begin(A, overwrite=False)
+        begun.append(True)
+        contents = contents_of(A, 200 * KiB, 200 * KiB)
+        before_s = asyncio.get_running_loop().time()
+        await fill_attempt(attempt, contents)
+        assert asyncio.get_running_loop().time() - before_s < 25
+        await attempt.commit(manifest_of(A, contents))
+        assert [event.file for event in log.of(CleanupFailed)] == [""]
 
     run_virtual(scenario(), seed=0)
 
