@@ -14,8 +14,7 @@ import sys
 import textwrap
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,8 +32,6 @@ from ckptio.errors import (
 )
 from ckptio.events import CopyCommitted, CopyFailed, CopyStarted, SaveCommitted, TierPassedOver
 from ckptio.runtime.core import EngineCore
-from ckptio.storage.files import PosixFiles
-from ckptio.storage.notes import take_note
 from ckptio.testing import EventLog, RecordingFiles, crash_at
 from tests.rig import (
     SMALL,
@@ -552,93 +549,44 @@ def test_a_committed_copy_keeps_a_file_that_cannot_be_synced_again(tmp_path: Pat
     assert_same(sync.load(far, config=COARSE), NEW)
 
 
-async def save_behind(near: Path, far: Path, others: Others) -> EventLog:
-    """Save, while others have taken the note of its copy first; they are told when it waits."""
-    log, looks = EventLog(), itertools.count(1)
-
-    def look(operation: Operation) -> None:
-        if operation.kind == "open" and "/.copy-" in operation.path and next(looks) == 2:
-            others.go_on()
-
-    def let_them_go_first(event: Event) -> None:
-        log(event)
-        if isinstance(event, SaveCommitted):
-            others.take(event.save_id)
-
-    core = FilesCore(COARSE, let_them_go_first, RecordingFiles(look))
-    async with engine_on(core) as engine:
-        await engine.save(NEW, near, overwrite=True, then=far).durable
-    return log
-
-
-class Others:
-    """An engine on a thread, which finishes the copies in a directory."""
-
-    def __init__(self, root: Path) -> None:
-        self._begun, self._may_go_on = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._finish, args=(root,))
-
-    def _finish(self, root: Path) -> None:
-        with sync.Engine(COARSE, observer=self._see) as engine:
-            engine.finish_copies(root)
-
-    def _see(self, event: Event) -> None:
-        if isinstance(event, CopyStarted):
-            self._begun.set()
-            self._may_go_on.wait(10)
-
-    def take(self, save_id: str) -> None:
-        """Have it begin."""
-        del save_id
-        self._thread.start()
-        assert self._begun.wait(30)
-
-    def go_on(self) -> None:
-        """Have it make the copy, and drop the note."""
-        self._may_go_on.set()
-
-    def join(self) -> None:
-        """Wait for its end."""
-        self._thread.join()
-
-
-class Quitters(Others):
-    """Who takes the note, and lets go of it with nothing done."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._root = root
-        self._executor = ThreadPoolExecutor(1)
-
-    def take(self, save_id: str) -> None:
-        """Take the note."""
-        note = take_note(PosixFiles(), str(self._root), save_id, self._executor)
-        assert note is not None
-        self._note = note
-
-    def go_on(self) -> None:
-        """Let go of it."""
-        asyncio.run(self._note.release())
-
-    def join(self) -> None:
-        """End the thread."""
-        self._executor.shutdown()
-
-
-def test_a_copy_that_somebody_else_makes_just_now_is_waited_for(tmp_path: Path) -> None:
-    """They finish the copies of a directory, and were faster than the save's own."""
+@pytest.mark.parametrize("fails", [False, True])
+async def test_nobody_else_takes_up_the_copy_of_a_save_that_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """They finish the copies of a directory, and may, as soon as the save has given up."""
     near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
-    others = Others(near.parent)
-    (copied,) = asyncio.run(save_behind(near, far, others)).of(CopyCommitted)
-    others.join()
-    assert copied.sent_nbytes == 0
-    assert_same(sync.load(far, config=COARSE), NEW)
+    made: list[tuple[str, ...]] = []
+
+    def finish_first(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            others = threading.Thread(target=lambda: made.append(sync.finish_copies(near.parent)))
+            others.start()
+            others.join()
+
+    log = EventLog()
+    async with ckptio.Engine(SMALL, observer=finish_first) as engine:
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr("ckptio.runtime.save_copy.make_copy", none_is_made)
+            handle = engine.save(STATE, near, then=far)
+            await handle
+            with pytest.raises(StorageError) if fails else contextlib.nullcontext():
+                await handle.durable
+    assert made == [()]
+    assert sync.finish_copies(near, observer=log) == ((str(far),) if fails else ())
+    assert files_in(far) == files_in(near)
 
 
-def test_a_copy_that_somebody_else_gave_up_is_made(
+async def none_is_made(*args: Any) -> None:
+    """Let go of the note, as who fails does."""
+    await args[-1].release()
+    raise StorageError("no", path="", code=errno.EIO)
+
+
+def test_what_was_saved_just_now_is_copied_over_what_is_newer_by_its_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over what is newer by a clock that was ahead, too: the save is of just now."""
+    """By a clock that was ahead."""
     near, far = tmp_path / "near" / "a", tmp_path / "far" / "a"
 
     class Ahead(dt.datetime):
@@ -649,10 +597,7 @@ def test_a_copy_that_somebody_else_gave_up_is_made(
     with monkeypatch.context() as patched:
         patched.setattr("ckptio.engine.save.dt.datetime", Ahead)
         sync.save(OLD, far, config=COARSE)
-    others = Quitters(near)
-    (copied,) = asyncio.run(save_behind(near, far, others)).of(CopyCommitted)
-    others.join()
-    assert copied.sent_nbytes
+    sync.save(NEW, near, overwrite=True, then=far, config=COARSE)
     assert_same(sync.load(far, config=COARSE), NEW)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.config import MiB
+from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker
 from ckptio.engine.resolver import Resolver
 from ckptio.engine.tier_line import CopyLine
@@ -96,6 +97,7 @@ class EngineContext:
         saves: Saves in flight at a time.
         num_saves: Saves in flight now.
         copies: Copies to a second tier.
+        notes: Notes of those that have not begun.
         turns: The end of the last save to each place, by its identity.
     """
 
@@ -124,6 +126,7 @@ class EngineContext:
     cached_lanes: asyncio.Semaphore = field(init=False)
     saves: asyncio.Semaphore = field(init=False)
     copies: CopyLine = field(init=False)
+    notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
     turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 

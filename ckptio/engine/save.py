@@ -159,8 +159,7 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         manifest = await run_blocking(
             context.executor, _encode, job, plan, files, context.config.block_nbytes
         )
-        if job.note:
-            await attempt.note(job.note)
+        await context.notes.leave(job, attempt)
         await my_turn(attempt)
         await attempt.commit(manifest)
         context.cache.forget(job.storage)

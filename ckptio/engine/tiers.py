@@ -306,10 +306,7 @@ class _Copy:
             self._was_there = there is not None and there.save_id == job.save_id
             # of an earlier run alone: what was saved just now is the newest, whatever clocks say
             is_overtaken = (
-                job.resumes
-                and job.ticket is None
-                and there is not None
-                and is_newer(there.created, manifest.created)
+                job.resumes and there is not None and is_newer(there.created, manifest.created)
             )
             may_begin = job.overwrite or self._was_there or is_overtaken
             if there is not None and not may_begin:

@@ -381,6 +381,7 @@ class EngineCore:
             stack.callback(context.end_threads)
             stack.callback(context.pool.close)
             stack.push_async_callback(self._end_tasks, context)
+            stack.push_async_callback(context.notes.close)
             stack.push_async_callback(context.stores.close)
             stack.push_async_callback(context.ranks.close)
 

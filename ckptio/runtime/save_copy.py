@@ -6,7 +6,6 @@ engine waits for both, and aborts both.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,8 @@ if TYPE_CHECKING:
     from ckptio.moments import Moment, SaveMoments
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
-    from ckptio.storage.interface import Note
 
     Say = Callable[[], None]
-
-#: From one look at a note that somebody else holds to the next.
-_LOOK_S = 0.2
 
 
 def begin_copy(
@@ -90,7 +85,7 @@ async def _copied(
             await shielded(begins.ended())
             if begins.error() is not None:
                 return _nothing  # the handle says so
-            note = await _take_note(job, context) if context.ranks.rank == 0 else None
+            note = context.notes.take(job.name)  # on rank 0
         except BaseException as error:
             if begins.error() is not None:
                 return _nothing
@@ -108,6 +103,7 @@ async def _copied(
     finally:
         copies.part(job.name)
         copies.end(job.ticket or 0)
+        await context.notes.let_go(job.name)  # of a save that was not committed
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True
     first = moments.committed.wait(0)
@@ -122,22 +118,6 @@ async def _copied(
         plan_reused=first.plan_reused,
     )
     return functools.partial(moments.durable.reach, info)
-
-
-async def _take_note(job: CopyJob, context: EngineContext) -> Note | None:
-    """Take the note of a save, if it is there.
-
-    Another process may have taken it since the commit, as it finishes the copies of a whole
-    directory: then this waits until that has made the copy, or has given up or died. (Of many
-    ranks it does not: the others expect rank 0 by a deadline. Then both make the copy.)
-    """
-    take, has = job.source.take_note, job.source.has_note
-    note = await take(job.save_id)
-    while note is None and context.ranks.world_size == 1 and await has(job.save_id):
-        job.resumes = True
-        await asyncio.sleep(_LOOK_S)
-        note = await take(job.save_id)
-    return note
 
 
 def _nothing() -> None:

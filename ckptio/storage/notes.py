@@ -7,7 +7,7 @@ when the copy is committed. Its name has the id of the save: a note of any other
 the one that is committed says nothing, and goes with the leftovers of that save. So a
 checkpoint has one note or none.
 
-Who copies holds the note: a lock on the file, which the kernel frees with the process
+Who copies, or will, holds the note: a lock on the file, which the kernel frees with the process
 (`storage.locks`: whatever that has forked). So
 what a killed process owed can be taken over at once, and what a living one copies cannot.
 Where there are no locks (object stores, some mounts) two processes may copy one checkpoint

@@ -1,0 +1,58 @@
+"""Notes of copies that are owed, held from before the commit until the copy is made.
+
+A note (`storage.notes`) is there when the checkpoint is, and from that moment on whoever finishes
+the copies of a directory may take it. So a save holds its own before: what its engine is about
+to copy, nobody else has in hand meanwhile. Both would send every byte, and on a store the one
+would drop the uploads of the other. (Waiting for somebody else's copy was rejected: that process
+may be slow, or stopped, and all later copies of the engine stood behind it.)
+
+Where there are no locks, others may take a note that is held; see there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio._aio import shielded
+
+if TYPE_CHECKING:
+    from ckptio.engine.save import SaveJob
+    from ckptio.storage.interface import Attempt, Note
+
+    #: A place, by its identity, and a save.
+    Name = tuple[str, str]
+
+
+class HeldNotes:
+    """Those of an engine. Used from its loop."""
+
+    def __init__(self) -> None:
+        self._held: dict[Name, Note] = {}
+
+    async def leave(self, job: SaveJob, attempt: Attempt) -> None:
+        """Leave the note of a save that is to be copied, and hold it; nothing for any other.
+
+        Raises:
+            StorageError: It could not be written, or not be read again.
+        """
+        if not job.note:
+            return
+        await attempt.note(job.note)
+        note = await job.storage.take_note(job.save_id)
+        if note is not None:
+            self._held[job.storage.identity, job.save_id] = note
+
+    def take(self, name: Name) -> Note | None:
+        """Take the note of a copy that begins; who takes it drops or releases it."""
+        return self._held.pop(name, None)
+
+    async def let_go(self, name: Name) -> None:
+        """Release the note of a copy that does not begin, if it is held."""
+        note = self.take(name)
+        if note is not None:
+            await shielded(note.release())
+
+    async def close(self) -> None:
+        """Release all of them: the engine ends, and no copy begins any more."""
+        for name in list(self._held):
+            await self.let_go(name)
