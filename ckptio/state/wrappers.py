@@ -115,13 +115,15 @@ def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
     Raises:
         TargetError: Its class does not take them; what else is loaded is filled by now.
     """
-    local, (names, context) = wrapper_in(like), like.__tensor_flatten__()
-    if local is not None:  # a DTensor is of this kind itself
-        whole = {name: getattr(like, name) for name in names}
-        parts = whole | {"_local_tensor": put_together(fqn, local, parts)}
+    local, cls = wrapper_in(like), type(like)
+    own = None if local is None else put_together(fqn, local, parts)
     try:
-        made = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
-        if isinstance(like, torch.nn.Parameter):
+        if own is not None:  # nothing public makes a DTensor of a specification
+            made = cls(own, like._spec, requires_grad=like.requires_grad)  # noqa: SLF001
+        else:
+            context = like.__tensor_flatten__()[1]
+            made = cls.__tensor_unflatten__(parts, context, like.shape, like.stride())
+        if isinstance(like, torch.nn.Parameter) and not isinstance(made, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=like.requires_grad)
     except Exception as error:  # of a class of others, which raises anything
         raise TargetError(f"{fqn!r} cannot be made of its parts again: {error!r}") from error

@@ -245,6 +245,47 @@ def test_a_parameter_on_the_meta_device_is_made_as_one(tmp_path: Path, *, is_tra
     assert_coded(found.detach(), one)
 
 
+class CodedParameter(torch.nn.Parameter):
+    """A class of parameters; what is not its own operation gives plain tensors."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+        """Make it as torch wants it to be made."""
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scale.dtype, device=codes.device
+        )
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, *_: object) -> Self:
+        return cls(**parts)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as above
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        plain = [a.codes * a.scale if isinstance(a, CodedParameter) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_class_of_parameters_is_made_as_it_is(tmp_path: Path) -> None:
+    """And not put into a parameter of torch's own, which it may not allow."""
+    one = coded(1)
+    sync.save({"w": CodedParameter(one.codes, one.scale)}, tmp_path / "x", config=SMALL)
+    blank = CodedParameter(one.codes.to("meta"), one.scale.to("meta"))
+    found = sync.load(tmp_path / "x", into={"w": blank}, config=SMALL)["w"]
+    assert type(found) is CodedParameter
+    assert torch.equal(found.codes, one.codes)
+    assert torch.equal(found.scale, one.scale)
+
+
 class Fragile(Coded):
     """Cannot be made again."""
 
