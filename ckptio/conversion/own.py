@@ -99,7 +99,7 @@ def sync_above(path: str, config: CheckpointConfig) -> None:
         StorageError: One of them cannot be synced, or has gone.
     """
     try:
-        above = young_parents(absolute(path))
+        above = young_parents(absolute(path), written=path)
     except OSError as error:
         raise storage_error(error, path, "cannot find what it lies in") from error
     for directory in above:

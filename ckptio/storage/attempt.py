@@ -242,7 +242,8 @@ class LocalAttempt:
         parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
         above = [os.path.dirname(self._directory), *parents]
         ours = {self._directory, *parents}
-        for directory in dict.fromkeys((self._directory, *above, *young_parents(above[-1]))):
+        young = young_parents(above[-1], written=self._directory)
+        for directory in dict.fromkeys((self._directory, *above, *young)):
             try:
                 self._sync_dir(directory)
             except OSError as error:

@@ -294,15 +294,18 @@ def follow_pointer(files: PosixFiles, directory: str, commit: bytes) -> tuple[by
     return manifest, [pointer.pointer]
 
 
-def young_parents(directory: str) -> list[str]:
+def young_parents(directory: str, written: str) -> list[str]:
     """Name the directories above one in which something changed within the hour, nearest first.
 
-    Those above the links in its path, which are names of it, and those above where they lead. The
-    hour ends when the directory was written to, as a rule just now, where this host's clock is
-    ahead of the one that dates files.
+    Those above the links in its path, which are names of it, and those above where they lead.
+
+    Args:
+        directory: That one.
+        written: Where something was written just now: the hour ends then, where this host's clock
+            is ahead of the one that dates files.
     """
     found = []
-    now_s = min(time.time(), os.stat(directory).st_mtime)
+    now_s = min(time.time(), os.stat(written).st_mtime)
     for start in dict.fromkeys((directory, os.path.realpath(directory))):
         below = start
         while (parent := os.path.dirname(below)) != below:

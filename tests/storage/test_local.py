@@ -204,6 +204,22 @@ async def test_directories_are_young_by_the_clock_that_dates_them(
     assert {str(tmp_path / "made"), str(tmp_path)} <= set(synced)
 
 
+async def test_directories_that_have_not_changed_for_long_are_left_alone(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Though the one above the checkpoint changed before those above it."""
+    directory = tmp_path / "a" / "b" / "c"
+    await write_files(storage_at(directory, executor), A, OLD)
+    for days, parent in enumerate((tmp_path, tmp_path / "a", tmp_path / "a" / "b"), start=10):
+        when = time.time() - days * 86400
+        os.utime(parent, (when, when))
+    files = RecordingFiles()
+    await write_files(storage_at(directory, executor, files), B, NEW, overwrite=True)
+    synced = {op.path for op in files.operations if op.kind == "fsync_dir"}
+    assert str(directory.parent) in synced
+    assert not {str(tmp_path), str(tmp_path / "a")} & synced
+
+
 async def test_a_rank_seals_its_files_by_name(tmp_path: Path, executor: Executor) -> None:
     """As the commit of another rank does not: that one may see none of these names."""
     directory = tmp_path / "new" / "c"
