@@ -223,6 +223,8 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         for copy in late:
             copy()
         match.mark_written()
+        if matcher.runs_foreign:
+            matcher.untouched.sample(fills)
         return assemble(rebuilder)
 
     restoration.finish = finish

@@ -192,10 +192,10 @@ def handed_to(fqn: str, target: Any, keys: Iterable[Any]) -> Handed | None:
         target: The object.
         keys: Of its state.
     """
-    has_own = not _is_of_torch(target.load_state_dict)
+    has_own = not is_of_torch(target.load_state_dict)
     if isinstance(target, torch.optim.Optimizer):
         hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", {})
-        is_new = has_own or not all(map(_is_of_torch, hooks.values()))
+        is_new = has_own or not all(map(is_of_torch, hooks.values()))
         return Handed(fqn, lambda _: True) if is_new else None
     if not isinstance(target, torch.nn.Module):
         if not has_own:
@@ -228,7 +228,7 @@ def takes_unasked(target: Any, node: Json) -> bool:
     """Whether an object is given all that is stored, and is not asked what it has."""
     if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
         return False
-    if _is_of_torch(target.load_state_dict) or any(True for _ in _parts_of(target)):
+    if is_of_torch(target.load_state_dict) or any(True for _ in _parts_of(target)):
         return False
     is_dict = type(node) is dict and node.get(TAG, "dict") in ("dict", "odict", "counter")
     return is_dict and bool(node.get("v", node)) and _is_plain(node)
@@ -270,7 +270,7 @@ def _kept_by_torch(target: Any) -> set[int]:
     """Give the storages of modules and optimizers that an object has and torch's code fills."""
     kept: set[int] = set()
     for value in _parts_of(target):
-        if not _is_of_torch(value.load_state_dict):
+        if not is_of_torch(value.load_state_dict):
             continue
         tensors: Iterable[Any]
         if issubclass(type(value), torch.nn.Module):
@@ -311,10 +311,10 @@ def _rewrites(module: torch.nn.Module) -> bool:
     own = module._load_from_state_dict  # noqa: SLF001  # made to be overridden
     if getattr(own, "__module__", None) in _RESIZING:
         return True
-    return not all(map(_is_of_torch, (own, *hooks.values())))
+    return not all(map(is_of_torch, (own, *hooks.values())))
 
 
-def _is_of_torch(function: Any) -> bool:
+def is_of_torch(function: Any) -> bool:
     """Whether torch itself has a function, or a hook that it has wrapped."""
     function = getattr(function, "hook", function)
     name = getattr(function, "__module__", None) or type(function).__module__

@@ -35,19 +35,14 @@ from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other
-from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
-from ckptio.state.numbered import numbered
-from ckptio.state.optimizer_blocks import with_blocks
-from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
+from ckptio.state.objects import ObjectMatcher
 from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
-from ckptio.state.take import take_state
-from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
 from ckptio.state.versions import Versions
 from ckptio.state.wrappers import is_wrapper, parts_alike, put_together, wrapper_in
@@ -64,7 +59,7 @@ _DICTS = (dict, OrderedDict, Counter)
 _DICT_TAGS = (None, "dict", "odict", "counter")
 
 
-class Matcher(TensorMatcher):
+class Matcher(ObjectMatcher):
     """Matches one target with one tree."""
 
     def merge(self, fqn: str, target: Any, node: Json) -> Assemble:
@@ -186,57 +181,6 @@ class Matcher(TensorMatcher):
             return target if value is target.value else PerRank(value)
 
         return wrap
-
-    def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
-        if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
-            return lambda _: target
-        is_optimizer = isinstance(target, torch.optim.Optimizer) and type(node) is dict
-        if is_optimizer:
-            require_parameters(fqn, target)
-            node = numbered(node)
-            found = optimizer_differs(fqn, target, node, self._tensors, self._keep)
-            if found:
-                self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
-                return lambda _: target
-        is_module = isinstance(target, torch.nn.Module)
-        if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
-            return self._handed_over(fqn, target, node)
-        num_blanks = self._num_blanks
-        template = template_of(fqn, target, node, self._tensors, self._keep)
-        self.match.num_before, num_left = len(self.match.fills), self.match.num_left
-        handed = None
-        if isinstance(template, dict):
-            if is_optimizer:
-                template = with_blocks(fqn, target, template, node, self._tensors, self._keep)
-            before, self._handed = self._handed, handed_to(fqn, target, template)
-            handed = self._handed
-            assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
-            self._handed = before  # of an object around this one, if there is one
-        else:  # it has nothing yet, or something of its own
-            assemble = self._value(fqn, None, node)
-        is_partial = self._keep is not None or self.match.num_left > num_left
-        if is_module:
-            self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
-        has_blanks = self._num_blanks > num_blanks
-
-        def hand_over(rebuilder: Rebuilder) -> Any:
-            values = assemble(rebuilder)
-            if handed is not None and is_partial:
-                values = handed.without_own(values, template)
-            rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
-            return target
-
-        return hand_over
-
-    def _handed_over(self, fqn: str, target: Any, node: Json) -> Assemble:
-        """Give a stateful object what is stored, and nothing of its own."""
-        assemble = self._take(fqn, node)
-
-        def hand_over(rebuilder: Rebuilder) -> Any:
-            rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
-            return target
-
-        return hand_over
 
     def _dict(
         self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool, flat: bool = False

@@ -1,0 +1,104 @@
+"""Match objects that give their state as a template and take what is stored, as a whole.
+
+Whoever extends this matches what such a template holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.format.encode import join_fqn
+from ckptio.state.handed import handed_to, takes_unasked
+from ckptio.state.numbered import numbered
+from ckptio.state.optimizer_blocks import with_blocks
+from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
+from ckptio.state.take import take_state
+from ckptio.state.tensors import TensorMatcher
+from ckptio.state.tree import is_kept
+from ckptio.state.untouched import Untouched, runs_foreign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptio.format.encode import Json
+    from ckptio.state.rebuild import Rebuilder
+
+    Assemble = Callable[[Rebuilder], Any]
+
+
+class ObjectMatcher(TensorMatcher):
+    """Matches stateful objects.
+
+    Attributes:
+        untouched: Sees whether code of one of them writes to what another one is about to take.
+        runs_foreign: Whether one has code that may.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.untouched = Untouched()
+        self.runs_foreign = False
+
+    def _dict(
+        self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool, flat: bool = False
+    ) -> Assemble:
+        raise NotImplementedError
+
+    def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
+        raise NotImplementedError
+
+    def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
+        if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
+            return lambda _: target
+        is_optimizer = isinstance(target, torch.optim.Optimizer) and type(node) is dict
+        if is_optimizer:
+            require_parameters(fqn, target)
+            node = numbered(node)
+            found = optimizer_differs(fqn, target, node, self._tensors, self._keep)
+            if found:
+                self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
+                return lambda _: target
+        self.runs_foreign |= runs_foreign(target)
+        is_module = isinstance(target, torch.nn.Module)
+        if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
+            return self._handed_over(fqn, target, node)
+        num_blanks = self._num_blanks
+        template = template_of(fqn, target, node, self._tensors, self._keep)
+        self.match.num_before, num_left = len(self.match.fills), self.match.num_left
+        handed = None
+        if isinstance(template, dict):
+            if is_optimizer:
+                template = with_blocks(fqn, target, template, node, self._tensors, self._keep)
+            before, self._handed = self._handed, handed_to(fqn, target, template)
+            handed = self._handed
+            assemble = self._dict(fqn, template, node, closed=is_module, flat=is_module)
+            self._handed = before  # of an object around this one, if there is one
+        else:  # it has nothing yet, or something of its own
+            assemble = self._value(fqn, None, node)
+        is_partial = self._keep is not None or self.match.num_left > num_left
+        if is_module:
+            self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
+        has_blanks = self._num_blanks > num_blanks
+
+        def hand_over(rebuilder: Rebuilder) -> Any:
+            values = assemble(rebuilder)
+            if handed is not None and is_partial:
+                values = handed.without_own(values, template)
+            self.untouched.require(fqn, values)
+            with self.untouched.guard(fqn, target):
+                rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
+            return target
+
+        return hand_over
+
+    def _handed_over(self, fqn: str, target: Any, node: Json) -> Assemble:
+        """Give a stateful object what is stored, and nothing of its own."""
+        assemble = self._take(fqn, node)
+
+        def hand_over(rebuilder: Rebuilder) -> Any:
+            rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
+            return target
+
+        return hand_over

@@ -1,0 +1,132 @@
+"""Tests for seeing what code of others does to what was filled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import TargetError, sync
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Linear = torch.nn.Linear
+
+
+def copy_to(into: torch.nn.Module, of: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for a, b in zip(into.parameters(), of.parameters(), strict=True):
+            a.data.copy_(b)
+
+
+class Average:
+    """Averaged weights, which are copied to their model as soon as they are loaded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.shadow = Linear(2, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow.load_state_dict(state["shadow"])
+        copy_to(self.model, self.shadow)
+
+
+class Synced(torch.nn.Module):
+    """Two networks, of which the second is like the first whenever that is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = Linear(2, 2), Linear(2, 2)
+        self.online.register_load_state_dict_post_hook(lambda *_: copy_to(self.target, self.online))
+
+
+class Resetting(torch.nn.Module):
+    """Makes its layers anew before they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 2)
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+        self.layer.reset_parameters()
+
+
+def averaged() -> dict[str, Any]:
+    model = Linear(2, 2)
+    return {"average": Average(model), "model": model}
+
+
+def hooked() -> dict[str, Any]:
+    """Make an optimizer that makes its model anew."""
+    model = Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_load_state_dict_post_hook(lambda _: model.reset_parameters())
+    return {"optimizer": optimizer, "model": model}
+
+
+def beside() -> dict[str, Any]:
+    """Make a module of which one part makes another anew, before it is loaded itself."""
+    first, second = Linear(2, 2), Linear(2, 2)
+    first.register_load_state_dict_pre_hook(lambda *_: second.reset_parameters())
+    return {"m": torch.nn.Sequential(first, second)}
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "an average": averaged,
+    "a post hook": lambda: {"m": Synced()},
+    "a pre-hook": beside,
+    "extra state": lambda: {"m": Resetting()},
+    "a hook of an optimizer": hooked,
+}
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_what_others_write_to_before_it_is_taken_is_no_load(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """With `torch.load`, what is stored comes after it."""
+    state = make()
+    sync.save(state, tmp_path / "x", config=SMALL)
+    target = make()
+    with pytest.raises(TargetError, match=r"was filled, and then written to, by .*without into="):
+        sync.load(tmp_path / "x", into=target, config=SMALL)
+    found, made = sync.load(tmp_path / "x", config=SMALL), make()
+    for name, each in made.items():
+        each.load_state_dict(found[name])
+    for name in made.keys() & {"model", "m"}:
+        pairs = zip(made[name].parameters(), state[name].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_what_others_write_to_afterwards_is_theirs(tmp_path: Path) -> None:
+    """As with `torch.load`; nor does it matter who reads, or copies a tensor to itself."""
+    state = dict(reversed(averaged().items()))
+    sync.save(state, tmp_path / "x", config=SMALL)
+    target = dict(reversed(averaged().items()))
+    sync.load(tmp_path / "x", into=target, config=SMALL)
+    assert torch.equal(target["model"].weight, state["average"].shadow.weight)
+    twice: dict[str, Any] = {"average": Average(Linear(2, 2))}
+    twice["shadow"] = twice["average"].shadow
+    sync.save(twice, tmp_path / "y", config=SMALL)
+    sync.load(tmp_path / "y", into=twice, config=SMALL)
+
+
+def test_nothing_stays_with_a_module_that_was_looked_at(tmp_path: Path) -> None:
+    """The hooks that look go, also where it takes its state well."""
+    target = Resetting()
+    target.layer.reset_parameters = lambda: None  # type: ignore[method-assign]  # as if it did not
+    sync.save({"m": target}, tmp_path / "x", config=SMALL)
+    sync.load(tmp_path / "x", into={"m": target}, config=SMALL)
+    assert not target._load_state_dict_pre_hooks
+    assert not target.layer._load_state_dict_pre_hooks
