@@ -20,6 +20,7 @@ from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.leaves import SCALAR_TYPES, is_convertible
 from ckptio.state.rebuild import device_of
+from ckptio.state.records import fields_of, record_tag
 from ckptio.state.select import make_predicate
 from ckptio.state.stateful import is_stateful
 
@@ -118,6 +119,9 @@ def require_values(name: str, target: object) -> None:
         for number, value in enumerate(target):
             if type(value) not in SCALAR_TYPES:
                 require_values(join_fqn(name, number), value)
+    elif record_tag(target) is not None and not is_stateful(target):
+        for key, value in fields_of(target).items():
+            require_values(join_fqn(name, key), value)
     elif isinstance(target, _NO_VALUES):
         what = "a class" if isinstance(target, type) else "a function"
         is_getter = getattr(target, "__name__", "") == "state_dict"

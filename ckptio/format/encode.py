@@ -136,6 +136,7 @@ class ObjectEncoder:
         if isinstance(value, enum.Enum):
             return self._encode_enum(fqn, value)
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            require_fields_alone(fqn, value)
             return self._encode_record(
                 fqn, "namedtuple", value, zip(names_of(value), value, strict=True)
             )

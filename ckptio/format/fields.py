@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,23 @@ def fields_of(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def require_fields_alone(fqn: str, value: Any) -> None:
-    """Refuse a dataclass that is a container, too, with more in it than its fields."""
+    """Refuse a record with state that is in none of its fields.
+
+    A dataclass that is a container, too, with more in it; and attributes that are no fields and
+    hold elements or a state. Plain ones are left out: they follow from the fields, as a rule.
+
+    Raises:
+        UnsupportedLeafError: It is such a one.
+    """
+    if (name := _attribute_with_state(value)) is not None:
+        raise UnsupportedLeafError(
+            fqn,
+            f"a record of type {type(value).__name__}, of which {name!r} is no field, and would be"
+            " left out",
+            "make it a field, or give the class state_dict() and load_state_dict()",
+        )
+    if not dataclasses.is_dataclass(value):
+        return
     if isinstance(value, dict):
         fields = dict(fields_of(value))
         is_more = any(name not in fields or fields[name] is not value[name] for name in value)
@@ -41,6 +58,32 @@ def require_fields_alone(fqn: str, value: Any) -> None:
             f"a dataclass of type {type(value).__name__} that holds more than its fields",
             "save what it holds beside it",
         )
+
+
+def _attribute_with_state(value: Any) -> str | None:
+    """Name an attribute of a record that is no field, is no cached property, and holds state."""
+    fields = names_of(value) if isinstance(value, tuple) else value.__dataclass_fields__
+    own_dict: dict[str, Any] = getattr(value, "__dict__", {})
+    for name, item in own_dict.items():
+        is_own = name in fields or isinstance(
+            getattr(type(value), name, None), functools.cached_property
+        )
+        if not is_own and _has_state(item, {id(value)}):
+            return name
+    return None
+
+
+def _has_state(item: Any, seen: set[int]) -> bool:
+    """Whether a value is, or holds, a tensor, an array or an object with a state of its own."""
+    if id(item) in seen:
+        return False
+    cls = type(item)
+    if isinstance(item, (dict, list, tuple)):
+        seen.add(id(item))
+        items = item.values() if isinstance(item, dict) else item
+        return any(_has_state(each, seen) for each in items)
+    is_array = hasattr(cls, "__array__") and hasattr(cls, "__setitem__")
+    return is_array or (hasattr(cls, "state_dict") and hasattr(cls, "load_state_dict"))
 
 
 def restore(cls: Any, fields: Mapping[str, Any]) -> Any:

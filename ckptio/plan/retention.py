@@ -137,7 +137,8 @@ class KeepEvery(Retention):
 class KeepBest(Retention):
     """Keep the steps with the best values of a metric; of equal ones, the highest step.
 
-    Steps that were saved without the metric, or with NaN, are not among the best.
+    Steps that were saved without the metric, or with NaN, are not among the best. But as long as
+    no step has it, all are kept: it may be another name than that of the run.
 
     Attributes:
         num_steps: How many.
@@ -159,6 +160,8 @@ class KeepBest(Retention):
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""
+        if not any(self.metric in record.metrics for record in records):
+            return {record.step for record in records}
         sign = 1 if self.mode == "max" else -1
         measured = [
             (sign * record.metrics[self.metric], record.step)

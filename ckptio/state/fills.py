@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ckptio.errors import TargetError
@@ -26,8 +27,6 @@ from ckptio.state.wrappers import is_wrapper, wrapper_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import numpy as np
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -263,9 +262,8 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
         )
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
-    strides = zip(target.shape, target.stride(), strict=True)
-    if target.numel() and any(stride == 0 and extent > 1 for extent, stride in strides):
-        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
+    if target.numel() and _overlaps_itself(target.shape, target.stride()):
+        raise TargetError(f"cannot fill {fqn!r}: its elements share memory")
 
 
 def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
@@ -276,8 +274,29 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
     """
     if not target.flags.writeable:
         raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
-    if target.size > 1 and 0 in target.strides:
-        raise TargetError(f"cannot fill {fqn!r}: it is expanded, its elements share memory")
+    elements = tuple(stride / target.itemsize for stride in target.strides)
+    if target.size > 1 and _overlaps_itself(target.shape, elements):
+        raise TargetError(f"cannot fill {fqn!r}: its elements share memory")
+
+
+def _overlaps_itself(shape: Sequence[int], strides: Sequence[float]) -> bool:
+    """Whether two elements of an array are at one place; strides are in elements.
+
+    As a rule each dimension steps over all that is within; where one does not, places are counted.
+    """
+    dims = sorted((abs(step), extent) for extent, step in zip(shape, strides, strict=True))
+    dims = [(step, extent) for step, extent in dims if extent > 1]
+    reach = 0.0
+    for step, extent in dims:
+        if step < reach + 1:
+            break
+        reach += step * (extent - 1)
+    else:
+        return False
+    places = np.zeros(1)
+    for step, extent in dims:
+        places = np.add.outer(places, step * np.arange(extent)).reshape(-1)
+    return bool(np.diff(np.sort(places)).min() < 1)
 
 
 def classes_in(target: Any) -> Iterator[type]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import enum
+import pathlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from ckptio.state.fills import Fill
 from ckptio.state.leaves import SCALAR_TYPES, TORCH_DTYPES, is_convertible
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import check_view, torch_dtype
-from ckptio.state.records import fields_of
+from ckptio.state.records import fields_of, record_tag
 from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import tensor_index
 
@@ -25,6 +28,16 @@ if TYPE_CHECKING:
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
+
+#: Types of what a load may put something else in place of.
+_VALUES = (
+    *(str, bytes, bytearray, int, float, complex),
+    *(list, tuple, dict, set, frozenset),
+    *(enum.Enum, pathlib.PurePath, dt.date, dt.time, dt.timedelta),
+    *(np.generic, torch.dtype, torch.device),
+)
+#: The same, exactly: of what somebody puts where nothing is yet.
+_MARKS = (type(None), type(...), object)
 
 
 def find_plain(
@@ -163,6 +176,23 @@ def is_filled(target: Any, *, by_place: bool) -> bool:
         fields = fields_of(target).values()
         return by_place or any(is_filled(item, by_place=False) for item in fields)
     return is_stateful(target)
+
+
+def require_value(fqn: str, target: object) -> None:
+    """Refuse an object that cannot take a state, and would be replaced by what is stored.
+
+    Such objects are not saved either, but what somebody has made of them: a list, a dict.
+
+    Raises:
+        TargetError: It is one.
+    """
+    is_value = type(target) in _MARKS or isinstance(target, _VALUES)
+    if not is_value and record_tag(target) is None:
+        kind = f"{type(target).__module__}.{type(target).__qualname__}"
+        raise TargetError(
+            f"cannot fill {fqn or 'the target'!r}: an object of type {kind} takes no state, and"
+            " would be replaced; leave None in its place, and give the object what comes back"
+        )
 
 
 def other(kind: str) -> str:

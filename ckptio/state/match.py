@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ckptio.errors import TargetError
 from ckptio.format.encode import class_name
 from ckptio.shards import PerRank
@@ -63,9 +65,12 @@ class Noted:
         Where both take the same, it may stay one: whoever comes first is noted.
         """
         _, name, before = self._firsts.setdefault(id(target), (target, fqn, node))
-        if before is node or (self._keep is None and before == node):
+        if before is node:
             return None
-        return None if self._selected(name, before) == self._selected(fqn, node) else name
+        first, second = self._selected(name, before), self._selected(fqn, node)
+        # what is equal may not be the same: 1, True and 1.0
+        is_same = first == second and msgspec.json.encode(first) == msgspec.json.encode(second)
+        return None if is_same else name
 
     def _selected(self, fqn: str, node: Json) -> Json:
         return node if self._keep is None else prune_at(fqn, node, self._keep)

@@ -48,6 +48,14 @@ def members_of(fqn: str, node: dict[str, Json]) -> dict[Hashable, tuple[Json, st
     return members
 
 
+def fields_in(fqn: str, node: Json) -> Json | None:
+    """Give what a dict holds as the fields of a dataclass; `None` if its keys are no names."""
+    if type(node) is not dict or node.get(TAG) not in (None, "dict", "odict"):
+        return None
+    members = [(key, item) for key, _, item in members_of(fqn, node).values()]
+    return {"v": members} if all(type(key) is str for key, _ in members) else None
+
+
 def take_member(
     stored: dict[Hashable, tuple[Json, str, Json]],
     target: dict[Any, Any],

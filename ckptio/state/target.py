@@ -34,10 +34,17 @@ import torch
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
-from ckptio.state.fits import is_filled, other
+from ckptio.state.fits import is_filled, other, require_value
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
-from ckptio.state.members import identity_of_key, in_order, members_of, take_member, updated
+from ckptio.state.members import (
+    fields_in,
+    identity_of_key,
+    in_order,
+    members_of,
+    take_member,
+    updated,
+)
 from ckptio.state.objects import ObjectMatcher
 from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
@@ -117,11 +124,18 @@ class Matcher(ObjectMatcher):
             return self._record(fqn, self._own(fqn, target, node), node)
         if is_stateful(target):
             return self._stateful(fqn, target, node)
+        if tag == "dataclass" and (node is not None or is_filled(target, by_place=False)):
+            fields = fields_in(fqn, node)
+            if fields is None:
+                return self._other(fqn, target, node, other("a dataclass"))
+            return self._record(fqn, self._own(fqn, target, node), fields)
         if isinstance(target, dict):
             return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
         is_sequence = isinstance(target, (list, tuple)) and not isinstance(target, torch.Size)
         if is_sequence and (target or not fqn):  # an empty one is a placeholder inside of others
             return self._sequence(fqn, self._own(fqn, target, node), node)
+        if self._selects(fqn, node):
+            require_value(fqn, target)
         return self._value(fqn, target, node)
 
     def _own(self, fqn: str, target: Any, node: Json) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from ckptio import PerRank
 from ckptio.errors import MismatchError, TargetError, UnsupportedLeafError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -177,6 +179,78 @@ def test_a_dataclass_that_is_a_container_holds_its_fields_or_is_refused(path: st
     for value, name in held:
         with pytest.raises(UnsupportedLeafError, match=f"type {name} that holds more than its"):
             ckptio.sync.save({"x": value}, path, overwrite=True)
+
+
+class Named(Pair):
+    """A named tuple with attributes."""
+
+
+@pytest.mark.parametrize("make", [Run, lambda: Named(1, 2)], ids=["class", "tuple"])
+@pytest.mark.parametrize("more", [torch.ones(2), [{"w": torch.ones(2)}], torch.nn.Linear(1, 1)])
+def test_a_record_with_state_that_is_no_field_is_refused(
+    path: str, make: Callable[[], Any], more: Any
+) -> None:
+    """It would not come back; but what follows from the fields may be left out."""
+    record = make()
+    record.size = 3
+    record.around = [record]
+    ckptio.sync.save({"x": record}, path)
+    record.shadow = more
+    with pytest.raises(UnsupportedLeafError, match="'shadow' is no field"):
+        ckptio.sync.save({"x": record}, path, overwrite=True)
+
+
+@dataclass
+class Cached:
+    w: torch.Tensor
+
+    @functools.cached_property
+    def double(self) -> torch.Tensor:
+        """Give what follows from a field."""
+        return 2 * self.w
+
+
+def test_what_a_property_keeps_is_no_state(path: str) -> None:
+    cached = Cached(torch.ones(2))
+    assert cached.double.sum() == 4
+    ckptio.sync.save(cached, path)
+
+
+def test_a_dataclass_takes_a_dict_by_the_names_of_its_fields(path: str) -> None:
+    """The state may have been a dict once, or came by way of a format that has none."""
+    saved = {"step": 7, "weights": torch.ones(2), "more": None}
+    ckptio.sync.save({"run": saved}, path)
+    run = Run(weights=torch.zeros(2))
+    target = {"run": run}
+    ckptio.sync.load(path, into=target)
+    assert target["run"] is run
+    assert run.step == 7
+    assert torch.equal(run.weights, torch.ones(2))
+    frozen = Frozen(0.0, torch.zeros(2))
+    with pytest.raises(MismatchError, match="rate"):
+        ckptio.sync.load(path, into={"run": frozen})
+    assert not frozen.weights.any()
+
+
+@pytest.mark.parametrize("saved", [[1, 2], 5, torch.ones(2), {1: 2}, None])
+def test_a_dataclass_with_tensors_takes_nothing_else(path: str, saved: Any) -> None:
+    """It would be replaced, and its tensors stay as they are."""
+    ckptio.sync.save({"run": saved}, path)
+    target = {"run": Run(weights=torch.zeros(2))}
+    with pytest.raises(MismatchError, match="run: a dataclass in the target, something else"):
+        ckptio.sync.load(path, into=target)
+    plain: dict[str, Any] = {"run": Run()}
+    if saved is None:  # an option that is off
+        assert ckptio.sync.load(path, into=plain)["run"] is None
+
+
+def test_a_dataclass_inside_itself_is_refused(path: str) -> None:
+    """As any target that has no end."""
+    ckptio.sync.save({"run": Run()}, path)
+    run = Run()
+    run.more = [run]
+    with pytest.raises(TargetError, match="inside itself"):
+        ckptio.sync.load(path, into={"run": run})
 
 
 class Keeper:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, OrderedDict
+import random
+from collections import Counter, OrderedDict, UserDict, deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -106,6 +107,28 @@ def test_another_kind_of_value_is_a_mismatch(saved: Any, target: Any) -> None:
     match, result = matched(saved, target)
     assert [line.split(":")[0] for line in match.mismatched] == ["x"]
     assert result is target
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.Generator(), random.Random(1), np.random.default_rng(1), deque([1]), UserDict(a=1)],
+    ids=lambda target: type(target).__name__,
+)
+def test_an_object_that_takes_no_state_is_refused(target: object) -> None:
+    """It would be replaced by what was made of it, and stay as it is, without a word."""
+    saved = {"x": [zeros(2)], "y": 1}
+    with pytest.raises(TargetError, match=r"cannot fill 'x'.*takes no state.*None in its place"):
+        match_of(saved, {"x": target, "y": 0})
+    assert match_of(saved, {"x": target, "y": 0}, "y").num_values == 1
+
+
+def test_equal_values_at_two_places_of_one_list_stay_what_they_are() -> None:
+    """`1` is equal to `True`, and no other than `1.0`."""
+    one: list[Any] = [0, 0.0]
+    _, result = matched({"a": [1, 0.0], "b": [True, -0.0]}, {"a": one, "b": one})
+    assert repr(result) == "{'a': [1, 0.0], 'b': [True, -0.0]}"
+    _, result = matched({"a": [1, 0.0], "b": [1, 0.0]}, {"a": one, "b": one})
+    assert result["a"] is result["b"]
 
 
 @pytest.mark.parametrize("empty", [[], (), {}])
@@ -303,6 +326,22 @@ def test_memory_that_cannot_take_every_element_is_refused(
     """Before anything is filled."""
     with pytest.raises(TargetError, match=f"cannot fill 'x'.*{problem}"):
         match_of({"x": zeros(4)}, {"x": target})
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 1), (0, 1), (2, 3)])
+def test_a_target_whose_elements_share_memory_is_refused(steps: tuple[int, int]) -> None:
+    """Whichever dimension steps into another one; not where it steps between the elements."""
+    tensor = torch.zeros(20).as_strided((3, 3) if steps != (2, 3) else (2, 2), steps)
+    array = np.lib.stride_tricks.as_strided(
+        np.zeros(20, np.float32), tensor.shape, tuple(4 * step for step in steps)
+    )
+    for target in (tensor, array):
+        saved = {"x": torch.ones(tensor.shape) if target is tensor else np.ones_like(array)}
+        if steps == (2, 3):
+            assert match_of(saved, {"x": target}).agrees
+            continue
+        with pytest.raises(TargetError, match="share memory"):
+            match_of(saved, {"x": target})
 
 
 def test_a_read_only_array_is_refused() -> None:
