@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: Offset in the slab, tensor, offset in its row-major bytes, bytes.
 FlatPiece = tuple[int, int, int, int]
 _SAMPLE_NBYTES = 64
+#: Tensors of which some bytes are kept when a save is asked for, twice as many at the most.
+_NUM_AT_CALL = 64
 
 
 class Known(Protocol):
@@ -81,11 +83,24 @@ class SourceWatch:
             self.pointers.append(tensor.data_ptr() if one is None else one.span[0])
             self._storages.append(tensor.untyped_storage() if one is None else one.storage)
             self._versions.append(_version_of(tensor) if one is None else one.version)
-        #: Tensor, address and bytes of some of what was copied.
-        self._samples: list[tuple[int, int, bytes]] = []
+        #: Tensor, address and bytes of some of what is there now, and of what was copied.
+        self._samples = [self._look_at(leaf) for leaf in self._spread()]
         #: What `settled` has found: one entry, as `setdefault` takes the first of several threads.
         self._verdict: dict[str, int | None] = {}
         self._is_copied = False
+
+    def _spread(self) -> list[int]:
+        """Choose some tensors that one memmove copies, from all of the state."""
+        plain = [number for number, address in enumerate(self.addresses) if address]
+        step = max(1, len(plain) // _NUM_AT_CALL)
+        return [number for number in plain[::step] if self.tensors[number].nbytes]
+
+    def _look_at(self, leaf: int) -> tuple[int, int, bytes]:
+        """Take bytes from the middle of a tensor."""
+        nbytes = self.tensors[leaf].nbytes
+        count = min(nbytes, _SAMPLE_NBYTES)
+        address = self.addresses[leaf] + (nbytes - count) // 2
+        return leaf, address, ctypes.string_at(address, count)
 
     def sample(self, pieces: Sequence[FlatPiece], base: int) -> None:
         """Keep some of what was copied to a slab: of its first, its middle and its last piece."""
@@ -105,8 +120,9 @@ class SourceWatch:
         have one count. Nobody counts what is written through `.data`, numpy or a kernel of
         one's own, what inference mode makes, the parameters of a fused optimizer, statistics
         of batch norm, collectives, blocks of DTensors, and views that are stored as their common
-        memory: so some bytes of each slab that was copied are compared with what is there now,
-        on the host, of what one memmove copies. (A step writes to nearly all of them.) A tensor
+        memory: so some bytes of some tensors, as they were when they were looked at, and of each
+        slab that was copied are compared with what is there now, on the host, of what one memmove
+        copies. (A step writes to nearly all of them.) A tensor
         is moved by `parameter.data = ...`, of which `module.half()` is made, and by sharing it
         with another process; in place, it may get another shape.
         """

@@ -27,3 +27,17 @@ def test_a_state_is_settled_once() -> None:
     assert known.settled() is None
     del tensor
     assert held.expired()
+
+
+def test_what_nobody_counts_is_found_from_the_call_on() -> None:
+    """A step writes to nearly all of a state; some tensors of all of it are compared."""
+    tensors = [torch.zeros(100) for _ in range(1000)]
+    watch = SourceWatch(tensors)
+    assert watch.changed() is None
+    for tensor in tensors[500:600]:
+        tensor.numpy()[:] = 1
+    found = watch.changed()
+    assert found is not None
+    assert 500 <= found < 600
+    watch.drop()
+    assert watch.changed() is None
