@@ -186,6 +186,9 @@ class HostRegistration:
             _check(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
 
 
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+
+
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
     """Let this thread do what another thread's capture of a CUDA graph would not let it.
@@ -200,12 +203,12 @@ def beside_captures() -> Iterator[None]:
     if exchange is None:
         yield
         return
-    mode = ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
-    is_changed = exchange(ctypes.byref(mode)) == 0
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # its code may be that of an earlier call, and says nothing
     try:
         yield
     finally:
-        if is_changed:
+        if mode.value != _THREAD_LOCAL:
             exchange(ctypes.byref(mode))  # what it was
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
+import decimal
+import fractions
 import io
 import random
 import types
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +141,10 @@ def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
         ((np.ma.MaskedArray,), "save its data and its mask"),
         ((io.BytesIO, io.StringIO), "save its getvalue()"),
         ((Mapping,), "save dict(...) of it"),
+        ((np.ndarray,), "save np.asarray(...) of it"),
+        ((str, decimal.Decimal, fractions.Fraction, uuid.UUID), "save str(...) of it"),
+        ((int,), "save int(...) of it"),
+        ((float,), "save float(...) of it"),
         ((list, collections.deque, collections.UserList, range), "save list(...) of it"),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +52,17 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
         return tuple.__new__(type(target), {**now, **changed}.values())
     if type(target).__dataclass_params__.frozen:
         target = copy.copy(target)
+        for name in _cached_in(target):  # of other fields
+            del vars(target)[name]
     for name, value in changed.items():
         object.__setattr__(target, name, value)
     return target
+
+
+def _cached_in(record: Any) -> list[str]:
+    """Name the properties of which a record keeps the values."""
+    cls, held = type(record), getattr(record, "__dict__", {})
+    return [n for n in held if isinstance(getattr(cls, n, None), functools.cached_property)]
 
 
 def copied(fqn: str, container: Any) -> Any:

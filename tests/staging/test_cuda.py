@@ -12,22 +12,23 @@ from ckptio.staging import cuda
 GLOBAL, THREAD_LOCAL = 0, 1
 
 
-@pytest.mark.parametrize(("code", "within"), [(0, THREAD_LOCAL), (100, GLOBAL)])
+@pytest.mark.parametrize("before", [GLOBAL, THREAD_LOCAL])
+@pytest.mark.parametrize("code", [0, 700])
+@pytest.mark.parametrize("changes", [True, False])
 def test_the_mode_of_captures_is_what_it_was(
-    monkeypatch: pytest.MonkeyPatch, code: int, within: int
+    monkeypatch: pytest.MonkeyPatch, before: int, code: int, *, changes: bool
 ) -> None:
-    """Also where the runtime does not change it: then there is nothing to change back."""
-    mode, codes = GLOBAL, [code]
+    """Also where the runtime does not change it; its code may be of what failed before."""
+    mode = before
 
     def exchange(reference: Any) -> int:
         nonlocal mode
-        failure = codes.pop() if codes else 0
-        if not failure:
+        if changes:
             theirs = ctypes.cast(reference, ctypes.POINTER(ctypes.c_int))
             theirs[0], mode = mode, theirs[0]
-        return failure
+        return code
 
     monkeypatch.setattr(cuda, "_exchange_capture_mode", lambda: exchange)
     with cuda.beside_captures():
-        assert mode == within
-    assert mode == GLOBAL
+        assert mode == (THREAD_LOCAL if changes else before)
+    assert mode == before

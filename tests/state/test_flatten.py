@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import decimal
 import io
 import random
 import types
+import uuid
 import warnings
 from collections import UserDict, UserList
 from typing import Any
@@ -158,6 +160,14 @@ class Settled:
         raise NotImplementedError
 
 
+class Count(int):
+    """A number with a class of its own."""
+
+
+class Rate(float):
+    """The same."""
+
+
 class Tagged(torch.Tensor):
     """A subclass that is a tensor with a label."""
 
@@ -185,6 +195,12 @@ def refused() -> dict[str, tuple[Any, str]]:
         "proxy": (types.MappingProxyType({"a": 1}), r"save dict\(...\)"),
         "UserList": (UserList([1]), r"save list\(...\)"),
         "range": (range(3), r"save list\(...\)"),
+        "memmap": (np.zeros(2).view(np.memmap), r"save np.asarray\(...\)"),
+        "Decimal": (decimal.Decimal(1), r"save str\(...\)"),
+        "UUID": (uuid.UUID(int=1), r"save str\(...\)"),
+        "a version": (torch.__version__, r"save str\(...\)"),
+        "an int of a class": (Count(1), r"int\(...\)"),
+        "a float of a class": (Rate(1), r"save float\(...\)"),
         "to_dict": (Settled(), r"save its to_dict\(\)"),
         "function": (lambda: 0, "state_dict"),
         "generator": ((i for i in "a"), "generator"),

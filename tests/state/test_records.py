@@ -105,6 +105,26 @@ def test_a_frozen_dataclass_is_replaced_and_its_tensors_filled(path: str) -> Non
     assert mine.rate == 0.1
 
 
+@dataclass(frozen=True)
+class Sized:
+    width: int
+
+    @functools.cached_property
+    def area(self) -> int:
+        """Give what follows from a field."""
+        return self.width**2
+
+
+def test_what_a_frozen_dataclass_has_computed_goes_with_its_fields(path: str) -> None:
+    """The one that takes its place computes it again."""
+    ckptio.sync.save([Sized(5)], path)
+    mine = Sized(2)
+    assert mine.area == 4
+    target = [mine]
+    ckptio.sync.load(path, into=target)
+    assert (target[0].area, mine.area) == (25, 4)
+
+
 def test_fields_go_by_their_names(path: str) -> None:
     """In any order; those that are there on one side alone are named."""
     ckptio.sync.save({"p": Pair(1, 2), "r": Run(1)}, path)
