@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
         TargetError,
+        UnknownFormatError,
         UnsupportedLeafError,
     )
     from ckptio.events import Observer
@@ -135,6 +136,7 @@ _HOMES = {
         "StateError",
         "StorageError",
         "TargetError",
+        "UnknownFormatError",
         "UnsupportedLeafError",
     ),
     "ckptio.events": ("Observer",),
@@ -223,6 +225,7 @@ __all__ = [
     "Strict",
     "TargetError",
     "TensorEntry",
+    "UnknownFormatError",
     "UnsupportedLeafError",
     "VerifyReport",
     "Written",

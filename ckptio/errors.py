@@ -15,6 +15,7 @@
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
     │   ├── RankFormatError                   some rank found that, so all raise it; a RankError
     │   ├── FormatVersionError                a newer format than this version reads
+    │   ├── UnknownFormatError                nothing is wrong with it, and nothing here reads it
     │   └── CorruptionError                   a checksum or a size is not what the manifest says
     └── StorageError (OSError)                the storage said no; `errno` and `filename` are set
         ├── CheckpointNotFoundError (FileNotFoundError)
@@ -208,6 +209,14 @@ class RankFormatError(RankError, FormatError):
 
 class FormatVersionError(FormatError):
     """The checkpoint has a format that this version of ckptio does not read."""
+
+
+class UnknownFormatError(FormatError):
+    """What is there is of no format that is read here, or is more than data, or lies elsewhere.
+
+    Nothing says that it is damaged. It is there all the same: a run that would begin anew where
+    it finds no checkpoint has to hear of it.
+    """
 
 
 class CorruptionError(FormatError):

@@ -10,6 +10,7 @@ from ckptio.errors import (
     FormatError,
     FormatVersionError,
     StorageError,
+    UnknownFormatError,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ _FLAGS = {"overwrite=True": "--overwrite", "select=": "--select", "drop_values":
 def state_of(error: CheckpointError) -> State:
     """Say what an error means for a checkpoint.
 
-    A format of a newer version is no damage: nothing is wrong but the reader.
+    A format of a newer version, or of another program, is no damage: nothing is wrong but the
+    reader.
     """
     if isinstance(error, CheckpointNotFoundError):
         return "missing"
-    if isinstance(error, FormatError) and not isinstance(error, FormatVersionError):
+    is_unread = isinstance(error, (FormatVersionError, UnknownFormatError))
+    if isinstance(error, FormatError) and not is_unread:
         return "damaged"
     return "unreadable"
 

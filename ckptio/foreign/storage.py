@@ -13,7 +13,7 @@ import stat
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptio._aio import run_blocking
-from ckptio.errors import CheckpointNotFoundError, FormatError
+from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
 from ckptio.foreign.archive import ZIP
 from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.folder import LocalFolder
@@ -264,13 +264,13 @@ def _require_nothing_known(folder: Folder) -> None:
     It is not "not there", after which a run would begin anew.
 
     Raises:
-        FormatError: There is one. It says what to give.
+        UnknownFormatError: There is one. It says what to give.
     """
     for name, status in zip(_TORCH_FILES, folder.each(folder.status, _TORCH_FILES), strict=True):
         if status is not None:
-            raise FormatError(_of_torch(folder, name))
+            raise UnknownFormatError(_of_torch(folder, name))
     if shards := folder.matching(_SHARD):
-        raise FormatError(
+        raise UnknownFormatError(
             f"{folder.root!r} has parts of tensors as ranks of torch.distributed.checkpoint wrote"
             f" them ({shards[0]!r}), and no index; have it consolidate them"
             " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
@@ -291,7 +291,7 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     """Recognise a file.
 
     Raises:
-        FormatError: It is of no known format: it is not "not there", after which a run would
+        UnknownFormatError: It is of no known format: it is not "not there", after which a run would
             begin anew.
     """
     head = folder.read(name, 0, 16)
@@ -305,11 +305,13 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)
     if name.endswith(_INDEX_SUFFIX):
-        raise FormatError(_of_torch(folder, name))
+        raise UnknownFormatError(_of_torch(folder, name))
     folder.require_no_pointer(name)
     if name == MANIFEST_NAME:
-        raise FormatError(f"{name!r} is a checkpoint's manifest: give the directory that it is in")
-    raise FormatError(
+        raise UnknownFormatError(
+            f"{name!r} is a checkpoint's manifest: give the directory that it is in"
+        )
+    raise UnknownFormatError(
         f"{name!r} is a file of no known format: it begins with {head[:8]!r}, and neither files of"
         " torch.save nor safetensors files do"
     )

@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import CheckpointChangedError, CorruptionError, FormatError, StorageError
+from ckptio.errors import (
+    CheckpointChangedError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnknownFormatError,
+)
 from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
     ZIP,
@@ -132,7 +138,7 @@ class TorchSaveReader:
             self._memory = []
             return take_apart_data(_load_whole(path))
         except UnpicklingError as error:
-            raise FormatError(
+            raise UnknownFormatError(
                 f"{path!r} holds more than data, and loading it may run anything:"
                 f" {first_sentence(error)}"
             ) from None
@@ -290,19 +296,18 @@ class TorchSaveReader:
         """Look whether tensors are there, and give their bytes.
 
         Raises:
-            FormatError: One of them stands for an object that is more than data.
+            UnknownFormatError: One of them stands for an object that is more than data.
         """
         held_back = self._taken.refused
         refused = [held_back[n] for n in map(number_of, names) if n in held_back]
         if refused:
-            also = ""
-            if any("(numpy." in name for name in refused):
-                also = " (numpy's arrays: this function, numpy.ndarray, numpy.dtype, type(dtype))"
-            raise FormatError(
+            has_arrays = any("(numpy." in name for name in refused)
+            how = " (numpy's arrays: this function, numpy.ndarray, numpy.dtype, type(dtype))"
+            raise UnknownFormatError(
                 f"{self._folder.join(self._name)!r} holds objects that are more than data, and"
                 f" making them may run anything: {', '.join(refused[:_MAX_SHOWN])}; leave them out"
                 " with select=, or, if they are dataclasses, enums or arrays that you trust, allow"
-                f" what they are made with{also} by torch.serialization.safe_globals"
+                f" what they are made with{how * has_arrays} by torch.serialization.safe_globals"
             )
         return list(self._folder.each(self._size, names))
 

@@ -32,7 +32,10 @@ MAX_HELLO_NBYTES = 4096
 MAX_CAUSES = 64
 _MAX_CAUSE_CHARS = 1000
 #: What a cause begins with that says of damage; see `describe`.
-_DAMAGED = ("CorruptionError:", "FormatError:", "FormatVersionError:", "RankFormatError:")
+_DAMAGED = (
+    *("CorruptionError:", "FormatError:", "FormatVersionError:", "RankFormatError:"),
+    "UnknownFormatError:",
+)
 _MAX_SHOWN = 16
 PREFIX = struct.Struct("<IQ")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from typing import TYPE_CHECKING
@@ -139,3 +140,20 @@ def test_verify_compares_copies_when_told_to(
         "problem": f"other bytes than in the copy at byte {start + 4001} of {first.name!r}",
         "tensors": ["w"],
     }
+
+
+def test_what_nobody_here_reads_is_not_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing says that anything is wrong with it: a cron job raises no alarm."""
+    (tmp_path / "text").write_text("hello, this is no checkpoint")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"")
+    torch.save({"options": argparse.Namespace(a=1)}, tmp_path / "objects.pt")
+    sync.save({}, tmp_path / "c")
+    for name in ("text", "model", "c/manifest.json"):
+        for command in ("verify", "show"):
+            code, document = run_json(capsys, command, str(tmp_path / name))
+            assert (code, "damaged" in str(document)) == (2, False)
+    assert main(["convert", str(tmp_path / "objects.pt"), str(tmp_path / "o"), "--to", "dcp"]) == 2
+    assert "more than data" in capsys.readouterr().err
