@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SAVE = """
-import sys, torch, ckptio.sync
+import signal, sys, torch, ckptio.sync
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 state = {"w": torch.ones(8_000_000)}
 print("go", flush=True)
 ckptio.sync.save(state, sys.argv[1])

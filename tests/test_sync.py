@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +33,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptio.testing import Operation
@@ -243,9 +244,17 @@ def test_a_failed_save_that_nobody_waited_for_surfaces(tmp_path: Path) -> None:
         engine.start_save({}, tmp_path / "c")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where a shell began the tests in the background, and it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_and_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C while `save` blocks: nothing of it is left when the interrupt comes out."""
-    import signal  # noqa: PLC0415  # only here
 
     def interrupt(operation: Operation) -> None:
         if operation.kind == "pwrite" and "data-" in operation.path and not told:

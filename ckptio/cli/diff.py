@@ -76,8 +76,7 @@ def _document(report: DiffReport) -> Json:
                 "b": item.b if item.reason != "bits" else None,
                 "num_elements": item.num_elements if item.reason == "bits" else None,
                 "num_different": item.num_different if item.reason == "bits" else None,
-                # JSON has no infinity, and nothing that is no number
-                "largest": item.largest if math.isfinite(item.largest) else str(item.largest),
+                "largest": _number(item.largest) if item.reason == "bits" else None,
             }
             for item in report.differences
         ],
@@ -85,6 +84,11 @@ def _document(report: DiffReport) -> Json:
         "nbytes": report.nbytes,
         "notes": list(report.notes),
     }
+
+
+def _number(value: float) -> float | str:
+    """Write a number that JSON may not have: infinity, or what is none."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _lines(report: DiffReport, width: int | None) -> Iterator[str]:

@@ -57,6 +57,8 @@ def test_diff_names_what_differs_and_how(
     assert reasons == {"w": "bits", "d": "dtype", "s": "shape", "k": "kind", "v": "value"}
     (bits,) = (item for item in document["different"] if item["reason"] == "bits")
     assert (bits["num_elements"], bits["num_different"], bits["largest"]) == (5, 1, 0.5)
+    others = [item["largest"] for item in document["different"] if item["reason"] != "bits"]
+    assert others == [None] * 4
     assert main(["diff", *paths]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "only in A  only" in lines
