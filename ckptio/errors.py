@@ -302,9 +302,9 @@ class CommitConflictError(StorageError):
     """Another writer committed to the path first; its checkpoint stands."""
 
     def __init__(self, path: str) -> None:
-        """Say that another writer won `path`."""
+        """Say that another save won `path`."""
         super().__init__(
-            "another writer committed a checkpoint here while this save was running",
+            "another save committed a checkpoint here while this one was running",
             path=path,
             code=errno.EEXIST,
         )

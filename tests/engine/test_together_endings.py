@@ -372,7 +372,7 @@ def test_another_writer_that_was_first_leaves_nobody_in_doubt(seed: int) -> None
             assert len({str(error) for error in errors}) == 1
             for error in errors:
                 assert isinstance(error, CommitConflictError)
-                assert "another writer committed a checkpoint here" in str(error)
+                assert "another save committed a checkpoint here" in str(error)
                 assert isinstance(error.__cause__, RankError)
                 assert not error.__cause__.in_doubt
             assert ranks.place.leftovers() == []

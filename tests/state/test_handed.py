@@ -251,6 +251,39 @@ def test_what_an_object_hands_on_to_torch_is_filled_where_it_is(tmp_path: Path) 
     assert found == moments
 
 
+class Attributes:
+    """An object whose state is all that it has."""
+
+    def __init__(self, n: int) -> None:
+        self.model, self.n = torch.nn.Linear(2, 2), n
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def test_objects_in_the_state_of_an_object_stay_what_they_are(tmp_path: Path) -> None:
+    """They are filled, and it is given them; not the dicts that are stored of them."""
+    saved, target = Attributes(5), Attributes(1)
+    saved.model(torch.ones(1, 2)).sum().backward()
+    saved.optimizer.step()
+    model, optimizer = target.model, target.optimizer
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert (target.model is model, target.optimizer is optimizer, target.n) == (True, True, 5)
+    assert torch.equal(model.weight, saved.model.weight)
+    found = optimizer.state[model.weight]["momentum_buffer"]
+    assert torch.equal(found, saved.optimizer.state[saved.model.weight]["momentum_buffer"])
+    target.n = saved.n = 7
+    target.model = None  # type: ignore[assignment]  # as one that is made later
+    sync.save({"x": target}, tmp_path / "d", config=SMALL)
+    sync.load(tmp_path / "d", {"x": saved}, config=SMALL)
+    assert saved.model is None
+
+
 class OddOptimizer(torch.optim.SGD):
     """Has a tensor and a number beside the state of its parameters."""
 
