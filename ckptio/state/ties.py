@@ -113,11 +113,12 @@ def _twins(spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]) 
     firsts: dict[Hashable, int] = {}
     twins: dict[int, int] = {}
     for i, ((start, stop), occurrence) in enumerate(zip(spans, occurrences, strict=True)):
-        tensor = occurrence.tensor
-        if start == stop or not occurrence.node.keys() <= {TAG, "p"}:
+        tensor, node = occurrence.tensor, occurrence.node
+        is_array = node[TAG] == "np"
+        if start == stop or not (is_array or node.keys() <= {TAG, "p"}):
             continue
-        flips = tensor.is_conj(), tensor.is_neg()
-        form = tensor.device, tensor.dtype, tensor.shape, tensor.stride(), flips
+        kind = (node["d"], *node["s"]) if is_array else (tensor.is_conj(), tensor.is_neg())
+        form = tensor.device, tensor.dtype, tensor.shape, tensor.stride(), kind
         if (number := firsts.setdefault((start, stop, form), i)) != i:
             twins[i] = number
     return twins

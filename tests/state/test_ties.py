@@ -129,6 +129,20 @@ def test_views_that_do_not_lie_at_whole_elements_of_their_memory_are_stored_apar
     assert_same(rebuilt(flat), state)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "M8[D]", ">i4"])
+def test_the_same_array_twice_is_stored_once_and_tied(dtype: str) -> None:
+    """Whatever its elements; a part of it, and the same bytes as another type, are their own."""
+    array = np.arange(24).reshape(4, 6).astype(dtype)
+    state = {"a": array, "b": [array, array.view()], "part": array[1:], "raw": array.view("u1")}
+    flat = flatten(state)
+    assert flat.nbytes == 2 * array.nbytes + array[1:].nbytes
+    found = rebuilt(flat)
+    assert_same(found, state)
+    assert np.shares_memory(found["a"], found["b"][0])
+    assert np.shares_memory(found["a"], found["b"][1])
+    assert not np.shares_memory(found["a"], found["part"])
+
+
 def test_an_array_and_a_tensor_in_one_memory_are_stored_apart() -> None:
     """What is no tensor cannot be a view of one; both come back as what they were."""
     tensor = torch.arange(6.0)
