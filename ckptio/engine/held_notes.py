@@ -33,14 +33,10 @@ class HeldNotes:
         """Leave the note of a save that is to be copied, and hold it; nothing for any other.
 
         Raises:
-            StorageError: It could not be written, or not be read again.
+            StorageError: It could not be written.
         """
-        if not job.note:
-            return
-        await attempt.note(job.note)
-        note = await job.storage.take_note(job.save_id)
-        if note is not None:
-            self._held[job.storage.identity, job.save_id] = note
+        if job.note:
+            self._held[job.storage.identity, job.save_id] = await attempt.note(job.note)
 
     def take(self, name: Name) -> Note | None:
         """Take the note of a copy that begins; who takes it drops or releases it."""

@@ -27,7 +27,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking, take_back_cancel
-from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError
+from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
@@ -49,15 +49,16 @@ from ckptio.storage.leftovers import (
     put_back_mistakes,
 )
 from ckptio.storage.manifest_name import ManifestName
+from ckptio.storage.notes import take_note, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
-    from ckptio.errors import StorageError
     from ckptio.events import Event
     from ckptio.storage.files import PosixFiles
+    from ckptio.storage.notes import LocalNote
 
 
 class LocalAttempt:
@@ -174,13 +175,21 @@ class LocalAttempt:
         self._made_files.append(path := self._path(name))
         await run_blocking(self._executor, keep_file, self._files, path, nbytes, self._config)
 
-    async def note(self, data: bytes) -> None:
+    async def note(self, data: bytes) -> LocalNote:
         """Leave a note; see `interface.Attempt`."""
         path = self._path(NOTE_PREFIX + self._save_id)
+
+        def leave() -> LocalNote | None:
+            self._write_file(path, data)
+            return take_note(self._files, self._directory, self._save_id, self._executor)
+
         try:
-            await run_blocking(self._executor, self._write_file, path, data)
+            note = await taken(self._executor, leave)
         except OSError as error:
             raise storage_error(error, path, "cannot leave a note") from error
+        if note is None:
+            raise StorageError("somebody else has removed or taken the note", path=path)
+        return note
 
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`; see `interface.Attempt`."""

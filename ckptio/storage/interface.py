@@ -48,10 +48,11 @@ class Attempt(Protocol):
         """
         ...
 
-    async def note(self, data: bytes) -> None:
-        """Leave a note that is there, durable as configured, when the checkpoint is.
+    async def note(self, data: bytes) -> Note:
+        """Leave a note that is there, durable as configured, when the checkpoint is; and hold it.
 
-        One at the most. It goes with the checkpoint, or before; see `Storage.take_note`.
+        One at the most. It goes with the checkpoint, or before; see `Storage.take_note`. Whoever
+        asks drops or releases it, also where the save fails.
 
         Raises:
             StorageError: It could not be written.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -27,7 +28,7 @@ from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer
-from ckptio.storage.notes import LocalNote, read_note, take_note
+from ckptio.storage.notes import LocalNote, read_note, take_note, taken
 from ckptio.storage.resumed import ResumedAttempt
 
 if TYPE_CHECKING:
@@ -234,20 +235,10 @@ class LocalStorage:
 
     async def take_note(self, save_id: str) -> LocalNote | None:
         """Take a note; see `interface.Storage`."""
-        taken: list[LocalNote] = []
-
-        def take() -> None:
-            note = take_note(self._files, self._path, save_id, self._executor)
-            if note is not None:
-                taken.append(note)
-
-        try:
-            await run_blocking(self._executor, take)
-        except BaseException:
-            for note in taken:  # cancelled while the thread took it: nobody else has it
-                await note.release()
-            raise
-        return taken[0] if taken else None
+        executor = self._executor
+        return await taken(
+            executor, functools.partial(take_note, self._files, self._path, save_id, executor)
+        )
 
     async def read_note(self, save_id: str) -> bytes | None:
         """Read a note; see `interface.Storage`."""

@@ -27,6 +27,7 @@ from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import read_regular
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from ckptio.storage.files import PosixFiles
@@ -99,6 +100,24 @@ def take_note(
     except OSError as error:
         raise storage_error(error, path, "cannot read a note") from error
     return LocalNote(files, path, fd, data, executor)
+
+
+async def taken(executor: Executor, take: Callable[[], LocalNote | None]) -> LocalNote | None:
+    """Take a note on a thread; nobody has it where the caller was cancelled meanwhile.
+
+    Args:
+        executor: Whose threads to use.
+        take: Gives the note, or raises.
+    """
+    notes: list[LocalNote | None] = []
+    try:
+        await run_blocking(executor, lambda: notes.append(take()))
+    except BaseException:
+        for note in notes:
+            if note is not None:
+                await note.release()
+        raise
+    return notes[0]
 
 
 def read_note(files: PosixFiles, path: str) -> bytes | None:

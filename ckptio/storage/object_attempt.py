@@ -29,7 +29,7 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import MAX_COMMIT_NBYTES, Commit
-from ckptio.storage.object_files import ObjectSink
+from ckptio.storage.object_files import ObjectNote, ObjectSink
 from ckptio.storage.requests import settling_wait_s
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, TransientError
 
@@ -176,10 +176,11 @@ class ObjectAttempt:
         may be removing it yet. Who resumes looks at all files before the commit.
         """
 
-    async def note(self, data: bytes) -> None:
+    async def note(self, data: bytes) -> ObjectNote:
         """Leave a note; see `interface.Attempt`."""
         key = self._place.key(NOTE_PREFIX + self._save_id)
         await self._requests.must("write", key, lambda: self._store.put(key, data), outlive=True)
+        return ObjectNote(self._store, self._requests, key, data)
 
     async def seal(self) -> None:
         """Nothing is left to do: a data file is there, whole, when its `close` returns."""

@@ -252,8 +252,12 @@ class MemoryStorage:
         place = self._place
         if save_id not in place.notes or save_id in place.held:
             return None
-        place.held.add(save_id)
-        return MemoryNote(self, save_id, place.notes[save_id])
+        return self.hold(save_id)
+
+    def hold(self, save_id: str) -> MemoryNote:
+        """Hold a note that nobody has."""
+        self._place.held.add(save_id)
+        return MemoryNote(self, save_id, self._place.notes[save_id])
 
     async def read_note(self, save_id: str) -> bytes | None:
         """Read a note; see `interface.Storage`."""
@@ -314,11 +318,12 @@ class MemoryAttempt:
         await self._storage._wait()  # noqa: SLF001  # as above
         self._made.append(name)
 
-    async def note(self, data: bytes) -> None:
+    async def note(self, data: bytes) -> MemoryNote:
         """Leave a note; see `interface.Attempt`."""
         self._storage.step("note", nbytes=len(data))
         await self._storage._wait()  # noqa: SLF001  # as above
         self._storage.notes[self._save_id] = data
+        return self._storage.hold(self._save_id)
 
     async def seal(self) -> None:
         """Check that everything is there; see `interface.Attempt`."""

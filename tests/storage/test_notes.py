@@ -73,9 +73,10 @@ async def save_with_note(
     storage: Storage, save_id: str, text: bytes = b"there", *, overwrite: bool = False
 ) -> None:
     attempt = await storage.begin(save_id, overwrite=overwrite)
-    await attempt.note(text)
+    note = await attempt.note(text)
     await write_some(attempt, save_id, 5000)
     await attempt.commit(manifest_of(save_id, contents_of(save_id, 5000)))
+    await note.release()
 
 
 async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: Storage) -> None:
@@ -102,20 +103,26 @@ async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: 
 async def test_a_note_is_held_by_one(tmp_path: Path, executor: Executor) -> None:
     """Nobody takes it meanwhile; who waited for it to be dropped gets nothing."""
     for storage in (local(tmp_path, executor), MemoryStorage("somewhere")):
-        await save_with_note(storage, A)
-        note = await storage.take_note(A)
-        assert note is not None
+        attempt = await storage.begin(A, overwrite=False)
+        note = await attempt.note(b"there")
+        assert await storage.take_note(A) is None
+        await attempt.commit(manifest_of(A, {}))
+        assert await storage.take_note(A) is None
+        await note.release()
+        taken = await storage.take_note(A)
+        assert taken is not None
         assert await storage.take_note(A) is None
         assert await storage.has_note(A)
-        await note.drop()
+        await taken.drop()
         assert await storage.take_note(A) is None
 
 
 async def test_the_note_of_an_aborted_save_goes(storage: Storage) -> None:
     """What was not committed is not to be copied."""
     attempt = await storage.begin(A, overwrite=False)
-    await attempt.note(b"there")
+    note = await attempt.note(b"there")
     await attempt.abort()
+    await note.release()
     assert not await storage.has_note(A)
 
 
@@ -143,9 +150,10 @@ async def test_the_note_of_a_killed_save_is_a_leftover(tmp_path: Path, executor:
     """The next save removes it with the data."""
     storage = local(tmp_path, executor)
     attempt = await storage.begin(A, overwrite=False)
-    await attempt.note(b"there")
+    note = await attempt.note(b"there")
+    await note.release()  # with the lock of the attempt, below: as the kernel does
     await fill_attempt(attempt, contents_of(A, 100))
-    attempt._drop_lock()  # as the kernel does
+    attempt._drop_lock()
     await write_files(storage, B, contents_of(B, 10))
     assert committed(tmp_path / "c") == contents_of(B, 10)
     assert names_in(tmp_path / "c") == sorted(["manifest.json", *contents_of(B, 10)])
