@@ -141,8 +141,8 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
             )
         if self.span is None:
             return self
-        memory = plain_memory(tensor)
-        return msgspec.structs.replace(self, span=None if memory is None else memory[:2])
+        found = plain_memory(tensor)
+        return msgspec.structs.replace(self, span=None if found is None else found[2])
 
     @torch.no_grad()
     def copy_from(self, base: torch.Tensor) -> None:

@@ -55,12 +55,13 @@ def find_plain(
         target: A tensor of the target.
     """
     index = node.get(TAG) if type(node) is dict else None
-    if type(index) is not int or (memory := plain_memory(target)) is None:
+    if type(index) is not int or (found := plain_memory(target)) is None:
         return None
+    shape, _, span, _ = found
     entry = entries[index]
-    if target.shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
+    if shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
-    return Fill(index, target, None, None, fqn, memory[:2])
+    return Fill(index, target, None, None, fqn, span)
 
 
 def find_tensor(

@@ -73,44 +73,39 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
             self.look = look_at(self.tensor)
 
 
-def plain_memory(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] | None:
-    """Give first byte, end and storage of what one memmove copies; `None` for others.
+def plain_memory(
+    tensor: torch.Tensor,
+) -> tuple[torch.Size, int, tuple[int, int], torch.UntypedStorage] | None:
+    """Ask all of a tensor that one memmove copies: shape, version, span and storage.
 
-    Others are looked at more closely: on a device, with gaps or in another order, of a class of
-    their own, made in inference mode, or whose memory does not hold the values themselves.
+    `None` for others, which are looked at more closely: on a device, with gaps or in another order,
+    of a class of their own, made in inference mode, or whose memory does not hold the values
+    themselves. See `Look` for what is given.
     """
-    if type(tensor) not in PLAIN_TENSORS or tensor.is_inference() or tensor.is_nested:
+    if type(tensor) not in PLAIN_TENSORS:
         return None
-    return _memory_of(tensor)
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.UntypedStorage] | None:
-    """Give the same of one of a plain type, neither nested nor made in inference mode."""
     try:
+        # a nested tensor has no shape, one of inference mode no version
+        shape, version = tensor.shape, tensor._version  # noqa: SLF001  # the one way
         if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()  # of the strided alone
         start, nbytes = tensor.data_ptr(), tensor.nbytes
         is_all_there = start + nbytes <= storage.data_ptr() + storage.nbytes()  # it may be resized
-    except RuntimeError:  # not strided, or wrapped by a transform of torch.func
+    except RuntimeError:  # as above, or wrapped by a transform of torch.func
         return None
-    # what is to be made functional has no memory
-    return (start, start + nbytes, storage) if is_all_there and (start or not nbytes) else None
+    if not is_all_there or (nbytes and not start):  # what is to be made functional has no memory
+        return None
+    return shape, version, (start, start + nbytes), storage
 
 
 def look_at(tensor: torch.Tensor) -> Look | None:
     """Look at a tensor; `None` if it is not plain, or of elements that are not stored."""
-    if type(tensor) not in PLAIN_TENSORS:
+    found = plain_memory(tensor)
+    if found is None or (dtype := DTYPE_NAMES.get(tensor.dtype)) is None:
         return None
-    try:
-        shape, version = tuple(tensor.shape), tensor._version  # noqa: SLF001  # the one way
-    except RuntimeError:  # a nested tensor has no shape, one of inference mode no version
-        return None
-    memory, dtype = _memory_of(tensor), DTYPE_NAMES.get(tensor.dtype)
-    if memory is None or dtype is None:
-        return None
-    start, stop, storage = memory
-    return Look(dtype, shape, (start, stop), version, storage)
+    shape, version, span, storage = found
+    return Look(dtype, tuple(shape), span, version, storage)
 
 
 def order_of(tensor: torch.Tensor) -> list[int]:
