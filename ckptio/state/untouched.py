@@ -21,6 +21,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.state.handed import is_of_torch
+from ckptio.state.looks import PLAIN_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -70,8 +71,10 @@ class Untouched:
 
     def _changed(self, tensor: torch.Tensor) -> str:
         """Give the name of a tensor that is not as it was filled; empty for any other."""
+        if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
+            return ""
         try:
-            sample = self._samples.get(tensor.data_ptr()) if tensor.is_cpu else None
+            sample = self._samples.get(tensor.data_ptr())
         except RuntimeError:  # one without memory
             return ""
         if sample is None:
@@ -97,8 +100,8 @@ class Untouched:
                     own = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001  # with those that are shared
                     self.require(taker, own)
 
-                handle = part.register_load_state_dict_pre_hook(look)
-                stack.callback(handle.remove)
+                if not isinstance(part, torch.jit.ScriptModule):  # which take no hooks
+                    stack.callback(part.register_load_state_dict_pre_hook(look).remove)
             yield
 
 

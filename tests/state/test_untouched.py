@@ -122,6 +122,17 @@ def test_what_others_write_to_afterwards_is_theirs(tmp_path: Path) -> None:
     sync.load(tmp_path / "y", into=twice, config=SMALL)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_module_that_takes_no_hooks_is_taken_all_the_same(tmp_path: Path) -> None:
+    """As compiled by TorchScript, beside an object with code of its own."""
+    scripted = torch.jit.script(Linear(2, 2))
+    state = {"average": Average(Linear(2, 2)), "m": scripted}
+    sync.save(state, tmp_path / "x", config=SMALL)
+    target: dict[str, Any] = {"average": Average(Linear(2, 2)), "m": torch.jit.script(Linear(2, 2))}
+    sync.load(tmp_path / "x", into=target, config=SMALL)
+    assert torch.equal(target["m"].weight, scripted.weight)
+
+
 def test_nothing_stays_with_a_module_that_was_looked_at(tmp_path: Path) -> None:
     """The hooks that look go, also where it takes its state well."""
     target = Resetting()
