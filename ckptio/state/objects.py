@@ -14,7 +14,7 @@ from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizer_blocks import with_blocks
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
-from ckptio.state.take import take_state
+from ckptio.state.take import parts_in, put_back, take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import is_kept
 from ckptio.state.untouched import Untouched, runs_foreign
@@ -87,8 +87,10 @@ class ObjectMatcher(TensorMatcher):
             if handed is not None and is_partial:
                 values = handed.without_own(values, template)
             self.untouched.require(fqn, values)
+            parts = parts_in(target, template)
             with self.untouched.guard(fqn, target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
+            rebuilder.notes += put_back(fqn, target, parts)
             return target
 
         return hand_over

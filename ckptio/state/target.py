@@ -279,11 +279,8 @@ class Matcher(ObjectMatcher):
             node = node["v"][0]
         if flat and not isinstance(value, torch.Tensor):
             return self._value(fqn, value, node)
-        if not closed and type(node) is dict:
-            if type(value) in (dict, OrderedDict):
-                return self._dict(fqn, value, node, closed=False)
-            if is_stateful(value):  # what an object gives of its own, it is given back, filled
-                return self._stateful(fqn, value, node)
+        if not closed and type(value) in (dict, OrderedDict) and type(node) is dict:
+            return self._dict(fqn, value, node, closed=False)
         if not closed and not isinstance(value, (torch.Tensor, np.ndarray)):
             return self._value(fqn, value, node)
         return self.merge(fqn, value, node)
