@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -293,6 +294,8 @@ def _overlaps_itself(shape: Sequence[int], strides: Sequence[float]) -> bool:
         reach += step * (extent - 1)
     else:
         return False
+    if math.prod(extent for _, extent in dims) > 1 + sum(s * (extent - 1) for s, extent in dims):
+        return True  # more elements than places; there may be any number of them
     places = np.zeros(1)
     for step, extent in dims:
         places = np.add.outer(places, step * np.arange(extent)).reshape(-1)

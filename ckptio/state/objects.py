@@ -5,6 +5,7 @@ Whoever extends this matches what such a template holds.
 
 from __future__ import annotations
 
+import abc
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     Assemble = Callable[[Rebuilder], Any]
 
 
-class ObjectMatcher(TensorMatcher):
+class ObjectMatcher(TensorMatcher, abc.ABC):
     """Matches stateful objects.
 
     Attributes:
@@ -41,13 +42,15 @@ class ObjectMatcher(TensorMatcher):
         self.untouched = Untouched()
         self.runs_foreign = False
 
+    @abc.abstractmethod
     def _dict(
         self, fqn: str, target: dict[Any, Any], node: Json, *, closed: bool, flat: bool = False
     ) -> Assemble:
-        raise NotImplementedError
+        """Match a dict."""
 
+    @abc.abstractmethod
     def _value(self, fqn: str, target: Any, node: Json, own: Sequence[type] = ()) -> Assemble:
-        raise NotImplementedError
+        """Take whatever the checkpoint has."""
 
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
         if not self._selects(fqn, node) or self._is_taken(fqn, target, node):

@@ -14,6 +14,7 @@ from hypothesis import given
 
 from ckptio.errors import TargetError
 from ckptio.format.manifest import TensorEntry
+from ckptio.state.fills import check_fillable
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from ckptio.state.select import make_predicate
@@ -342,6 +343,12 @@ def test_a_target_whose_elements_share_memory_is_refused(steps: tuple[int, int])
             continue
         with pytest.raises(TargetError, match="share memory"):
             match_of(saved, {"x": target})
+
+
+def test_elements_that_no_memory_would_hold_are_not_counted() -> None:
+    """What is more than there are places shares some; an expansion may be of any size."""
+    with pytest.raises(TargetError, match="share memory"):
+        check_fillable("x", torch.zeros(1).expand(1 << 40))
 
 
 def test_a_read_only_array_is_refused() -> None:
