@@ -577,6 +577,7 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
     ("saved", "target", "hint"),
     [
         ({"m": {"l.weight": 1}}, {"m": {"l": {"weight": 1}}}, "'m.l.weight' is in both"),
+        ({1: 1}, {"1": 1}, "'1' is in both, but is not the same key: of 1, '1', True and an enum"),
         ({"m": {"module.w": 1}}, {"m": {"w": 1}}, "names have 'module.': load into a wrapped"),
         ({"m": {"_orig_mod.w": 1}}, {"m": {"w": 1}}, "; and save the module before torch.compile"),
         ({"m": {"w": 1}}, {"m": {"_orig_mod.w": 1}}, "load into the module before torch.compile"),

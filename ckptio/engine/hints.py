@@ -71,9 +71,15 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
                     f" state_dict: have such keys in {held or 'the target'!r}, {{{key!r}: tensor}}"
                 )
         return ""
+    if "." not in both[0]:
+        return (
+            f"{both[0]!r} is in both, but is not the same key: of 1, '1', True and an enum that is"
+            " 1, each is a key of its own"
+        )
     return (
-        f"{both[0]!r} is in both, but nested otherwise: a name with dots in a state_dict is one"
-        " key, {'model': {'layer.weight': tensor}}"
+        f"{both[0]!r} is in both, but nested otherwise (a name with dots in a state_dict is one"
+        " key, {'model': {'layer.weight': tensor}}), or of keys of other types (1, '1' and an enum"
+        " that is 1 are three)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError, UnsupportedLeafError
@@ -77,6 +78,18 @@ def updated(target: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     """Put values into a dict one by one, and give it: a Counter would add them, in an update."""
     for key, value in values.items():
         target[key] = value  # noqa: PERF403
+    return target
+
+
+def arranged(
+    fqn: str, target: dict[Any, Any], members: dict[Hashable, tuple[Json, str, Json]]
+) -> dict[Any, Any]:
+    """Give a dict of the target, an OrderedDict in the order that is stored: it is part of it."""
+    if isinstance(target, OrderedDict):
+        had = dict(target)
+        order = in_order(fqn, had, members)
+        for key in () if order is had else order:
+            target.move_to_end(key)
     return target
 
 

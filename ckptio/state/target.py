@@ -7,10 +7,10 @@ Rules: tensors and arrays of the target are filled in place, and must have the s
 type of the checkpoint. Of a tensor that is held in parts, the target's blocks are filled, however
 the checkpoint is cut; shapes are those of whole tensors. Of a tensor that is made of others (see
 `wrappers`), those are filled. A tensor on the meta device is replaced by a new one. Dicts and
-lists are matched by key and index and updated in place, dataclasses and named tuples by the names
-of their fields; one that stands at two places, which have different values in the checkpoint,
-becomes two. A list or a tuple that holds nothing to fill is one value, of any length, and a list
-stays the one that it is.
+lists are matched by key and index and updated in place, an OrderedDict in the order that is
+stored, dataclasses and named tuples by the names of their fields; one that stands at two places,
+which have different values in the checkpoint, becomes two. A list or a tuple that holds nothing
+to fill is one value, of any length, and a list stays the one that it is.
 
 A stateful object gives its state as a template, its tensors are filled in place (those that
 code of others takes are made new, some in whatever shape is stored, see `handed`), and what else
@@ -38,6 +38,7 @@ from ckptio.state.fits import is_filled, other, require_value
 from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.members import (
+    arranged,
     fields_in,
     identity_of_key,
     in_order,
@@ -242,7 +243,9 @@ class Matcher(ObjectMatcher):
             for encoded_key, assemble in made:
                 values[rebuilder.rebuild_key(fqn, encoded_key, own)] = assemble(rebuilder)
             if closed:
-                return versions.put(updated(target, values), is_whole=is_whole)
+                filled = updated(target, values)
+                whole = arranged(fqn, filled, found_here) if is_whole else filled
+                return versions.put(whole, is_whole=is_whole)
             return versions.put(kind(in_order(fqn, values, found_here)), is_whole=is_whole)
 
         return update

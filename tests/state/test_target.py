@@ -359,6 +359,13 @@ def test_a_read_only_array_is_refused() -> None:
         match_of([np.zeros(3)], [target])
 
 
+def test_an_array_with_a_mask_is_refused() -> None:
+    """It would hide what is loaded behind the mask that it has."""
+    target = np.ma.MaskedArray(np.zeros(3), mask=[False, True, False])
+    with pytest.raises(TargetError, match="mask"):
+        match_of([np.zeros(3)], [target])
+
+
 def test_another_dtype_is_taken_only_where_it_is_asked_for() -> None:
     """Floating point only, and only the one that was named."""
     saved = {"w": zeros(2), "n": zeros(2, dtype=torch.int64)}
@@ -423,6 +430,19 @@ def test_kinds_of_dict_are_given_as_they_were_saved() -> None:
     saved = {"o": OrderedDict(b=1), "c": Counter("aab"), "k": {Color.RED: 1}}
     matched(Holder(saved), holder)
     assert_same(holder.given, saved)
+
+
+@pytest.mark.parametrize("select", [None, "o.a"], ids=["all", "some"])
+def test_an_ordered_dict_takes_the_order(select: str | None) -> None:
+    """Which is a part of it (who was used last); where only some is selected, it stays."""
+    saved = OrderedDict([("b", torch.ones(1)), (3, 2), ("a", 1)])
+    target = OrderedDict([("a", 0), ("b", zeros(1)), (3, 0)])
+    had = target["b"]
+    _, result = matched({"o": saved}, {"o": target}, select)
+    assert result["o"] is target
+    assert list(target) == (["b", 3, "a"] if select is None else ["a", "b", 3])
+    assert target["a"] == 1
+    assert target["b"] is had
 
 
 def test_what_a_stateful_object_lacks_is_as_it_was() -> None:
