@@ -224,8 +224,10 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
             copy()
         match.mark_written()
         if matcher.runs_foreign:
-            matcher.untouched.sample(fills)
-        return assemble(rebuilder)
+            matcher.untouched.sample(match.fills)
+        result = assemble(rebuilder)
+        matcher.untouched.reach(len(match.fills), len(match.fills))
+        return result
 
     restoration.finish = finish
     return restoration

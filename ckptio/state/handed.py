@@ -291,7 +291,7 @@ def _kept_by_torch(target: Any) -> set[int]:
 
 def _filled_in(module: torch.nn.Module) -> list[torch.Tensor]:
     """Give the tensors of a module that are not below a part with code of others."""
-    parts = [part for part in module.modules() if _rewrites(part)]
+    parts = [part for _, part in module.named_modules() if _rewrites(part)]
     new = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
     return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in new]
 

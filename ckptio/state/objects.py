@@ -67,7 +67,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
         is_module = isinstance(target, torch.nn.Module)
         if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
             return self._handed_over(fqn, target, node)
-        num_blanks = self._num_blanks
+        num_blanks, start = self._num_blanks, len(self.match.fills)
         template = template_of(fqn, target, node, self._tensors, self._keep)
         self.match.num_before, num_left = len(self.match.fills), self.match.num_left
         handed = None
@@ -83,15 +83,16 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
         is_partial = self._keep is not None or self.match.num_left > num_left
         if is_module:
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
-        has_blanks = self._num_blanks > num_blanks
+        has_blanks, stop = self._num_blanks > num_blanks, len(self.match.fills)
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             values = assemble(rebuilder)
             if handed is not None and is_partial:
                 values = handed.without_own(values, template)
-            self.untouched.require(fqn, values)
+            self.untouched.reach(start, stop)
+            self.untouched.require(values)
             parts = parts_in(target, template)
-            with self.untouched.guard(fqn, target):
+            with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             rebuilder.notes += put_back(fqn, target, parts)
             return target
@@ -100,9 +101,10 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
 
     def _handed_over(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Give a stateful object what is stored, and nothing of its own."""
-        assemble = self._take(fqn, node)
+        assemble, start = self._take(fqn, node), len(self.match.fills)
 
         def hand_over(rebuilder: Rebuilder) -> Any:
+            self.untouched.reach(start, start)
             rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
             return target
 

@@ -4,105 +4,192 @@ All bytes land first; then the objects of a target take their states one after a
 modules and optimizers are given their own memory, see `handed`. So what a `load_state_dict` or a
 hook does to another object comes after that was filled: averaged weights that copy themselves to
 their model, a hook that brings a second network into line with the first. With `torch.load` what
-is stored comes last, for an object that takes its state later. Here it would be lost, and so it is
-refused: some bytes of each tensor are kept, and compared before its object takes it.
+is stored comes last, for what takes its state later. Here it would be lost, and so it is refused:
+some bytes of each tensor are kept, and compared when it is taken. An object takes its tensors when
+it is given them, a part of a module when torch copies each to itself; what is no object's is taken
+at its place in the target.
 
 On the host alone, and only where there is such code. New tensors for all of a module that has it
-were rejected: some libraries hang a hook on each layer, to forgive names that are missing.
+were rejected: some libraries hang a hook on each layer, to forgive names that are missing. So were
+hooks of our own that look: a module that copies another one while it is loaded copies those, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ckptio.errors import TargetError
+from ckptio.state.fills import Blank
 from ckptio.state.handed import is_of_torch
-from ckptio.state.looks import PLAIN_TENSORS
+from ckptio.state.looks import PLAIN_TENSORS, order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from ckptio.state.fills import Fill
 
-_SAMPLE_NBYTES = 64
+#: Of a longer tensor, as many words of eight bytes are kept.
+_NUM_WORDS, _WORD_NBYTES = 64, 8
+#: Of one with gaps, or in another order, about as many elements.
+_NUM_ELEMENTS = 512
+
+
+class _Sample(NamedTuple):
+    """What was filled, and some bytes of it; none of what is not looked at."""
+
+    name: str
+    tensor: torch.Tensor
+    filled: bytes | None
+
+    @property
+    def is_changed(self) -> bool:
+        return self.filled is not None and _some_of(self.tensor) != self.filled
 
 
 class Untouched:
     """Some bytes of what was filled where it is."""
 
     def __init__(self) -> None:
-        #: By the start of a tensor's memory: its name, where the bytes are, and they.
-        self._samples: dict[int, tuple[str, int, bytes]] = {}
+        self._samples: list[_Sample | None] = []  # in the order of the target
+        self._by_address: dict[int, _Sample] = {}
+        self._num_taken = 0
 
-    def sample(self, fills: Iterable[Fill]) -> None:
-        """Keep some bytes of each tensor of the host that one memmove fills."""
+    def sample(self, fills: Sequence[Fill]) -> None:
+        """Keep some bytes of each tensor that was filled, in the order of the target."""
         for fill in fills:
-            if fill.span is not None:
-                start, stop = fill.span
-                count = min(stop - start, _SAMPLE_NBYTES)
-                at = start + (stop - start - count) // 2
-                self._samples[start] = fill.name, at, ctypes.string_at(at, count)
+            sample = None
+            if not isinstance(fill.tensor, Blank):
+                tensor = fill.memory()
+                sample = _Sample(fill.name, tensor, _some_of(tensor))
+                if sample.filled is not None:
+                    self._by_address[tensor.data_ptr()] = sample
+            self._samples.append(sample)
 
-    def require(self, taker: str, state: Any) -> None:
+    def reach(self, start: int, stop: int) -> None:
+        """Look at what is no object's and comes before one, which is about to take what it has.
+
+        Args:
+            start: How many tensors are filled before those that the object has.
+            stop: And with them.
+
+        Raises:
+            TargetError: One is not as it was filled.
+        """
+        for sample in self._samples[self._num_taken : start]:
+            if sample is not None and sample.is_changed:
+                raise _error(sample.name)
+        self._num_taken = max(self._num_taken, stop)
+
+    def require(self, state: Any) -> None:
         """Look at a state that is about to be taken.
 
         Args:
-            taker: The object that takes it.
             state: Tensors, in dicts, lists and tuples of any nesting; others are left alone.
 
         Raises:
             TargetError: One is not as it was filled.
         """
-        if not self._samples:
+        if not self._by_address:
             return
         if isinstance(state, (dict, list, tuple)):
             for item in state.values() if isinstance(state, dict) else state:
-                self.require(taker, item)
-        elif isinstance(state, torch.Tensor) and (name := self._changed(state)):
-            raise TargetError(
-                f"{name!r} was filled, and then written to, by a load_state_dict() or a hook in the"
-                f" target, before {taker or 'the target'!r} took it; give these objects what load()"
-                " returns without into=, one after another"
-            )
+                self.require(item)
+        elif isinstance(state, torch.Tensor) and (name := self.changed(state)):
+            raise _error(name)
 
-    def _changed(self, tensor: torch.Tensor) -> str:
+    def changed(self, tensor: torch.Tensor) -> str:
         """Give the name of a tensor that is not as it was filled; empty for any other."""
         if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
             return ""
         try:
-            sample = self._samples.get(tensor.data_ptr())
+            sample = self._by_address.get(tensor.data_ptr())
         except RuntimeError:  # one without memory
             return ""
-        if sample is None:
-            return ""
-        name, at, filled = sample
-        storage = tensor.untyped_storage()  # it may have been resized
-        if at + len(filled) > storage.data_ptr() + storage.nbytes():
-            return ""
-        return "" if ctypes.string_at(at, len(filled)) == filled else name
+        return sample.name if sample is not None and sample.is_changed else ""
 
     @contextlib.contextmanager
-    def guard(self, taker: str, target: Any) -> Iterator[None]:
-        """Look at the tensors of each part of a module when it takes them, inside the block.
+    def guard(self, target: Any) -> Iterator[None]:
+        """Look at each tensor of a module when torch copies it to itself, inside the block.
 
         Raises:
-            TargetError: One is not as it was filled.
+            TargetError: One was not as it was filled.
         """
-        with contextlib.ExitStack() as stack:
-            is_watched = self._samples and isinstance(target, torch.nn.Module)
-            for part in target.modules() if is_watched else ():
-
-                def look(module: torch.nn.Module, *_: object) -> None:
-                    own = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001  # with those that are shared
-                    self.require(taker, own)
-
-                if not isinstance(part, torch.jit.ScriptModule):  # which take no hooks
-                    stack.callback(part.register_load_state_dict_pre_hook(look).remove)
+        if not self._by_address or not isinstance(target, torch.nn.Module):
             yield
+            return
+        looking = _Looking(self)
+        try:
+            with looking:
+                yield
+        finally:
+            if looking.found:  # torch makes a message of its own of what is raised in between
+                raise _error(looking.found)
+
+
+class _Looking(TorchFunctionMode):
+    """Sees tensors that are copied to themselves.
+
+    Attributes:
+        found: Name of the first that was not as it was filled.
+    """
+
+    def __init__(self, untouched: Untouched) -> None:
+        super().__init__()
+        self._untouched = untouched
+        self.found = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Look, and do what is asked for."""
+        del types
+        if func is torch.Tensor.copy_ and not self.found and self._is_taken(*args[:2]):
+            self.found = self._untouched.changed(args[0])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _is_taken(into: torch.Tensor, source: Any = None) -> bool:
+        if type(into) not in PLAIN_TENSORS or type(source) not in PLAIN_TENSORS:
+            return False
+        try:
+            return bool(into.data_ptr() == source.data_ptr())
+        except RuntimeError:  # one without memory
+            return False
+
+
+def _error(name: str) -> TargetError:
+    return TargetError(
+        f"{name!r} was filled, and then written to, by a load_state_dict() or a hook in the target,"
+        " before it was taken; give such objects what load() returns without into=, one after"
+        " another"
+    )
+
+
+def _some_of(tensor: torch.Tensor) -> bytes | None:
+    """Give some bytes of a tensor in the host's memory, from all over it; `None` of others."""
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
+        return None
+    try:
+        found = tensor.detach()
+        if order := order_of(found):
+            found = found.permute(order)
+        if not found.is_contiguous():
+            count = max(2, int(_NUM_ELEMENTS ** (1 / found.dim())))
+            found = found[tuple(slice(None, None, -(-n // count) or 1) for n in found.shape)]
+            found = found.resolve_conj().resolve_neg().contiguous()
+        place = found.storage_offset() * found.itemsize, (found.nbytes,), (1,)
+        memory = torch.empty(0, dtype=torch.uint8).set_(found.untyped_storage(), *place).numpy()
+        if found.nbytes <= _NUM_WORDS * _WORD_NBYTES:
+            return memory.tobytes()
+        num_words = found.nbytes // _WORD_NBYTES
+        words = memory[: num_words * _WORD_NBYTES].reshape(num_words, _WORD_NBYTES)
+        return words[:: num_words // _NUM_WORDS].tobytes() + memory[-_WORD_NBYTES:].tobytes()
+    except RuntimeError:  # its memory is not there any more, or is none
+        return None
 
 
 def runs_foreign(target: Any) -> bool:
@@ -112,7 +199,7 @@ def runs_foreign(target: Any) -> bool:
         for when in ("pre", "post"):
             functions += getattr(target, f"_optimizer_load_state_dict_{when}_hooks", {}).values()
     elif isinstance(target, torch.nn.Module):
-        for part in target.modules():
+        for _, part in target.named_modules():
             functions += (part._load_from_state_dict, part.set_extra_state)  # noqa: SLF001  # made to be overridden
             for when in ("pre", "post"):
                 functions += getattr(part, f"_load_state_dict_{when}_hooks", {}).values()

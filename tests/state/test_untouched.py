@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,11 +134,107 @@ def test_a_module_that_takes_no_hooks_is_taken_all_the_same(tmp_path: Path) -> N
     assert torch.equal(target["m"].weight, scripted.weight)
 
 
+class Copying(torch.nn.Module):
+    """Keeps a copy of a network of its own, made whenever that is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = Linear(2, 2)
+        self.copies: list[torch.nn.Module] = []
+        self.online.register_load_state_dict_post_hook(
+            lambda module, _: self.copies.append(copy.deepcopy(module))
+        )
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*args, **options)
+        self.copies.append(copy.deepcopy(self.online))
+        return found
+
+
 def test_nothing_stays_with_a_module_that_was_looked_at(tmp_path: Path) -> None:
-    """The hooks that look go, also where it takes its state well."""
-    target = Resetting()
-    target.layer.reset_parameters = lambda: None  # type: ignore[method-assign]  # as if it did not
-    sync.save({"m": target}, tmp_path / "x", config=SMALL)
+    """Nor with copies that it makes of its parts meanwhile: they load again, as torch does."""
+    target = Copying()
+    sync.save({"m": Copying(), "n": Linear(2, 2)}, tmp_path / "x", config=SMALL)
+    sync.load(tmp_path / "x", into={"m": target, "n": Linear(2, 2)}, config=SMALL)
+    assert len(target.copies) == 2
+    for part in (target, target.online, *target.copies):
+        assert not part._load_state_dict_pre_hooks
+        part.load_state_dict(copy.deepcopy(part.state_dict()))
+
+
+def test_a_module_whose_list_of_modules_has_that_name_is_loaded(tmp_path: Path) -> None:
+    """What torch itself does not ask for may be something else."""
+    state, target = Linear(2, 2), Linear(2, 2)
+    target.modules = [1]  # type: ignore[method-assign, assignment]
+    sync.save({"m": state}, tmp_path / "x", config=SMALL)
     sync.load(tmp_path / "x", into={"m": target}, config=SMALL)
-    assert not target._load_state_dict_pre_hooks
-    assert not target.layer._load_state_dict_pre_hooks
+    assert torch.equal(target.weight, state.weight)
+
+
+TARGETS: dict[str, Callable[[torch.nn.Module], dict[str, Any]]] = {
+    "a state": lambda model: {"model": model.state_dict()},
+    "parameters": lambda model: {"model": dict(model.named_parameters())},
+    "others behind": lambda model: {
+        "model": model.state_dict(),
+        "other": Average(Linear(2, 2)),
+    },
+}
+
+
+@pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS)
+def test_tensors_that_no_object_has_are_taken_in_their_place(
+    make: Callable[[torch.nn.Module], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whoever writes to them before is refused; whoever does so afterwards is not."""
+    state = {"average": Average(Linear(2, 2)), **make(Linear(2, 2))}
+    sync.save(state, tmp_path / "x", config=SMALL)
+    model = Linear(2, 2)
+    target = {"average": Average(model), **make(model)}
+    with pytest.raises(TargetError, match=r"'model\.weight' was filled, and then written to"):
+        sync.load(tmp_path / "x", into=target, config=SMALL)
+    behind = {**make(model), "average": Average(model)}
+    sync.load(tmp_path / "x", into=behind, config=SMALL)
+    assert torch.equal(model.weight, behind["average"].shadow.weight)
+
+
+def plain(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+SHAPES: dict[str, tuple[Callable[[], torch.Tensor], tuple[Any, ...], torch.dtype | None]] = {
+    "first row": (lambda: plain(100, 100), (0,), None),
+    "last element": (lambda: plain(100, 100), (99, 99), None),
+    "another order": (lambda: plain(8, 8, 8, 8).to(memory_format=torch.channels_last), (3,), None),
+    "an even order": (lambda: plain(8, 64).t(), (slice(None), 3), None),
+    "with gaps": (lambda: plain(100, 100)[:, ::2], (slice(None), 0), None),
+    "conjugate": (lambda: plain(50).to(torch.complex64).conj(), (7,), None),
+    "one element": (lambda: plain(1, 1, 1).expand(1, 1, 1), (0,), None),
+    "no dimension": (plain, (), None),
+    "another type": (lambda: plain(100).to(torch.bfloat16), (slice(40, 60),), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(("make", "where", "dtype"), SHAPES.values(), ids=SHAPES)
+def test_what_is_written_to_is_seen_wherever_it_is(
+    make: Callable[[], torch.Tensor],
+    where: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    tmp_path: Path,
+) -> None:
+    """Some bytes of all parts of each tensor are looked at, in whatever order it lies."""
+    target = make()
+
+    class Writing:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            del state
+            target[where] = 3
+
+    saved = torch.zeros(target.shape, dtype=None if dtype else target.dtype)
+    sync.save({"a": Writing(), "t": saved}, tmp_path / "x", config=SMALL)
+    with pytest.raises(TargetError, match="'t' was filled, and then written to"):
+        sync.load(tmp_path / "x", into={"a": Writing(), "t": target}, dtype=dtype, config=SMALL)
+    sync.load(tmp_path / "x", into={"t": target, "a": Writing()}, dtype=dtype, config=SMALL)
+    assert target[where].real.eq(3).all()
