@@ -15,7 +15,8 @@ from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizer_blocks import with_blocks
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
-from ckptio.state.take import parts_in, put_back, take_state
+from ckptio.state.parts import parts_in, put_back
+from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import is_kept
 from ckptio.state.untouched import Untouched, runs_foreign
@@ -91,10 +92,10 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
                 values = handed.without_own(values, template)
             self.untouched.reach(start, stop)
             self.untouched.require(values)
-            parts = parts_in(target, template)
+            parts = parts_in(fqn, target)
             with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
-            rebuilder.notes += put_back(fqn, target, parts)
+            rebuilder.notes += put_back(parts, is_partial=is_partial)
             return target
 
         return hand_over

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,47 +41,6 @@ def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) 
         f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
         for name in names
     ]
-
-
-def parts_in(target: Any, state: Any) -> dict[str, Any]:
-    """Give the attributes of an object that take states themselves, and are in its own.
-
-    Args:
-        target: The object.
-        state: What its `state_dict()` has given.
-    """
-    if type(state) is not dict or isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
-        return {}
-    held: dict[str, Any] = getattr(target, "__dict__", {})
-    both = ("state_dict", "load_state_dict")  # of the class: what a proxy stands for may be gone
-    parts = {n: part for n, part in held.items() if all(hasattr(type(part), h) for h in both)}
-    return {name: part for name, part in parts.items() if state.get(name) is part}
-
-
-def put_back(fqn: str, target: Any, parts: dict[str, Any]) -> list[str]:
-    """Let parts of an object take their states, where it has these in the place of them now.
-
-    An object whose state is its attributes gives the parts themselves, and may expect to be given
-    objects: of those their states are stored. One that hands the states on itself has its parts.
-
-    Args:
-        fqn: Its name.
-        target: The object, which has taken its state.
-        parts: What it had before, see `parts_in`.
-
-    Returns:
-        Notes for the report.
-
-    Raises:
-        TargetError: One of them does not take it.
-    """
-    notes: list[str] = []
-    for name, part in parts.items():
-        state = vars(target).get(name)
-        if type(state) in (dict, OrderedDict):
-            setattr(target, name, part)
-            notes += take_state(join_fqn(fqn, name), part, state, assigns=False)
-    return notes
 
 
 def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:

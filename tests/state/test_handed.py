@@ -7,6 +7,7 @@ import copy
 import enum
 import io
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -295,6 +296,95 @@ def test_objects_in_the_state_of_an_object_stay_what_they_are(
     sync.save({"x": target}, tmp_path / "d", config=SMALL)
     sync.load(tmp_path / "d", {"x": saved}, config=SMALL)
     assert saved.model is None
+
+
+def net_of(value: float, device: str = "cpu") -> torch.nn.Linear:
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, value)
+    return net.to(device)
+
+
+class Has:
+    """An object whose state is all that it has, of which that may be anything."""
+
+    net: Any
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return OrderedDict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Locked(Has):
+    """One that lets nobody change it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class Slotted:
+    """One that has its part in a slot, and calls it otherwise in its state."""
+
+    __slots__ = ("net",)
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.net = net
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.net}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net = state["model"]
+
+
+PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a list": (lambda net: Has(net=[net, 1]), lambda held: held.net[0]),
+    "a tuple": (lambda net: Has(net=(net,)), lambda held: held.net[0]),
+    "a dict of lists": (lambda net: Has(net={"a": [net]}), lambda held: held.net["a"][0]),
+    "a part": (lambda net: Has(part=Has(net=net)), lambda held: held.part.net),
+    "a list of parts": (lambda net: Has(p=[Has(net=net)]), lambda held: held.p[0].net),
+    "a locked one": (lambda net: Locked(net=net), lambda held: held.net),
+    "a slot": (Slotted, lambda held: held.net),
+    "itself": (lambda net: Has(net=net, n=1), lambda held: held.net),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("make", "find"), PARTS.values(), ids=PARTS)
+def test_parts_stay_wherever_an_object_has_them(
+    make: Callable[[Any], Any], find: Callable[[Any], Any], device: str, tmp_path: Path
+) -> None:
+    """In lists, slots, other parts; and those on the meta device get tensors."""
+    net = net_of(0, device)
+    target = make(net)
+    sync.save({"x": make(net_of(1))}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert find(target) is net
+    assert net.weight.eq(1).all()
+
+
+def test_of_a_part_that_is_loaded_in_part_the_rest_stays(tmp_path: Path) -> None:
+    """As of any module; what does not fit is an error, and the part is there all the same."""
+    net = net_of(0)
+    target, bias = Has(net=net), net.bias.detach().clone()
+    sync.save({"x": Has(net=net_of(1))}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, select="x.net.weight", config=SMALL)
+    assert target.net is net
+    assert net.weight.eq(1).all()
+    assert torch.equal(net.bias, bias)
+    sync.save({"x": Has(net=torch.nn.Linear(3, 2))}, tmp_path / "d", config=SMALL)
+    with pytest.raises(TargetError, match=r"'x\.net' does not take its state"):
+        sync.load(tmp_path / "d", {"x": target}, config=SMALL)
+    assert target.net is net
+    sync.save({"x": Has(net=[net_of(1)])}, tmp_path / "e", config=SMALL)
+    two = Has(net=[net_of(1), net])
+    with pytest.raises(TargetError, match=r"'x\.net' has 2 objects .* was given 1 states"):
+        sync.load(tmp_path / "e", {"x": two}, config=SMALL)
+    assert two.net[1] is net
 
 
 class OddOptimizer(torch.optim.SGD):

@@ -1,0 +1,151 @@
+"""Objects in the state of an object: they stay what they are.
+
+An object whose state is its attributes gives the parts themselves in its `state_dict()`, and may
+expect to be given objects: of those their states are stored. So where it has the dict of a state
+in the place of a part, afterwards, the part comes back and takes that. One that hands the states
+on itself has its parts. To give every such object its parts was rejected: those that hand states
+on would give a module to a module.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ckptio.errors import TargetError
+from ckptio.format.encode import join_fqn
+from ckptio.state.take import take_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+#: Longer lists and dicts among an object's attributes hold no parts, but samples or the like.
+_MAX_PARTS = 1000
+_METHODS = ("state_dict", "load_state_dict")
+
+
+class Held(NamedTuple):
+    """What an object had as an attribute: a part, or a list, tuple or dict with parts."""
+
+    fqn: str
+    owner: Any
+    attribute: str
+    value: Any
+
+
+def parts_in(fqn: str, target: Any) -> list[Held]:
+    """Note the parts of an object that take states themselves, and the parts of those.
+
+    Args:
+        fqn: Its name.
+        target: The object; modules and optimizers say themselves what they take.
+    """
+    held: list[Held] = []
+    seen: set[int] = set()
+    ahead = [(fqn, target)]
+    while ahead:
+        fqn, owner = ahead.pop()
+        if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) or id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        for attribute, value in _attributes_of(owner):
+            parts = list(_parts_of(value))
+            if parts:
+                name = join_fqn(fqn, attribute)
+                held.append(Held(name, owner, attribute, _copied(value)))
+                ahead += [(name, part) for part in parts]
+    return held
+
+
+def put_back(held: Iterable[Held], *, is_partial: bool) -> list[str]:
+    """Let parts of an object take their states, where it has these in the place of them now.
+
+    Args:
+        held: What it had before it took its state.
+        is_partial: Whether it was given less than all: modules keep what they are not given.
+
+    Returns:
+        Notes for the report.
+
+    Raises:
+        TargetError: A part does not take its state, or has none that could be told.
+    """
+    notes: list[str] = []
+    for fqn, owner, attribute, before in held:
+        made = after = getattr(owner, attribute, None)
+        try:
+            made = _put_back(fqn, before, after, notes, is_partial=is_partial)
+        except TargetError:
+            made = before
+            raise
+        finally:
+            if made is not after:
+                object.__setattr__(owner, attribute, made)  # which the class may not allow
+    return notes
+
+
+def _put_back(fqn: str, before: Any, after: Any, notes: list[str], *, is_partial: bool) -> Any:
+    """Give what belongs in the place of what an object has now."""
+    if _is_part(before):
+        if type(after) not in (dict, OrderedDict):
+            return after
+        assigns = False
+        if isinstance(before, torch.nn.Module):
+            assigns = any(t.is_meta for t in (*before.parameters(), *before.buffers()))
+            for key, value in before.state_dict().items() if is_partial else ():
+                after.setdefault(key, value)
+        notes += take_state(fqn, before, after, assigns=assigns)
+        return before
+    if not any(True for _ in _parts_of(before)):
+        return after
+    if type(after) is not type(before) or not after or any(True for _ in _parts_of(after)):
+        return after  # handed on, or something else altogether
+    keys = list(before) if isinstance(before, dict) else range(len(before))
+    if (list(after) if isinstance(after, dict) else range(len(after))) != keys:
+        raise TargetError(
+            f"{fqn!r} has {len(keys)} objects that take states, and was given {len(after)} states;"
+            " leave it out with select=, or have load_state_dict() hand them on"
+        )
+    made = [
+        _put_back(join_fqn(fqn, key), before[key], after[key], notes, is_partial=is_partial)
+        for key in keys
+    ]
+    if isinstance(before, dict):
+        return type(before)(zip(keys, made, strict=True))
+    return type(before)(made)
+
+
+def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Give the attributes of an object, those in slots among them."""
+    yield from list(getattr(owner, "__dict__", {}).items())
+    for kind in type(owner).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
+                yield name, getattr(owner, name)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Give what takes a state in a value: itself, or what is in lists, tuples and dicts."""
+    if type(value) in (list, tuple, dict, OrderedDict):
+        if len(value) <= _MAX_PARTS:
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from _parts_of(item)
+    elif _is_part(value):
+        yield value
+
+
+def _is_part(value: Any) -> bool:
+    """Whether its class takes states: what a proxy stands for may be gone."""
+    return all(hasattr(type(value), method) for method in _METHODS)
+
+
+def _copied(value: Any) -> Any:
+    """Copy the containers of a value, which may be written to."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copied(item)) for key, item in value.items())
+    return value
