@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ENDED = "it has ended already"
+
 
 class Outcome(Generic[T]):
     """The end of something: a result or an error, set once. Every method is thread-safe."""
 
-    __slots__ = ("__weakref__", "_calls", "_end")
+    __slots__ = ("__weakref__", "_calls", "_ends")
 
     def __init__(self) -> None:
-        self._end: tuple[T | None, BaseException | None] | None = None
+        #: None or one: of two threads that set an end, `setdefault` lets one be the first.
+        self._ends: dict[None, tuple[T | None, BaseException | None]] = {}
         self._calls: deque[Callable[[], object]] = deque()
 
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._end is not None
+        return bool(self._ends)
 
     def set_result(self, result: T) -> None:
         """It has ended well.
@@ -40,7 +43,8 @@ class Outcome(Generic[T]):
         Raises:
             asyncio.InvalidStateError: It had ended already.
         """
-        self._settle(result, None)
+        if not self._settle(result, None):
+            raise asyncio.InvalidStateError(_ENDED)
 
     def set_exception(self, error: BaseException) -> None:
         """It has failed.
@@ -48,15 +52,22 @@ class Outcome(Generic[T]):
         Raises:
             asyncio.InvalidStateError: It had ended already.
         """
-        self._settle(None, error)
+        if not self.try_exception(error):
+            raise asyncio.InvalidStateError(_ENDED)
 
-    def _settle(self, result: T | None, error: BaseException | None) -> None:
-        if self._end is not None:
-            raise asyncio.InvalidStateError("it has ended already")
-        self._end = result, error  # before those who wait are called: who comes later sees it
+    def try_exception(self, error: BaseException) -> bool:
+        """It has failed, unless it had ended already. Says whether this is how it ended."""
+        return self._settle(None, error)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> bool:
+        end = result, error
+        # before those who wait are called: who comes later sees it
+        if self._ends.setdefault(None, end) is not end:
+            return False
         with contextlib.suppress(IndexError):
             while True:
                 self._calls.popleft()()
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it has ended, however it did.
@@ -68,7 +79,7 @@ class Outcome(Generic[T]):
         ended.acquire()  # whoever sets the end releases it
         self._calls.append(ended.release)
         try:
-            if self._end is None:
+            if not self._ends:
                 # more than a lock takes, 292 years, is for ever as well
                 longest_s = threading.TIMEOUT_MAX
                 ended.acquire(
@@ -76,7 +87,7 @@ class Outcome(Generic[T]):
                 )
         finally:
             self._drop(ended.release)
-        return self._end is not None
+        return bool(self._ends)
 
     def _drop(self, call: Callable[[], object]) -> None:
         """Remove a callback. It may still run once if `_settle` has already taken it.
@@ -96,8 +107,7 @@ class Outcome(Generic[T]):
         """
         if not self.wait(timeout_s):
             raise TimeoutError
-        assert self._end is not None  # noqa: S101  # it has ended
-        result, error = self._end
+        result, error = self._ends[None]
         if error is None:
             return result  # type: ignore[return-value]  # it was set
         try:
@@ -107,7 +117,7 @@ class Outcome(Generic[T]):
 
     def exception(self) -> BaseException | None:
         """Give the error that it ended with; `None` if it went well or goes on."""
-        return None if self._end is None else self._end[1]
+        return self._ends[None][1] if self._ends else None
 
     def wrapped(self) -> asyncio.Future[T]:
         """Give a future of the running loop that ends likewise. Cancelling it changes nothing."""
@@ -121,7 +131,7 @@ class Outcome(Generic[T]):
 
         future.add_done_callback(lambda _: self._drop(hand_over))
         self._calls.append(hand_over)
-        if self._end is not None:
+        if self._ends:
             hand_over()
         return future
 

@@ -75,6 +75,10 @@ class Moment(Generic[T]):
         """The moment will not come. Once."""
         self._outcome.set_exception(error)
 
+    def fail_unless_done(self, error: BaseException) -> bool:
+        """The moment will not come, where nobody has said yet whether it does; says if so."""
+        return self._outcome.try_exception(error)
+
     def done(self) -> bool:
         """Whether the moment has come, or the save failed before it."""
         is_done = self._outcome.done()
@@ -242,8 +246,7 @@ class SaveMoments:
     def fail(self, error: BaseException) -> None:
         """The save ended without a commit. Once."""
         for moment in (self.submitted, self.staged, self.committed, self.durable):
-            if not moment.done():
-                moment.fail(error)
+            moment.fail_unless_done(error)
 
     def abort(self) -> None:
         """Ask for the end of the save and of its copy; who asks has seen how they end."""

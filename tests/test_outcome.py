@@ -36,6 +36,23 @@ def test_it_ends_once() -> None:
     assert well.result() == 1
 
 
+def test_who_may_come_second_is_told() -> None:
+    """Of many threads that fail it at once, one is the first, and it ends as that one says."""
+    outcome: Outcome[int] = Outcome()
+    errors = [ValueError(str(i)) for i in range(8)]
+    told: list[tuple[BaseException, bool]] = []
+    threads = [
+        threading.Thread(target=lambda e=e: told.append((e, outcome.try_exception(e))))
+        for e in errors
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [error for error, is_first in told if is_first] == [outcome.exception()]
+    assert not outcome.try_exception(errors[0])
+
+
 def test_waiting_may_time_out() -> None:
     """And leaves nothing behind, however often."""
     outcome: Outcome[int] = Outcome()

@@ -262,6 +262,39 @@ def test_an_engine_that_is_closed_before_a_copy_begins_owes_it(
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
 
 
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize("ahead", ["copy ", "take up "])
+def test_an_engine_that_is_closed_while_a_copy_begins_gives_a_handle(
+    ahead: str, *, abort: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the copy's task, or behind it: what is under way goes on, and says how it ends."""
+    submit = EngineCore.submit
+    closed = threading.Event()
+
+    def close_first(core: EngineCore, step: Any, name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith(ahead) and not closed.is_set():
+            closed.set()
+            closer = threading.Thread(target=core.close, kwargs={"abort": abort})
+            closer.start()
+            closer.join()
+        return submit(core, step, name, *args, **options)
+
+    monkeypatch.setattr(EngineCore, "submit", close_first)
+    with sync.Engine(SMALL) as engine:
+        handle = engine.start_save(STATE, tmp_path / "a", then=tmp_path / "b")
+        assert closed.is_set()
+        with contextlib.suppress(SaveAbortedError):
+            handle.result()
+        if ahead == "take up " and not abort:
+            assert handle.durable.wait().path == str(tmp_path / "b")
+        else:
+            with pytest.raises(CheckpointError):
+                handle.durable.wait()
+    is_committed = (tmp_path / "a" / "manifest.json").exists()
+    sync.finish_copies(tmp_path)
+    assert (tmp_path / "b").exists() == is_committed
+
+
 NAMES = ("a", "b", "c", "d")
 
 

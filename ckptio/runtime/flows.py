@@ -142,8 +142,10 @@ def begin_save(
     if copy is not None:
         try:
             begin_copy(core, copy, moments, copying)
-        except EngineClosedError:  # by another thread, just now; the save goes on
-            moments.durable.fail(EngineClosedError("the engine was closed before the copy began"))
+        except EngineClosedError:  # by another thread, just now; the save goes on, or has failed
+            moments.durable.fail_unless_done(
+                EngineClosedError("the engine was closed before the copy began")
+            )
     return moments
 
 

@@ -165,4 +165,5 @@ def _close_after(
         elif copying.end.done():
             copying.end.result()()
         else:
-            moments.durable.fail(EngineClosedError("the program ended before the copy began"))
+            error = EngineClosedError("the program ended before the copy began")
+            moments.durable.fail_unless_done(error)

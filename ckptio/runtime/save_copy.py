@@ -6,6 +6,7 @@ engine waits for both, and aborts both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,8 @@ def begin_copy(
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
-        core.submit(functools.partial(take_up, parent), f"take up copies of {parent}")
+        with contextlib.suppress(EngineClosedError):  # as above; this copy is under way
+            core.submit(functools.partial(take_up, parent), f"take up copies of {parent}")
 
 
 async def _copied(
@@ -125,10 +127,9 @@ def _nothing() -> None:
 
 
 def _fail(moments: SaveMoments, error: BaseException) -> None:
-    if not moments.durable.done():  # a save that failed has said so
-        moments.durable.fail(error)
-        if isinstance(error, CheckpointChangedError):
-            moments.seen()  # a later save took its place, and has a copy of its own
+    # a save that failed has said so
+    if moments.durable.fail_unless_done(error) and isinstance(error, CheckpointChangedError):
+        moments.seen()  # a later save took its place, and has a copy of its own
 
 
 def _cause(job: CopyJob, error: BaseException) -> Exception:
