@@ -23,6 +23,8 @@ DICT_TAGS = ("dict", "odict", "counter")
 RECORD_TAGS = ("namedtuple", "dataclass")
 #: Tag of a `PerRank` value: `"v"` has an entry for each rank.
 RANKS_TAG = "ranks"
+#: Key of what tells tensors apart that have to be the same on all ranks; in no manifest.
+MARK = "mark"
 _MAX_LISTED = 10
 _MAX_SHOWN = 60
 _MAX_TEXTS = 4
@@ -109,7 +111,9 @@ def _show(node: Json) -> str:
         return repr(node)
     tag = node.get(TAG, "dict")
     if type(tag) is list:
-        return f"tensor {tag[0]!r}"
+        return f"a tensor ({node[MARK]})" if MARK in node else f"tensor {tag[0]!r}"
+    if MARK in node:
+        return f"{'an array' if tag == 'np' else tag} ({node[MARK]})"
     if tag in DICT_TAGS:
         return f"a dict of {len(node['v'] if TAG in node else node)}"
     if tag == "tuple":

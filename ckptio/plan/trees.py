@@ -33,7 +33,14 @@ import msgspec
 
 from ckptio.format.crowds import Crowd
 from ckptio.format.encode import TAG
-from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS, Differences, decode_key
+from ckptio.plan.differences import (
+    DICT_TAGS,
+    MARK,
+    RANKS_TAG,
+    RECORD_TAGS,
+    Differences,
+    decode_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -266,6 +273,8 @@ class _Merger:
             if type(node) is not dict or TAG not in node:
                 return _with_children(node, visit)
             tag = node[TAG]
+            if MARK in node:
+                node = {key: item for key, item in node.items() if key != MARK}
             if type(tag) is list:
                 return {**node, TAG: number(tag[0])}
             if "t" in node:

@@ -21,9 +21,10 @@ import torch
 from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
-from ckptio.layout import numel
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.shards import LeafSpec, PerRank, Shard
+from ckptio.state.alike import Alike
+from ckptio.state.held import Held
 from ckptio.state.leaves import (
     DTYPE_NAMES,
     NUMPY_KINDS,
@@ -45,11 +46,10 @@ from ckptio.state.ties import resolve_ties
 from ckptio.state.wrappers import class_of, is_wrapper, take_apart, wrapper_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable
 
     from ckptio.format.encode import Json
     from ckptio.state.looks import Look
-    from ckptio.state.sharded import Sharded
 
 #: Longer `bytes` go to a bucket, like a tensor; shorter ones stay in the manifest.
 MAX_INLINE_NBYTES = 1024
@@ -125,25 +125,6 @@ def flatten(
         return _Flattener(rank, instead).flatten(state)
 
 
-@dataclass(slots=True)
-class _Held:
-    """A tensor of which this rank holds blocks, or none.
-
-    Attributes:
-        name: Its name.
-        dtype: Its element type.
-        sharded: What is held.
-        owner: What it was made from; while that lives, nobody else has its memory.
-        nodes: Its places in the tree.
-    """
-
-    name: str
-    dtype: str
-    sharded: Sharded
-    owner: object
-    nodes: list[dict[str, Any]]
-
-
 class _Flattener:
     """One walk over one state."""
 
@@ -153,9 +134,10 @@ class _Flattener:
         self._instead = instead
         self._suffix = "" if rank is None else f"~rank{rank}"
         self._in_ranks = False
+        self._alike = None if rank is None else Alike()
         self._shared: list[Occurrence] = []
         self._per_rank: list[Occurrence] = []
-        self._held: dict[Hashable, _Held] = {}
+        self._held: dict[Hashable, Held] = {}
         self._describer = Describer()
         self._names: set[str] = {_RESERVED_NAME}
         #: How many of `_shared` and `_per_rank` there were when a program's code last ran.
@@ -196,6 +178,8 @@ class _Flattener:
         shared, per_rank = self._num_before
         for occurrence in (*self._shared[:shared], *self._per_rank[:per_rank]):
             occurrence.look_again()
+        if self._alike is not None:
+            self._alike.finish(self._shared)
         stored, untied = resolve_ties(self._shared, self._distinct)
         more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
         stored += more
@@ -210,7 +194,7 @@ class _Flattener:
             for node in held.nodes:
                 node[TAG] = len(names)
             names.append(held.name)
-            for spec, source in _blocks_of(held):
+            for spec, source in held.pieces():
                 specs.append(spec)
                 sources.append(source)
                 looks.append(None)
@@ -250,13 +234,25 @@ class _Flattener:
                 raise failed_within(fqn, error) from error
             self._num_before = len(self._shared), len(self._per_rank)
             try:
-                return self._encoder.encode(fqn, state)
+                return self._of_object(fqn, value, state)
             except UnsupportedLeafError as error:
                 raise refused_within(fqn, value, error) from error.__cause__
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         return self._refuse(
             fqn, value, f"a value of type {name} has no portable form", way_out_of(value)
         )
+
+    def _of_object(self, fqn: str, value: Any, state: Any) -> Json:
+        """Take the state of an object apart, and note whose it is."""
+        alike = self._alike
+        if alike is None or self._in_ranks:
+            return self._encoder.encode(fqn, state)
+        before, alike.owner, first = alike.owner, value, len(self._shared)
+        node = self._encoder.encode(fqn, state)
+        alike.owner = before
+        if isinstance(value, torch.optim.Optimizer):
+            alike.note_optimizer(fqn, value, self._shared[first:])
+        return node
 
     def _refuse(self, fqn: str, value: Any, problem: str, way_out: str) -> Json:
         """Raise, or store something instead."""
@@ -304,7 +300,7 @@ class _Flattener:
         node: dict[str, Any] = {TAG: None}
         held = self._held.get(sharded.identity)
         if held is None:
-            held = _Held(self._distinct(fqn), dtype, sharded, reduced, [])
+            held = Held(self._distinct(fqn), dtype, sharded, reduced, [])
             self._held[sharded.identity] = held
         held.nodes.append(node)
         return node
@@ -356,38 +352,8 @@ class _Flattener:
         look: Look | None = None,
     ) -> Json:
         occurrences = self._per_rank if self._in_ranks else self._shared
-        occurrences.append(Occurrence(self._distinct(fqn), tensor, dtype, node, look))
+        found = Occurrence(self._distinct(fqn), tensor, dtype, node, look)
+        occurrences.append(found)
+        if self._alike is not None and not self._in_ranks:
+            self._alike.note(found, is_value="t" in node)
         return node
-
-
-def _blocks_of(held: _Held) -> Iterator[tuple[LeafSpec, torch.Tensor]]:
-    """Give the blocks of a tensor that this rank holds; one without elements for none."""
-    sharded = held.sharded
-    global_shape = sharded.global_shape
-    for block in sharded.blocks:
-        box = block.box
-        is_whole = box.shape == global_shape
-        yield (
-            LeafSpec(
-                held.name,
-                held.dtype,
-                box.shape,
-                None if is_whole else global_shape,
-                None if is_whole else box.offset,
-                sharded.replica,
-            ),
-            block.view(),
-        )
-    if sharded.blocks:
-        return
-    if not numel(global_shape):
-        spec = LeafSpec(held.name, held.dtype, global_shape, replica=sharded.replica)
-    else:  # a scalar has no shape without elements but that of a vector
-        spec = LeafSpec(
-            held.name,
-            held.dtype,
-            (0,) * max(1, len(global_shape)),
-            global_shape,
-            (0,) * len(global_shape),
-        )
-    yield spec, torch.empty(spec.shape, dtype=sharded.dtype, device="cpu")

@@ -25,17 +25,13 @@ from torch.overrides import TorchFunctionMode
 from ckptio.errors import TargetError
 from ckptio.state.fills import Blank
 from ckptio.state.handed import is_of_torch
-from ckptio.state.looks import PLAIN_TENSORS, order_of
+from ckptio.state.looks import PLAIN_TENSORS
+from ckptio.state.samples import some_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckptio.state.fills import Fill
-
-#: Of a longer tensor, as many words of eight bytes are kept.
-_NUM_WORDS, _WORD_NBYTES = 64, 8
-#: Of one with gaps, or in another order, about as many elements.
-_NUM_ELEMENTS = 512
 
 
 class _Sample(NamedTuple):
@@ -47,7 +43,7 @@ class _Sample(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        return self.filled is not None and _some_of(self.tensor) != self.filled
+        return self.filled is not None and some_of(self.tensor) != self.filled
 
 
 class Untouched:
@@ -64,7 +60,7 @@ class Untouched:
             sample = None
             if not isinstance(fill.tensor, Blank):
                 tensor = fill.memory()
-                sample = _Sample(fill.name, tensor, _some_of(tensor))
+                sample = _Sample(fill.name, tensor, some_of(tensor))
                 if sample.filled is not None:
                     self._by_address[tensor.data_ptr()] = sample
             self._samples.append(sample)
@@ -167,29 +163,6 @@ def _error(name: str) -> TargetError:
         " before it was taken; give such objects what load() returns without into=, one after"
         " another"
     )
-
-
-def _some_of(tensor: torch.Tensor) -> bytes | None:
-    """Give some bytes of a tensor in the host's memory, from all over it; `None` of others."""
-    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
-        return None
-    try:
-        found = tensor.detach()
-        if order := order_of(found):
-            found = found.permute(order)
-        if not found.is_contiguous():
-            count = max(2, int(_NUM_ELEMENTS ** (1 / found.dim())))
-            found = found[tuple(slice(None, None, -(-n // count) or 1) for n in found.shape)]
-            found = found.resolve_conj().resolve_neg().contiguous()
-        place = found.storage_offset() * found.itemsize, (found.nbytes,), (1,)
-        memory = torch.empty(0, dtype=torch.uint8).set_(found.untyped_storage(), *place).numpy()
-        if found.nbytes <= _NUM_WORDS * _WORD_NBYTES:
-            return memory.tobytes()
-        num_words = found.nbytes // _WORD_NBYTES
-        words = memory[: num_words * _WORD_NBYTES].reshape(num_words, _WORD_NBYTES)
-        return words[:: num_words // _NUM_WORDS].tobytes() + memory[-_WORD_NBYTES:].tobytes()
-    except RuntimeError:  # its memory is not there any more, or is none
-        return None
 
 
 def runs_foreign(target: Any) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +27,8 @@ from tests.job_rig import Job, blank, job, shards_of
 from tests.rig import inline_engine, random_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptio import Engine
     from ckptio.moments import CheckpointInfo
 
@@ -207,6 +210,85 @@ def test_values_that_differ_are_refused_on_every_rank() -> None:
             assert "step" in str(errors[0])
             assert ranks.place.manifest is None
             assert ranks.place.leftovers() == []
+
+    run_virtual(scenario(), seed=0)
+
+
+def moments(seed: int, parameter: int = 0) -> dict[str, Any]:
+    """Make two parameters by name, and an optimizer that has stepped one of them."""
+    torch.manual_seed(seed)
+    names = {f"layer{i}": torch.nn.Parameter(torch.zeros(4)) for i in range(2)}
+    optimizer = torch.optim.Adam([names[f"layer{parameter}"]])
+    names[f"layer{parameter}"].grad = torch.randn(4)
+    optimizer.step()
+    return {"optimizer": optimizer, **{name: held.data.zero_() for name, held in names.items()}}
+
+
+def random_bytes(rank: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(rank).get_state()
+
+
+#: What ranks have, what of it is named, and what tells of it.
+MARKED: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "long bytes": (lambda rank: {"x": bytes(2000) + bytes([rank])}, "x", "bytes"),
+    "very long bytes": (lambda rank: {"x": bytes(2 << 20) + bytes([rank])}, "x", "bytes"),
+    "bytearray": (lambda rank: {"x": bytearray(2000) + bytes([rank])}, "x", "bytearray"),
+    "a random state": (lambda rank: {"x": random_bytes(rank)}, "x", "a tensor"),
+    "an array": (lambda rank: {"x": np.array([0, rank])}, "x", "an array"),
+    "words": (lambda rank: {"x": np.array(["a", str(rank)])}, "x", "an array"),
+    "a long array": (lambda rank: {"x": np.full(1 << 20, rank)}, "x", "an array"),
+    "moments": (moments, "optimizer.state.0.exp_avg", "crc32c"),
+    "a stage": (lambda rank: moments(0, rank), "optimizer.state.0.exp_avg", "'layer1'"),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "word"), MARKED.values(), ids=MARKED)
+def test_tensors_that_stand_for_values_are_the_same_on_all_ranks(
+    make: Callable[[int], Any], name: str, word: str
+) -> None:
+    """Random states, positions and moments of one name that differ are no copies."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def differing(rank: int, engine: Engine) -> None:
+                await engine.save(make(rank), "memory")
+
+            for error in await ranks.each(differing):
+                assert isinstance(error, RankError)
+                assert f"{name!r} is " in str(error)
+                assert word in str(error)
+            assert ranks.place.manifest is None
+
+            async def equal(rank: int, engine: Engine) -> None:
+                del rank
+                await engine.save(make(1), "memory")
+
+            async def own(rank: int, engine: Engine) -> None:
+                await engine.save({"own": PerRank(make(rank))}, "memory", overwrite=True)
+
+            await ranks.all(equal)
+            assert ranks.place.manifest is not None
+            assert b'"mark"' not in ranks.place.manifest
+            await ranks.all(own)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_buffers_that_differ_are_taken_for_copies() -> None:
+    """Statistics of batch norm, and whatever else a module has: nobody knows that it may not."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                norm = torch.nn.BatchNorm1d(2)
+                norm.register_buffer("mask", torch.full((2,), rank, dtype=torch.uint8))
+                norm(torch.full((4, 2), float(rank)))
+                await engine.save({"norm": norm, "mean": torch.ones(2) * rank}, "memory")
+
+            await ranks.all(body)
+            assert ranks.place.manifest is not None
 
     run_virtual(scenario(), seed=0)
 

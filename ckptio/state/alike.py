@@ -1,0 +1,109 @@
+"""What has to be the same on all ranks, of what is stored as a tensor.
+
+Tensors of one name, shape and type on several ranks are taken for copies, and one of them is
+written: nobody reads a whole model once more, and running statistics may differ. But some tensors
+are values by which ranks differ, though their names do not: random states, data positions in
+bytes or arrays, and moments of an optimizer, which numbers its parameters on each rank of a
+pipeline from zero on. So these are marked, in the tree that a rank sends, with what tells them
+apart; where marks differ, so do the values, and no checkpoint is made of them.
+
+    bytes, arrays, tensors of uint8 that are no module's    a checksum
+    state of an optimizer                                   the parameter's name, and a checksum
+
+Long tensors and arrays are summed up in part. What is on a device is not read: the caller's stream
+would have to be waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptio.format.checksum import crc32c
+from ckptio.format.encode import TAG
+from ckptio.plan.differences import MARK
+from ckptio.state.leaves import raw_bytes
+from ckptio.state.looks import PLAIN_TENSORS
+from ckptio.state.samples import some_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptio.state.looks import Occurrence
+
+#: Longer tensors are summed up in part.
+_MAX_SUMMED_NBYTES = 1 << 20
+
+
+class Alike:
+    """Marks tensors of one rank's state.
+
+    Attributes:
+        owner: The object whose state is taken apart, if any.
+    """
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+        #: What was taken of optimizers: the optimizer, its name, and what is there of it.
+        self._optimizers: list[tuple[torch.optim.Optimizer, str, list[Occurrence]]] = []
+
+    def note(self, found: Occurrence, *, is_value: bool) -> None:
+        """Mark a tensor that is no optimizer's, if it is to be the same.
+
+        Args:
+            found: The tensor.
+            is_value: Whether it was bytes or an array.
+        """
+        is_state = found.dtype == "uint8" and not isinstance(self.owner, torch.nn.Module)
+        if is_value or is_state:
+            is_whole = found.node[TAG] in ("bytes", "bytearray")
+            if mark := _checksum(found.tensor, is_whole=is_whole):
+                found.node[MARK] = mark
+
+    def note_optimizer(self, fqn: str, optimizer: Any, taken: list[Occurrence]) -> None:
+        """Note what was taken of an optimizer, by its name."""
+        self._optimizers.append((optimizer, fqn, taken))
+
+    def finish(self, held: Iterable[Occurrence]) -> None:
+        """Mark the state of optimizers, once all of the state is known.
+
+        Args:
+            held: All tensors of the state.
+        """
+        if not self._optimizers:
+            return
+        names: dict[int, str] = {}
+        for found in held:
+            names.setdefault(_place_of(found.tensor), found.name)
+        names.pop(0, None)
+        for optimizer, fqn, taken in self._optimizers:
+            prefix = f"{fqn}.state." if fqn else "state."
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for found in taken:
+                number = found.name.removeprefix(prefix).partition(".")[0]
+                owner = ""
+                if number.isdecimal() and int(number) < len(parameters):
+                    owner = names.get(_place_of(parameters[int(number)]), "")
+                mark = ", ".join(filter(None, (owner and f"of {owner!r}", _checksum(found.tensor))))
+                if mark:
+                    found.node[MARK] = mark
+
+
+def _place_of(tensor: Any) -> int:
+    """Tell where a tensor begins; 0 for one that has no memory of its own."""
+    if type(tensor) not in PLAIN_TENSORS:
+        return 0
+    try:
+        return int(tensor.data_ptr()) if tensor.numel() else 0
+    except RuntimeError:  # wrapped by a transform of torch.func, or lazy
+        return 0
+
+
+def _checksum(tensor: torch.Tensor, *, is_whole: bool = False) -> str:
+    """Sum a tensor up; nothing of one that cannot be read at once."""
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
+        return ""
+    if tensor.nbytes > _MAX_SUMMED_NBYTES and not is_whole:
+        return f"crc32c {crc32c(some_of(tensor) or b''):08x}"
+    return f"crc32c {crc32c(raw_bytes(tensor).numpy().data):08x}"
