@@ -138,7 +138,8 @@ class KeepBest(Retention):
     """Keep the steps with the best values of a metric; of equal ones, the highest step.
 
     Steps that were saved without the metric, or with NaN, are not among the best. But as long as
-    no step has it, all are kept: it may be another name than that of the run.
+    no step has a value that is a number, all are kept: it may be another name than that of the run,
+    and one that diverged has nothing better than what is there.
 
     Attributes:
         num_steps: How many.
@@ -160,14 +161,14 @@ class KeepBest(Retention):
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""
-        if not any(self.metric in record.metrics for record in records):
-            return {record.step for record in records}
         sign = 1 if self.mode == "max" else -1
         measured = [
             (sign * record.metrics[self.metric], record.step)
             for record in records
             if not math.isnan(record.metrics.get(self.metric, math.nan))
         ]
+        if not measured:
+            return {record.step for record in records}
         return {step for _, step in sorted(measured)[-self.num_steps :]}
 
 

@@ -96,6 +96,7 @@ def test_the_best_stay() -> None:
     assert kept(KeepBest(2, "loss"), *run) == {2, 3, 7}
     assert kept(KeepBest(2, "loss", "max"), *run) == {1, 6, 7}
     assert kept(KeepBest(1, "nothing"), *run) == set(range(1, 8))  # a typo, perhaps
+    assert kept(KeepBest(1, "loss"), *run[3:5]) == {4, 5}  # diverged at once
 
 
 def test_pins_and_predicates_keep_what_others_let_go() -> None:
