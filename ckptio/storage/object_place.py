@@ -288,13 +288,16 @@ class ObjectPlace:
     async def drop_lost(self, key: str) -> None:
         """Drop all uploads of an object, within a few seconds: none of them is needed.
 
-        Events, not errors, for what stays; one for all objects, where uploads may not be seen.
+        Events, not errors, for what stays; one for all objects, where uploads may not be seen, and
+        nobody asks again.
         """
+        if self._has_told:
+            return
         requests = self.requests.brief(_CLEAN_UP_S)
         try:
             found = await requests.must("list uploads of", key, lambda: self.store.uploads(key))
         except StorageError as error:
-            if not self._has_told:
+            if not self._has_told:  # meanwhile, by another
                 self._has_told = True
                 self.cannot(self.key(""), error)
             return

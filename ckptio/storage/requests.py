@@ -148,13 +148,14 @@ class Requests:
         self._longest_s = config.request_timeout_s
 
     def brief(self, within_s: float) -> Requests:
-        """Give requests of the same kind that all end within some seconds from now.
+        """Give requests of the same kind that all end within some seconds from now, or sooner.
 
         For what somebody waits for who has given up: clean-up behind an abort. One that gets no
         answer takes a third of that, and leaves time for others.
         """
         requests = Requests(self.path, self._config, self._limit, self._emit, self._rng)
-        requests._ends_s = asyncio.get_running_loop().time() + within_s
+        ends_s = asyncio.get_running_loop().time() + within_s
+        requests._ends_s = ends_s if self._ends_s is None else min(ends_s, self._ends_s)
         requests._longest_s = min(self._longest_s, within_s / 3)
         return requests
 
