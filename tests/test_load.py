@@ -448,6 +448,17 @@ def test_what_is_nearly_a_target_is_refused(
         engine.load(saved, into={"model": [wrong]}, strict="ignore")
 
 
+def test_what_is_not_selected_may_be_anything(engine: sync.Engine, tmp_path: Path) -> None:
+    """A configuration that has functions, say, and stays as it is."""
+    engine.save({"config": {"act": 1}, "w": torch.ones(2)}, tmp_path / "c")
+    target: dict[str, Any] = {"config": {"act": torch.relu}, "w": torch.zeros(2)}
+    with pytest.raises(TargetError, match=r"'config\.act': it is a function"):
+        engine.load(tmp_path / "c", into=target)
+    engine.load(tmp_path / "c", into=target, select="w")
+    assert target["config"] == {"act": torch.relu}
+    assert torch.equal(target["w"], torch.ones(2))
+
+
 def test_a_target_inside_itself_is_refused(engine: sync.Engine, saved: str) -> None:
     """It has no end."""
     target: dict[str, Any] = {}

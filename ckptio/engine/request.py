@@ -70,8 +70,9 @@ def make_request(asked: Asked) -> LoadRequest:
     into, dtype, strict = asked.into, asked.dtype, asked.strict
     if strict not in ("raise", "report", "ignore"):
         raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+    keep = None if asked.select is None else make_predicate(asked.select)
     try:
-        require_values("", into)
+        require_values("", into, keep)
     except RecursionError:
         raise TargetError("cannot fill the target: it is inside itself, or too deep") from None
     if into is not None and not is_target(into):
@@ -96,14 +97,14 @@ def make_request(asked: Asked) -> LoadRequest:
         into=into,
         device=device_of(asked.device),
         dtype=dtype,
-        keep=None if asked.select is None else make_predicate(asked.select),
+        keep=keep,
         strict=strict,
         types=tuple(asked.types),
     )
 
 
-def require_values(name: str, target: object) -> None:
-    """Refuse functions, methods and classes in a target.
+def require_values(name: str, target: object, keep: Predicate | None = None) -> None:
+    """Refuse functions, methods and classes in a target, among what is selected of it.
 
     A placeholder is replaced without a word, and `model.state_dict` is nearly right.
 
@@ -114,15 +115,15 @@ def require_values(name: str, target: object) -> None:
         for key, value in target.items():
             # nearly all are so, and there are thousands
             if type(value) not in SCALAR_TYPES and not isinstance(value, torch.Tensor):
-                require_values(join_fqn(name, key), value)
+                require_values(join_fqn(name, key), value, keep)
     elif isinstance(target, (list, tuple)):
         for number, value in enumerate(target):
             if type(value) not in SCALAR_TYPES:
-                require_values(join_fqn(name, number), value)
+                require_values(join_fqn(name, number), value, keep)
     elif record_tag(target) is not None and not is_stateful(target):
         for key, value in fields_of(target).items():
-            require_values(join_fqn(name, key), value)
-    elif isinstance(target, _NO_VALUES):
+            require_values(join_fqn(name, key), value, keep)
+    elif isinstance(target, _NO_VALUES) and (keep is None or keep(name)):
         what = "a class" if isinstance(target, type) else "a function"
         is_getter = getattr(target, "__name__", "") == "state_dict"
         way_out = "call it" if is_getter else "pass what is to be filled"
