@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
 #: One more, where it is what one rank holds of a DTensor: of which, and what part.
 LAYOUT = "__layout__"
+#: What classes have whose objects hold elements or a state: arrays and tensors, objects that are
+#: saved, generators of random numbers.
+_OF_STATE = (
+    ("__array__", "__setitem__"),
+    ("state_dict", "load_state_dict"),
+    ("get_state", "set_state"),
+    ("getstate", "setstate"),
+    ("bit_generator",),
+)
+#: Containers in an attribute that is no field: a longer list is taken for what follows from them.
+_MAX_LOOKED_AT = 10_000
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -68,22 +79,33 @@ def _attribute_with_state(value: Any) -> str | None:
         is_own = name in fields or isinstance(
             getattr(type(value), name, None), functools.cached_property
         )
-        if not is_own and _has_state(item, {id(value)}):
+        if not is_own and _has_state(item, id(value)):
             return name
     return None
 
 
-def _has_state(item: Any, seen: set[int]) -> bool:
-    """Whether a value is, or holds, a tensor, an array or an object with a state of its own."""
-    if id(item) in seen:
-        return False
-    cls = type(item)
-    if isinstance(item, (dict, list, tuple)):
-        seen.add(id(item))
-        items = item.values() if isinstance(item, dict) else item
-        return any(_has_state(each, seen) for each in items)
-    is_array = hasattr(cls, "__array__") and hasattr(cls, "__setitem__")
-    return is_array or (hasattr(cls, "state_dict") and hasattr(cls, "load_state_dict"))
+def _has_state(item: Any, owner: int) -> bool:
+    """Whether a value is, or holds, a tensor, an array, a generator or an object with a state.
+
+    Args:
+        item: The value. What is in other objects than containers and records is not looked at.
+        owner: Id of the record that has it, which is looked at itself.
+    """
+    seen, ahead = {owner}, [item]
+    while ahead and len(seen) < _MAX_LOOKED_AT:
+        item = ahead.pop()
+        if id(item) in seen:
+            continue
+        cls = type(item)
+        if any(all(hasattr(cls, name) for name in names) for names in _OF_STATE):
+            return True
+        if isinstance(item, (dict, list, tuple)):
+            seen.add(id(item))
+            ahead += item.values() if isinstance(item, dict) else item
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            seen.add(id(item))
+            ahead += (held for _, held in fields_of(item))
+    return False
 
 
 def restore(cls: Any, fields: Mapping[str, Any]) -> Any:

@@ -52,10 +52,14 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
         return tuple.__new__(type(target), {**now, **changed}.values())
     if type(target).__dataclass_params__.frozen:
         target = copy.copy(target)
-        for name in _cached_in(target):  # of other fields
-            del vars(target)[name]
+    for name in _cached_in(target):  # of other fields
+        del vars(target)[name]
     for name, value in changed.items():
         object.__setattr__(target, name, value)
+        if isinstance(target, dict) and (name in target or value is not None):
+            # transformers' outputs have their fields as items, too, but for those that are None
+            put = OrderedDict if isinstance(target, OrderedDict) else dict
+            put.__setitem__(target, name, value)
     return target
 
 

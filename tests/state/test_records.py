@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,7 +208,19 @@ class Named(Pair):
 
 
 @pytest.mark.parametrize("make", [Run, lambda: Named(1, 2)], ids=["class", "tuple"])
-@pytest.mark.parametrize("more", [torch.ones(2), [{"w": torch.ones(2)}], torch.nn.Linear(1, 1)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        torch.ones(2),
+        [{"w": torch.ones(2)}],
+        torch.nn.Linear(1, 1),
+        np.random.default_rng(0),
+        torch.Generator(),
+        random.Random(0),
+        [Pair(1, torch.ones(1))],
+    ],
+    ids=lambda more: type(more).__name__,
+)
 def test_a_record_with_state_that_is_no_field_is_refused(
     path: str, make: Callable[[], Any], more: Any
 ) -> None:
@@ -214,6 +228,10 @@ def test_a_record_with_state_that_is_no_field_is_refused(
     record = make()
     record.size = 3
     record.around = [record]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    record.deep = deep
     ckptio.sync.save({"x": record}, path)
     record.shadow = more
     with pytest.raises(UnsupportedLeafError, match="'shadow' is no field"):
@@ -234,6 +252,37 @@ def test_what_a_property_keeps_is_no_state(path: str) -> None:
     cached = Cached(torch.ones(2))
     assert cached.double.sum() == 4
     ckptio.sync.save(cached, path)
+
+
+def test_what_a_property_keeps_of_what_was_before_goes(path: str) -> None:
+    """It is made again of what was loaded."""
+    ckptio.sync.save(Cached(torch.full((2,), 3.0)), path)
+    target = Cached(None)  # type: ignore[arg-type]  # nothing yet
+    target.__dict__["double"] = None
+    ckptio.sync.load(path, into=target)
+    assert target.double.tolist() == [6, 6]
+
+
+@dataclass
+class Ordered(OrderedDict[str, Any]):
+    """Has its fields as items, too, but for those that are None."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "logits"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+@pytest.mark.parametrize("saved", [Ordered(1.0, 2), {"loss": 1.0, "logits": 2}], ids=type)
+def test_a_dataclass_that_is_a_dict_is_filled_as_both(saved: Any, path: str) -> None:
+    ckptio.sync.save({"x": saved}, path)
+    target = Ordered(0.0)
+    ckptio.sync.load(path, into={"x": target})
+    assert (target.loss, target.logits) == (1.0, 2)
+    assert dict(target) == {"loss": 1.0, "logits": 2}
 
 
 def test_a_dataclass_takes_a_dict_by_the_names_of_its_fields(path: str) -> None:
