@@ -2,7 +2,8 @@
 
     a round   rank 0 reads the manifest, the others are given it, or told that the one they
               have is current
-    a round   what each rank wants; rank 0 plans who reads what for whom, where that pays
+    a round   what each rank wants, and lacks; rank 0 plans who reads what for whom, where that
+              pays, or ends the load where no rank has what the checkpoint has
     a round   everybody is through
 
 Between the first and the second each rank matches its own target with the manifest and
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.exchange import SharedPart
     from ckptio.engine.landing import Reading
+    from ckptio.errors import MismatchError
     from ckptio.format.manifest import Manifest
     from ckptio.plan.exchange import ExchangePlan
     from ckptio.plan.load import Wanted
@@ -135,18 +138,30 @@ def _check_paths(messages: Sequence[Json]) -> None:
 
 
 async def read_together(
-    reading: Reading, wanted: Sequence[Wanted], context: EngineContext, course: Course
+    reading: Reading,
+    wanted: Sequence[Wanted],
+    context: EngineContext,
+    course: Course,
+    unclaimed: MismatchError | None = None,
 ) -> int:
     """Read, verify and land what this rank wants, and help the others.
+
+    Args:
+        reading: The checkpoint.
+        wanted: The ranges.
+        context: The engine.
+        course: How far the load has come.
+        unclaimed: Raised if no rank has names in its target that this one lacks.
 
     Returns:
         Bytes that came to this rank, read or passed on.
 
     Raises:
+        MismatchError: As above; on every rank.
         RankError: It failed on some rank.
         PeerLostError: A rank was lost.
     """
-    meeting = _Meeting(reading, context)
+    meeting = _Meeting(reading, context, () if unclaimed is None else unclaimed.unexpected)
     course.next_session = ""
     # links are left when all ranks are through: the session ends first
     async with (
@@ -163,7 +178,9 @@ async def read_together(
             path=reading.storage.path,
             context=context,
         )
-        if answer["link"] is None:
+        if answer["unclaimed"]:
+            pass  # this session is over, on every rank
+        elif answer["link"] is None:
             await plan_and_read(reading, wanted, context, whole_files=False)
         else:
             part = await run_blocking(
@@ -176,7 +193,11 @@ async def read_together(
             )
             announce(reading, part.nbytes, len({unit.file for unit, _ in part.reads}), context)
             await _pass_on(part, reading, context, answer["link"], links)
-        await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
+        if not answer["unclaimed"]:
+            await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
+    if answer["unclaimed"]:
+        assert unclaimed is not None  # noqa: S101  # all ranks lack it, and so does this one
+        raise unclaimed
     return reading.read_nbytes
 
 
@@ -208,9 +229,10 @@ async def _pass_on(
 class _Meeting:
     """What ranks tell each other before they read."""
 
-    def __init__(self, reading: Reading, context: EngineContext) -> None:
+    def __init__(self, reading: Reading, context: EngineContext, unclaimed: Sequence[str]) -> None:
         self._reading = reading
         self._context = context
+        self._unclaimed = unclaimed
 
     def wish(self, wanted: Sequence[Wanted]) -> Json:
         """Say what this rank wants. Blocks."""
@@ -223,6 +245,7 @@ class _Meeting:
             "exchange": config.exchange,
             "slab_nbytes": config.slab_nbytes,
             "address": self._context.ranks.address,
+            "unclaimed": [_short(name) for name in self._unclaimed],
         }
 
     async def is_cached(self, wanted: Sequence[Wanted]) -> bool:
@@ -239,11 +262,13 @@ class _Meeting:
         self, messages: Sequence[Json], links: contextlib.AsyncExitStack
     ) -> Sequence[Json] | Same:
         """Plan who reads what for whom, on rank 0; or let each rank read for itself."""
+        if set.intersection(*(set(message["unclaimed"]) for message in messages)):
+            return Same({"link": None, "unclaimed": True})
         ways = {message["exchange"] for message in messages}
         if len(ways) > 1:
             raise ConfigError(f"ranks load with exchange {sorted(ways)}; it is one for all ranks")
         if ways == {"off"}:
-            return Same({"link": None})
+            return Same({"link": None, "unclaimed": False})
         context = self._context
         plan = await run_blocking(
             context.executor,
@@ -263,8 +288,8 @@ class _Meeting:
         offer = await context.linker.offer(context, addresses, links) if pays else None
         self._say(plan, is_exchanged=offer is not None)
         if offer is None:
-            return Same({"link": None})
-        return [{"link": offer, "units": units} for units in plan.parts()]
+            return Same({"link": None, "unclaimed": False})
+        return [{"link": offer, "units": units, "unclaimed": False} for units in plan.parts()]
 
     def _say(self, plan: ExchangePlan, *, is_exchanged: bool) -> None:
         """Tell the observer, if there is one, who reads what."""
@@ -284,6 +309,11 @@ class _Meeting:
                 explainer=explainer,
             )
         )
+
+
+def _short(name: str) -> str:
+    """Stand for a name: a rank of a pipeline lacks those of nearly all layers."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 async def _all_done(messages: Sequence[Json]) -> Same:

@@ -49,6 +49,7 @@ class LoadRequest:
         strict: What to do when target and checkpoint disagree.
         types: Classes that may be built.
         rank: Whose values to take of those that were kept for each rank.
+        num_ranks: Ranks that load together, each into a target of its own.
     """
 
     into: Any = None
@@ -58,6 +59,7 @@ class LoadRequest:
     strict: str = "raise"
     types: Sequence[type] = ()
     rank: int = 0
+    num_ranks: int = 1
 
 
 def make_request(asked: Asked) -> LoadRequest:

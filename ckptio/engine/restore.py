@@ -80,6 +80,8 @@ class Restoration:
         num_tensors: Tensors that are filled or made; several `makers` may be parts of one.
         match: How target and checkpoint agree; `None` without a target.
         notes: Filled in by `finish`.
+        unclaimed: The error of a target that lacks names, where those of other ranks may have
+            them: each rank of a pipeline has its own layers. It is raised if none has.
     """
 
     makers: list[Destination | Callable[[], Destination]] = field(default_factory=list)
@@ -89,6 +91,7 @@ class Restoration:
     num_tensors: int = 0
     has_values: bool = False
     notes: list[str] = field(default_factory=list)
+    unclaimed: MismatchError | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -194,9 +197,13 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     match = matcher.match
     match.look_again(manifest.tensors)
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
+    unclaimed = None
     if request.strict == "raise" and not match.agrees:
         hint = hint_for(match, _names_in(request.into), manifest.writer)
-        raise MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
+        error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
+        if match.missing or match.mismatched or request.num_ranks == 1:
+            raise error
+        unclaimed = error
     num_notes = len(notes)
     notes += match.doubles
     fills = settle_overlaps(match.fills, notes)
@@ -209,6 +216,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         num_tensors=match.num_filled - len(left_out),
         has_values=match.num_values > 0,
         notes=notes,
+        unclaimed=unclaimed,
     )
     late: list[Callable[[], None]] = []
     bases: dict[int, torch.Tensor | None] = {}

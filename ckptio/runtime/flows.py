@@ -303,7 +303,9 @@ class _Load:
         reading, wanted = self.reading, self.wanted
         try:
             if context.ranks.world_size > 1:
-                return await read_together(reading, wanted, context, course)
+                return await read_together(
+                    reading, wanted, context, course, self.restoration.unclaimed
+                )
             return await plan_and_read(reading, wanted, context, whole_files=self.whole_files)
         except BaseException:
             self.target.count_write()  # some of it is
@@ -314,7 +316,8 @@ def _prepare(
     core: EngineCore, storage: Storage, manifest: Manifest, request: LoadRequest
 ) -> Flow[_Load]:
     """Match the target, check files, and make what is new."""
-    request = dataclasses.replace(request, rank=core.context.ranks.rank)
+    ranks = core.context.ranks
+    request = dataclasses.replace(request, rank=ranks.rank, num_ranks=ranks.world_size)
     restoration = plan_restoration(manifest, storage.path, request)
     _require_selected(request, restoration, manifest, storage.path)
     reading = Reading(storage, manifest, num_tensors=restoration.num_tensors)

@@ -15,6 +15,7 @@ from ckptio.errors import (
     CheckpointError,
     ConfigError,
     CorruptionError,
+    MismatchError,
     PeerLostError,
     RankError,
     TargetError,
@@ -28,7 +29,7 @@ from tests.rig import SMALL, config_with
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio import Engine
+    from ckptio import CheckpointConfig, Engine
 
 BLOCK = SMALL.block_nbytes
 ON = config_with(exchange="on")
@@ -56,6 +57,29 @@ async def load_states(ranks: Job, states: Sequence[dict[str, Any]]) -> None:
     for end in await try_to_load(ranks, states):
         if end is not None:
             raise end
+
+
+@pytest.mark.parametrize("config", [ON, OFF], ids=["exchange", "alone"])
+def test_ranks_load_what_each_has_of_a_pipeline(config: CheckpointConfig) -> None:
+    """What a rank lacks another one has; one may take nothing. What nobody has is refused."""
+
+    async def scenario() -> None:
+        whole = replicated()
+        names = list(whole)
+        stages = [{name: whole[name] for name in names[rank::3]} for rank in range(3)]
+        async with job(4, config=config) as ranks:
+            await save_states(ranks, [*stages, {}])
+            await load_states(ranks, [*stages, {}])
+            await load_states(ranks, [whole, {}, {}, {}])
+            lost = names[-1]
+            short = [{name: held for name, held in s.items() if name != lost} for s in stages]
+            for error in await try_to_load(ranks, [*short, {}]):
+                assert isinstance(error, MismatchError)
+                assert lost in error.unexpected
+                assert not error.missing
+            await load_states(ranks, [*stages, {}])
+
+    run_virtual(scenario(), seed=0)
 
 
 async def try_to_load(
