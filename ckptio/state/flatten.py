@@ -39,7 +39,7 @@ from ckptio.state.leaves import (
     way_out_of,
 )
 from ckptio.state.looks import Occurrence, look_at, order_of
-from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
+from ckptio.state.sharded import Describer, dtensor_class, is_sharded, refuse_partial
 from ckptio.state.stateful import is_stateful
 from ckptio.state.ties import resolve_ties
 from ckptio.state.wrappers import class_of, is_wrapper, take_apart, wrapper_in
@@ -106,9 +106,7 @@ def flatten(
     Args:
         state: Any nesting of dicts, lists, tuples and sets with tensors, arrays, numbers,
             strings, bytes and the like; `Stateful` objects stand for their state. Of a
-            DTensor, a ShardedTensor or a `Shard` this rank's blocks are taken. A partial
-            DTensor is reduced here: a collective, which every rank of its mesh has to
-            come to.
+            DTensor, a ShardedTensor or a `Shard` this rank's blocks are taken.
         rank: This rank, if others save the same checkpoint. Tensors inside a `PerRank`
             value are named `fqn~rank<rank>` then, since each rank has its own.
         instead: Gives bytes to store for a value that has no portable form, by name and
@@ -118,7 +116,7 @@ def flatten(
         A flat state that refers to the caller's memory.
 
     Raises:
-        UnsupportedLeafError: A value has no portable form, or a sharded tensor
+        UnsupportedLeafError: A value has no portable form, or a sharded tensor is partial or
             contradicts itself.
     """
     with collection_paused():
@@ -294,8 +292,8 @@ class _Flattener:
                 "a sharded tensor inside a PerRank value, where each rank has a whole of its own",
                 "put it outside, where its blocks are saved as parts of one tensor",
             )
-        reduced = reduce_partial(value, refuse)
-        sharded = self._describer.describe(reduced, refuse)
+        refuse_partial(value, refuse)
+        sharded = self._describer.describe(value, refuse)
         for local in sharded.local:
             plain_dtype(fqn, local)
         dtype = DTYPE_NAMES.get(sharded.dtype)
@@ -304,7 +302,7 @@ class _Flattener:
         node: dict[str, Any] = {TAG: None}
         held = self._held.get(sharded.identity)
         if held is None:
-            held = _Held(self._distinct(fqn), dtype, sharded, reduced, [])
+            held = _Held(self._distinct(fqn), dtype, sharded, value, [])
             self._held[sharded.identity] = held
         held.nodes.append(node)
         return node

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptio import shards
@@ -179,15 +180,14 @@ def test_a_collective_under_way_is_waited_for() -> None:
     assert flat.specs == (LeafSpec("state", "float32", (2,), (4,), (0,)),)
 
 
-def test_a_partial_value_is_reduced() -> None:
-    """What is saved is the value, not this rank's summand of it."""
-    with as_rank(0, 2):
-        mesh = mesh_of((2,))
-        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        flat = flatten({"x": partial})
-        whole = partial.redistribute(placements=[Replicate()])
-    assert flat.specs == (LeafSpec("x", "float32", (4,)),)
-    assert_same(flat.sources[0], whole.to_local())
+def test_a_partial_value_is_refused() -> None:
+    """Without a collective, in which ranks would wait for one whose state was refused."""
+    with as_rank(0, 2), CommDebugMode() as collectives:
+        mesh = mesh_of((2, 1))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial("max"), Shard(0)])
+        with pytest.raises(UnsupportedLeafError, match=r"a partial DTensor.*redistribute\("):
+            flatten({"x": partial})
+    assert not collectives.get_total_counts()
 
 
 def test_fsdp_over_tensor_parallelism_is_put_together() -> None:
