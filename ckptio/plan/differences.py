@@ -23,6 +23,9 @@ DICT_TAGS = ("dict", "odict", "counter")
 RECORD_TAGS = ("namedtuple", "dataclass")
 #: Tag of a `PerRank` value: `"v"` has an entry for each rank.
 RANKS_TAG = "ranks"
+#: Has, in a reference of a rank that holds nothing of a tensor, the name of the place, where its
+#: own memory does not tell which tensor is there.
+UNSURE = "unsure"
 _MAX_LISTED = 10
 _MAX_SHOWN = 60
 _MAX_TEXTS = 4

@@ -22,7 +22,7 @@ from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
 from ckptio.layout import numel
-from ckptio.plan.differences import RANKS_TAG
+from ckptio.plan.differences import RANKS_TAG, UNSURE
 from ckptio.shards import LeafSpec, PerRank, Shard
 from ckptio.state.leaves import (
     DTYPE_NAMES,
@@ -300,10 +300,14 @@ class _Flattener:
         if dtype is None:
             raise refuse(f"elements of type {sharded.dtype}", "save it as a type that is stored")
         node: dict[str, Any] = {TAG: None}
-        held = self._held.get(sharded.identity)
+        # without elements anywhere, tensors need not be tied, and no rank can tell which are
+        identity = sharded.identity if numel(sharded.global_shape) else id(value)
+        held = self._held.get(identity)
         if held is None:
             held = _Held(self._distinct(fqn), dtype, sharded, value, [])
-            self._held[sharded.identity] = held
+            self._held[identity] = held
+        elif not sharded.blocks and held.owner is not value:
+            node[UNSURE] = fqn or "state"  # the memory may be that of neighbours in a buffer
         held.nodes.append(node)
         return node
 

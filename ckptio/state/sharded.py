@@ -202,9 +202,10 @@ def local_of(value: DTensor) -> torch.Tensor:
 
 
 def memory_of(local: torch.Tensor) -> Hashable:
-    """Tell local tensors apart by memory; those without elements by their storage.
+    """Tell local tensors apart by memory; those without elements by where they begin in it.
 
-    Every rank has to see that two names are one tensor, those that hold none of it too.
+    Every rank has to see that two names are one tensor, those that hold none of it too. Some of
+    these see more than there are: parts of neighbours in a buffer may begin at one place.
     """
     return (
         local.untyped_storage()._cdata,  # noqa: SLF001  # nothing public tells storages apart
