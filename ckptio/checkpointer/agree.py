@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio.checkpointer.steps import pack_metrics, unpack_metrics
 from ckptio.errors import ConfigError
 from ckptio.plan.retention import StepRecord
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import OutOfStepError, Same
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -62,13 +62,28 @@ async def agreed_records(
 
 
 async def agreed_steps(
-    key: str, context: EngineContext, read: Callable[[], Awaitable[Sequence[int]]]
+    key: str, context: EngineContext, call: str, read: Callable[[], Awaitable[Sequence[int]]]
 ) -> list[int]:
-    """List the committed steps; rank 0, for all."""
+    """List some steps, or do something with them and list those; rank 0, for all.
+
+    Args:
+        key: Of the question.
+        context: The engine.
+        call: What is asked, in words that are equal for equal questions alone.
+        read: Asked on rank 0, once all ranks are known to want the same.
+
+    Raises:
+        RankError: They do not.
+    """
 
     async def decide(messages: Sequence[Any]) -> Same:
-        del messages
+        for rank, other in enumerate(messages):
+            if other != messages[0]:
+                raise OutOfStepError(
+                    f"rank {rank} calls {other} and rank 0 {messages[0]}; call the checkpointer"
+                    " on all ranks alike and in one order"
+                )
         return Same([*await read()])
 
     async with context.ranks.session(key, "listing the steps") as session:
-        return list(await session.round("steps", None, decide))
+        return list(await session.round("steps", call, decide))

@@ -59,7 +59,8 @@ class Checkpointer:
     With several ranks, make it alike on all of them, and call `save`, `load`,
     `should_save`, `steps`, `latest`, `records` and `discard_after` on all of them alike and in
     one order.
-    Rank 0 lists, decides and removes.
+    Rank 0 lists, decides and removes: its `keep=` and its `metrics=` count, those of other
+    ranks are not compared with them.
 
     Args:
         root: A local directory or a URL, such as `s3://bucket/run`; need not exist. One
@@ -327,7 +328,8 @@ class Checkpointer:
             ConfigError: It is no step, or one above it is being saved, copied or read here.
             StorageError: One cannot be removed. Those above it are gone; call it again.
             FormatError: One is damaged, so that nobody knows what is part of it.
-            RankError: One of these, where there are several ranks.
+            RankError: One of these, where there are several ranks; or these gave different steps,
+                and nothing was removed.
         """
         core = self._core
         step_name(step)

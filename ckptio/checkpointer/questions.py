@@ -47,7 +47,7 @@ class Questions:
             first = await self._keeper.steps()
             return first if self._second is None else await self._second.steps(first)
 
-        return await agreed_steps(key, context, read)
+        return await agreed_steps(key, context, "steps()", read)
 
     async def newest(self, count: int, key: str, context: EngineContext) -> list[int]:
         """List the highest committed steps, so many at the most, lowest first."""
@@ -56,7 +56,8 @@ class Questions:
             first = await self._keeper.newest(count)
             return first if self._second is None else await self._second.newest(count, first)
 
-        return await agreed_steps(key, context, read)
+        call = "latest()" if count == 1 else "load()"  # which also looks at the one before
+        return await agreed_steps(key, context, call, read)
 
     async def discard(self, after: int, key: str, context: EngineContext) -> list[int]:
         """Remove the steps above one, from both tiers; gives those, lowest first."""
@@ -75,7 +76,7 @@ class Questions:
             await copies_ended()  # else one of them brings its step back
             return sorted(gone | await self._discard(second.keeper, after))
 
-        return await agreed_steps(key, context, discard)
+        return await agreed_steps(key, context, f"discard_after({after})", discard)
 
     async def _discard(self, keeper: Keeper, after: int) -> set[int]:
         steps = await keeper.steps(above=after)

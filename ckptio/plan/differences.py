@@ -25,6 +25,9 @@ RECORD_TAGS = ("namedtuple", "dataclass")
 RANKS_TAG = "ranks"
 #: Key of what tells tensors apart that have to be the same on all ranks; in no manifest.
 MARK = "mark"
+#: Has, in a reference of a rank that holds nothing of a tensor, the name of the place, where its
+#: own memory does not tell which tensor is there.
+UNSURE = "unsure"
 _MAX_LISTED = 10
 _MAX_SHOWN = 60
 _MAX_TEXTS = 4

@@ -20,6 +20,11 @@ coordinator asks those ranks for theirs.
 
 References are by name here, `{"~": [name]}`, since each rank numbers its own tensors; the
 merged tree has the numbers of the manifest again. Pure: no I/O, no clock.
+
+Tensors are tied where they are the same memory, which a rank that holds no element of them
+cannot tell: parts without elements may begin at one place of a flat buffer. Such a rank takes
+them for one, and marks all places but the first (`UNSURE`). There the others decide: those
+that hold elements, since a tensor of which nobody does is not saved.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from ckptio.plan.differences import (
     MARK,
     RANKS_TAG,
     RECORD_TAGS,
+    UNSURE,
     Differences,
     decode_key,
 )
@@ -170,7 +176,7 @@ class _Merger:
     def _merge(self, place: Place, branches: Branches) -> Json:
         """Merge the nodes that groups have at one place."""
         if len(branches) > 1:
-            branches = _unite_equal(branches)
+            branches = _unite_equal(_sure_of(branches))
         holders, first = branches[0]
         if len(branches) == 1:
             return self._number(first, holders)
@@ -273,12 +279,12 @@ class _Merger:
             if type(node) is not dict or TAG not in node:
                 return _with_children(node, visit)
             tag = node[TAG]
-            if MARK in node:
-                node = {key: item for key, item in node.items() if key != MARK}
             if type(tag) is list:
-                return {**node, TAG: number(tag[0])}
+                if UNSURE in node:  # nobody is sure: what is there cannot be told
+                    self._differences.add(f"{node[UNSURE]!r} has no elements on ranks that have it")
+                return {**_unmarked(node), TAG: number(tag[0])}
             if "t" in node:
-                return {**node, "t": number(node["t"])}
+                return {**_unmarked(node), "t": number(node["t"])}
             if tag == RANKS_TAG:
                 return self._join_values([(holders, node)])
             return _with_children(node, visit)
@@ -309,6 +315,16 @@ def _merge_versions(nodes: Sequence[Json]) -> Json:
     merged = [[key, item] for same, (key, item) in found.items() if same not in differing]
     plain = all(type(key) is str and key != TAG for key, _ in merged)
     return dict(merged) if plain else {TAG: "dict", "v": merged}
+
+
+def _sure_of(branches: Branches) -> Branches:
+    """Leave out what ranks are unsure of, where others are sure of a tensor."""
+    sure = [branch for branch in branches if not (_is_reference(branch[1]) and UNSURE in branch[1])]
+    return sure if any(_is_reference(node) for _, node in sure) else branches
+
+
+def _is_reference(node: Json) -> bool:
+    return type(node) is dict and type(node.get(TAG)) is list
 
 
 def _unite_equal(branches: Branches) -> Branches:
@@ -353,6 +369,11 @@ def _kind(node: Json) -> tuple[str, str]:
     if tag == "tuple":
         return ("sequence", "tuple")
     return (RANKS_TAG if tag == RANKS_TAG else "leaf", "")
+
+
+def _unmarked(node: dict[str, Json]) -> dict[str, Json]:
+    """Leave out what tells a tensor apart: the manifest does not have it."""
+    return {key: item for key, item in node.items() if key != MARK}
 
 
 def _pairs(node: dict[str, Json]) -> Json:

@@ -30,6 +30,7 @@ from ckptio.ranks import frames
 from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
 from ckptio.ranks.member import Member
+from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -105,13 +106,14 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
     Args:
         place: Where this rank stands, in a world of two or more.
         deadlines: How long is waited for the others: `meet_s`, for all of this.
-        executor: Its threads wait for the store.
+        executor: Its threads look for addresses; the store is asked on one of its own.
 
     Returns:
         The group, open. The caller closes it, on the same loop.
 
     Raises:
-        PeerLostError: Ranks did not come in time; it names them.
+        PeerLostError: Ranks did not come in time; it names them. Rank 0, where the store does
+            not answer, through which it is met.
         RankError: The store cannot be used.
         asyncio.CancelledError: The caller was cancelled; nothing is left open.
     """
@@ -119,20 +121,36 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
     until_s = loop.time() + deadlines.meet_s
     words = "rank %d waits for the engines of other ranks, up to %g s: all of them have to open one"
     waiting = loop.call_later(_PATIENCE_S, _log.warning, words, place.rank, deadlines.meet_s)
+    store = StoreThread(until_s)
     try:
-        board = await run_blocking(executor, _open_board, place)
+        board = await store.ask(_open_board, place)
         if place.rank == 0:
-            return await _lead(place, board, deadlines, executor, until_s)
-        return await _follow(place, board, deadlines, executor, until_s)
+            return await _lead(place, board, store, deadlines, executor, until_s)
+        return await _follow(place, board, store, deadlines, until_s)
     except RankError:
         raise
+    except StoreTimeoutError as error:
+        raise _silence(place.rank, deadlines.meet_s) from error
     except (RuntimeError, OSError) as error:  # what stores raise; torch's are RuntimeErrors
         raise RankError(
             f"the engines of the job cannot meet: {frames.describe(error)}; open the engine"
             " while the job's store is up, or pass ranks='solo'"
         ) from error
     finally:
+        store.close()
         waiting.cancel()
+
+
+def _silence(rank: int, meet_s: float) -> RankError:
+    """Say that the store does not answer. Rank 0 is there, if it is this one that says so."""
+    text = (
+        "the job's store does not answer: the process that hosts it may have died; start the job"
+        " again, or pass ranks='solo' where one rank is to work alone"
+    )
+    if rank == 0:
+        return RankError(f"the engines of the job cannot meet within {meet_s:g} s: {text}")
+    cause = f"did not come within {meet_s:g} s"
+    return PeerLostError(f"rank 0 {cause}, and {text}", ranks=[0], causes={0: cause})
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +209,12 @@ def _store_host(store: object) -> str:
 
 
 async def _lead(
-    place: Place, board: _Board, deadlines: Deadlines, executor: Executor, until_s: float
+    place: Place,
+    board: _Board,
+    store: StoreThread,
+    deadlines: Deadlines,
+    executor: Executor,
+    until_s: float,
 ) -> Coordinator:
     """Listen, say where, and wait for all."""
     loop = asyncio.get_running_loop()
@@ -207,7 +230,7 @@ async def _lead(
                 near = _store_host(board.store)
                 addresses = await run_blocking(executor, addresses_towards, near)
             address = _Address(board.host, [*addresses], listener.getsockname()[1], token)
-            await run_blocking(executor, board.publish, address)
+            await store.ask(board.publish, address)
             await group.gather(max(0.0, until_s - loop.time()))
         finally:
             server.close()
@@ -218,17 +241,17 @@ async def _lead(
             await group.close()
         finally:
             with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
-                await run_blocking(executor, board.publish, _Address(gone=gone))
+                await store.ask(board.publish, _Address(gone=gone))
         raise
     return group
 
 
 async def _follow(
-    place: Place, board: _Board, deadlines: Deadlines, executor: Executor, until_s: float
+    place: Place, board: _Board, store: StoreThread, deadlines: Deadlines, until_s: float
 ) -> Member:
     """Look where rank 0 listens, go there, and wait for all."""
     loop = asyncio.get_running_loop()
-    board, address = await _find(board, executor, until_s, deadlines.meet_s)
+    board, address = await _find(board, store, until_s, deadlines.meet_s)
     group = Member(place.rank, place.world_size, address.token, deadlines, board.host)
     try:
         await _reach(group, address, board, deadlines, min(until_s, loop.time() + deadlines.peer_s))
@@ -241,7 +264,7 @@ async def _follow(
 
 
 async def _find(
-    board: _Board, executor: Executor, until_s: float, meet_s: float
+    board: _Board, store: StoreThread, until_s: float, meet_s: float
 ) -> tuple[_Board, _Address]:
     """Wait until rank 0 says where it is; also says under which number.
 
@@ -253,14 +276,14 @@ async def _find(
     gone = ""
     try:
         while True:
-            address = await run_blocking(executor, board.look)
+            address = await store.ask(board.look)
             if address is not None and not address.gone:
                 return board, address
             if address is not None:
                 if not gone:
                     until_s = min(until_s, loop.time() + _GRACE_S)
                 gone = address.gone
-                board = await run_blocking(executor, board.following)
+                board = await store.ask(board.following)
                 pause_s = _FIRST_PAUSE_S
             elif loop.time() < until_s:
                 await asyncio.sleep(min(pause_s, max(0.0, until_s - loop.time())))
@@ -269,7 +292,7 @@ async def _find(
                 raise _absence(gone, meet_s)  # noqa: TRY301  # the number goes back then, too
     except BaseException:
         with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
-            await run_blocking(executor, board.give_back)
+            await store.ask(board.give_back)
         raise
 
 

@@ -21,7 +21,8 @@ import torch
 from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
-from ckptio.plan.differences import RANKS_TAG
+from ckptio.layout import numel
+from ckptio.plan.differences import RANKS_TAG, UNSURE
 from ckptio.shards import LeafSpec, PerRank, Shard
 from ckptio.state.alike import Alike
 from ckptio.state.held import Held
@@ -40,7 +41,7 @@ from ckptio.state.leaves import (
     way_out_of,
 )
 from ckptio.state.looks import Occurrence, look_at, order_of
-from ckptio.state.sharded import Describer, dtensor_class, is_sharded, reduce_partial
+from ckptio.state.sharded import Describer, dtensor_class, is_sharded, refuse_partial
 from ckptio.state.stateful import is_stateful
 from ckptio.state.ties import resolve_ties
 from ckptio.state.wrappers import class_of, is_wrapper, take_apart, wrapper_in
@@ -106,9 +107,7 @@ def flatten(
     Args:
         state: Any nesting of dicts, lists, tuples and sets with tensors, arrays, numbers,
             strings, bytes and the like; `Stateful` objects stand for their state. Of a
-            DTensor, a ShardedTensor or a `Shard` this rank's blocks are taken. A partial
-            DTensor is reduced here: a collective, which every rank of its mesh has to
-            come to.
+            DTensor, a ShardedTensor or a `Shard` this rank's blocks are taken.
         rank: This rank, if others save the same checkpoint. Tensors inside a `PerRank`
             value are named `fqn~rank<rank>` then, since each rank has its own.
         instead: Gives bytes to store for a value that has no portable form, by name and
@@ -118,7 +117,7 @@ def flatten(
         A flat state that refers to the caller's memory.
 
     Raises:
-        UnsupportedLeafError: A value has no portable form, or a sharded tensor
+        UnsupportedLeafError: A value has no portable form, or a sharded tensor is partial or
             contradicts itself.
     """
     with collection_paused():
@@ -290,18 +289,22 @@ class _Flattener:
                 "a sharded tensor inside a PerRank value, where each rank has a whole of its own",
                 "put it outside, where its blocks are saved as parts of one tensor",
             )
-        reduced = reduce_partial(value, refuse)
-        sharded = self._describer.describe(reduced, refuse)
+        refuse_partial(value, refuse)
+        sharded = self._describer.describe(value, refuse)
         for local in sharded.local:
             plain_dtype(fqn, local)
         dtype = DTYPE_NAMES.get(sharded.dtype)
         if dtype is None:
             raise refuse(f"elements of type {sharded.dtype}", "save it as a type that is stored")
         node: dict[str, Any] = {TAG: None}
-        held = self._held.get(sharded.identity)
+        # without elements anywhere, tensors need not be tied, and no rank can tell which are
+        identity = sharded.identity if numel(sharded.global_shape) else id(value)
+        held = self._held.get(identity)
         if held is None:
-            held = Held(self._distinct(fqn), dtype, sharded, reduced, [])
-            self._held[sharded.identity] = held
+            held = Held(self._distinct(fqn), dtype, sharded, value, [])
+            self._held[identity] = held
+        elif not sharded.blocks and held.owner is not value:
+            node[UNSURE] = fqn or "state"  # the memory may be that of neighbours in a buffer
         held.nodes.append(node)
         return node
 

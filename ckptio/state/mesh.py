@@ -12,8 +12,9 @@ indices. Where they are not, both are in use: torch's FSDP2 cuts the latter way,
 `distribute_tensor` the former. So the shape of what the rank has decides. A single rank
 may have the same shape in both, but then other ranks do not: read wrong, the blocks of
 all ranks do not fill the tensor, which every save checks. A load sees one rank alone, and takes
-FSDP2's reading; the two differ so for some uneven cuts by three dimensions of a mesh, and for
-none that was tried by two (up to 3 x 3 and 2 x 4).
+FSDP2's reading. The two differ so for some uneven cuts by three dimensions of a mesh, and by two
+for few (38 rows over 4 x 4, for one rank of 16; none up to 3 x 3 and 2 x 4). To refuse those
+would refuse what FSDP2 makes.
 """
 
 from __future__ import annotations

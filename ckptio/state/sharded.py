@@ -125,7 +125,7 @@ class Describer:
         """Say what of a tensor this rank holds.
 
         Args:
-            value: What `is_sharded` accepts. A partial DTensor has to be reduced first.
+            value: What `is_sharded` accepts.
             refuse: Makes the error to raise.
 
         Raises:
@@ -176,28 +176,21 @@ class Describer:
         )
 
 
-def reduce_partial(value: Any, refuse: Refuse) -> Any:
-    """Reduce a partial DTensor to its value; give back anything else as it is.
+def refuse_partial(value: Any, refuse: Refuse) -> None:
+    """Refuse a partial DTensor: its value is the sum, or the like, of what its ranks hold.
 
-    A collective of the value's own process groups, on the caller's thread, so every rank
-    of the mesh has to come by.
+    To reduce it is a collective. One that began here would leave ranks waiting in it for those
+    whose states were refused, and take its turn among those of training.
 
     Raises:
-        CheckpointError: As `refuse` makes it: torch cannot reduce it.
+        CheckpointError: As `refuse` makes it.
     """
-    if not is_dtensor(value) or not any(p.is_partial() for p in value.placements):
-        return value
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415  # there is a DTensor
-
-    whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    try:
-        with torch.no_grad():
-            return value.redistribute(placements=whole)
-    except Exception as error:  # whatever torch says of it goes into ours
+    if is_dtensor(value) and any(p.is_partial() for p in value.placements):
         raise refuse(
-            f"a partial DTensor on {value.placements} could not be reduced ({error})",
-            "redistribute it to Replicate() or Shard() first",
-        ) from error
+            f"a partial DTensor on {value.placements}, which is made of what all ranks hold",
+            "reduce it first, on all of them: redistribute(placements=[Replicate()]), or"
+            " full_tensor()",
+        )
 
 
 def local_of(value: DTensor) -> torch.Tensor:
@@ -209,9 +202,10 @@ def local_of(value: DTensor) -> torch.Tensor:
 
 
 def memory_of(local: torch.Tensor) -> Hashable:
-    """Tell local tensors apart by memory; those without elements by their storage.
+    """Tell local tensors apart by memory; those without elements by where they begin in it.
 
-    Every rank has to see that two names are one tensor, those that hold none of it too.
+    Every rank has to see that two names are one tensor, those that hold none of it too. Some of
+    these see more than there are: parts of neighbours in a buffer may begin at one place.
     """
     return (
         local.untyped_storage()._cdata,  # noqa: SLF001  # nothing public tells storages apart

@@ -171,6 +171,28 @@ def test_ranks_that_want_different_things_are_told(tmp_path: Path) -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_ranks_that_ask_for_different_steps_discard_none(tmp_path: Path, who: int) -> None:
+    """Every rank is told who asked for what, if one only lists them, too."""
+
+    async def body(rank: int, engine: Engine, *, lists: bool) -> None:
+        async with checkpointer_on(engine, tmp_path) as ckpt:
+            for step in (1, 2, 3):
+                await ckpt.save(state_of(step), step, overwrite=True)
+            await (ckpt.steps() if lists and rank == who else ckpt.discard_after(rank))
+
+    async def scenario(*, lists: bool) -> None:
+        said = "steps()" if lists else "rank 1 calls discard_after(1) and rank 0 discard_after(0);"
+        async with engines(2) as group:
+            for error in await on_each(group, lambda r, e: body(r, e, lists=lists)):
+                assert isinstance(error, RankError)
+                assert said in str(error)
+
+    for lists in (False, True):
+        run_virtual(scenario(lists=lists), seed=0)
+    assert committed_steps(tmp_path) == [1, 2, 3]
+
+
 def test_metrics_that_one_rank_cannot_give_fail_the_save_on_all(tmp_path: Path) -> None:
     """Nobody waits for it, and the next save is one of all ranks again."""
 

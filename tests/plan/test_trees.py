@@ -361,6 +361,26 @@ def test_keys_of_torch_are_united_without_torch() -> None:
         merge_trees([take_tree(tree, []) for tree in days], {})
 
 
+def test_ranks_that_hold_nothing_of_a_tensor_do_not_decide_what_it_is_tied_to() -> None:
+    """Those that hold some do; where there are none, nobody can tell."""
+    unsure = {"a": {TAG: 0}, "b": {TAG: 0, "unsure": "b"}}
+    tied, apart = {"a": {TAG: 0}, "b": {TAG: 0}}, {"a": {TAG: 0}, "b": {TAG: 1}}
+
+    def merged(*trees: Json) -> Json:
+        ranks = [take_tree(tree, ["a", "b"]) for tree in trees]
+        return merge_trees(ranks, {"a": 0, "b": 1})
+
+    for tree in (tied, apart):
+        assert merged(unsure, tree, unsure) == merged(tree, unsure, tree) == tree
+    with pytest.raises(PlanError, match="'b' is tensor 'a' on rank 1 and tensor 'b' on rank 2;"):
+        merged(unsure, tied, apart)
+    with pytest.raises(PlanError, match="'b' is tensor 'a' on rank 0 and 5 on rank 1;"):
+        merged(unsure, {"a": {TAG: 0}, "b": 5})
+    for others in ([unsure], [{"a": {TAG: 0}}]):
+        with pytest.raises(PlanError, match="'b' has no elements on ranks that have it"):
+            merged(unsure, *others)
+
+
 def test_a_name_that_stands_for_two_tensors_is_refused() -> None:
     """Two ranks name different places alike: their tensors would be taken for replicas."""
     assert "'a.b' names tensors of different keys" in refused(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -227,6 +228,62 @@ async def test_a_broken_store_is_said_so(threads: Executor) -> None:
             executor=threads,
         )  # fmt: skip
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class SilentStore:
+    """A store of a process that has died: a call does not come back before it is let go."""
+
+    def __init__(self, store: Any, silent: str) -> None:
+        self._store = store
+        self._silent = silent
+        self.may_fail = threading.Event()
+
+    def open(self) -> Any:
+        self._wait("open")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._wait(name)
+            return getattr(self._store, name)(*args)
+
+        return call
+
+    def _wait(self, name: str) -> None:
+        if name == self._silent:
+            self.may_fail.wait(10)
+            raise RuntimeError("the store was lost")
+
+
+@pytest.mark.parametrize(("rank", "silent"), [(0, "open"), (1, "open"), (0, "set"), (1, "check")])
+async def test_a_store_that_does_not_answer_is_waited_for_as_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor, rank: int, silent: str
+) -> None:
+    """Not for as long as the job waits. The thread that hangs keeps nothing from ending."""
+    monkeypatch.setattr("ckptio.ranks.store_thread._LEAST_S", 0.05)
+    lost = SilentStore(store, silent)
+    where = Place(rank=rank, world_size=2, group="g", open_store=lost.open, addresses=[])
+    deadlines = Deadlines(peer_s=2, meet_s=0.1)
+    with pytest.raises(RankError, match=r"within 0\.1 s.* the job's store does not") as caught:
+        await join(where, deadlines=deadlines, executor=threads)
+    assert isinstance(caught.value, PeerLostError) == (rank == 1)
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("ckptio-store"))
+    assert thread.daemon
+    lost.may_fail.set()
+
+
+async def test_who_is_cancelled_leaves_a_store_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Soon, however long there was to meet."""
+    monkeypatch.setattr("ckptio.ranks.store_thread._LEAST_S", 0.05)
+    lost = SilentStore(store, "open")
+    where = Place(rank=1, world_size=2, group="g", open_store=lost.open)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await join(where, deadlines=LONG, executor=threads)
+    assert any(t.name.startswith("ckptio-store") for t in threading.enumerate())
+    lost.may_fail.set()
 
 
 ENV = {

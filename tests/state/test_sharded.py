@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptio import shards
@@ -23,7 +25,17 @@ from ckptio.errors import UnsupportedLeafError
 from ckptio.layout import numel
 from ckptio.shards import LeafSpec, PerRank
 from ckptio.state.flatten import flatten
-from tests.state.ranks import MeshShape, as_rank, dtensor, load, mesh_of, meshes, save, spread
+from tests.state.ranks import (
+    MeshShape,
+    as_rank,
+    chunk,
+    dtensor,
+    load,
+    mesh_of,
+    meshes,
+    save,
+    spread,
+)
 from tests.strategies import assert_same, random_tensor
 
 
@@ -131,9 +143,48 @@ def test_tied_tensors_are_one_on_every_rank() -> None:
     saved = save(4, state_of)
     assert [flat.names for flat in saved.flats] == [("a", "c")] * 4
     tree = {"a": {"~": 0}, "b": {"~": 0}, "c": {"~": 1}, "d": {"~": 0}}
-    assert [flat.tree for flat in saved.flats] == [tree] * 4
+    assert [flat.tree for flat in saved.flats[:3]] == [tree] * 3
+    assert msgspec.json.decode(saved.manifest.tree) == tree
     loaded, _ = load(saved)
-    assert loaded["a"] is loaded["b"]
+    assert loaded["a"] is loaded["b"] is loaded["d"]
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 9])
+def test_neighbours_in_a_buffer_are_not_tied(world_size: int) -> None:
+    """Where a rank holds nothing of two, their parts begin at one place; those that do decide."""
+    tensors = {name: torch.arange(n) + 10.0 * n for name, n in (("a", 2), ("b", 2), ("c", 6))}
+    tensors["d"] = tensors["b"] + 1
+
+    def state_of(rank: int) -> Any:
+        locals_ = {name: chunk(whole, 0, world_size)[rank] for name, whole in tensors.items()}
+        buffer, start, state = torch.cat([*locals_.values()]), 0, {}
+        mesh = mesh_of((world_size,))
+        for name, part in locals_.items():
+            stop = start + len(part)
+            state[name] = DTensor.from_local(
+                buffer[start:stop], mesh, [Shard(0)], shape=tensors[name].shape, stride=(1,)
+            )
+            start = stop
+        return {**state, "e": state["b"].detach(), "f": state["b"]}
+
+    loaded, _ = load(save(world_size, state_of))
+    assert_same(loaded, {**tensors, "e": tensors["b"], "f": tensors["b"]})
+    assert loaded["b"] is loaded["e"] is loaded["f"]
+
+
+def test_tensors_without_elements_on_any_rank_are_not_tied_by_memory() -> None:
+    """There, nobody could decide."""
+
+    def state_of(rank: int) -> Any:
+        buffer, mesh = torch.zeros(2), mesh_of((2,))
+        return {
+            name: DTensor.from_local(
+                buffer[at:at], mesh, [Shard(0)], shape=torch.Size([0]), stride=(1,)
+            )
+            for name, at in (("a", 0), ("b", rank))
+        }
+
+    assert_same(load(save(2, state_of))[0], {"a": torch.zeros(0), "b": torch.zeros(0)})
 
 
 def test_indices_of_a_tree_are_those_of_names() -> None:
@@ -179,15 +230,14 @@ def test_a_collective_under_way_is_waited_for() -> None:
     assert flat.specs == (LeafSpec("state", "float32", (2,), (4,), (0,)),)
 
 
-def test_a_partial_value_is_reduced() -> None:
-    """What is saved is the value, not this rank's summand of it."""
-    with as_rank(0, 2):
-        mesh = mesh_of((2,))
-        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        flat = flatten({"x": partial})
-        whole = partial.redistribute(placements=[Replicate()])
-    assert flat.specs == (LeafSpec("x", "float32", (4,)),)
-    assert_same(flat.sources[0], whole.to_local())
+def test_a_partial_value_is_refused() -> None:
+    """Without a collective, in which ranks would wait for one whose state was refused."""
+    with as_rank(0, 2), CommDebugMode() as collectives:
+        mesh = mesh_of((2, 1))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial("max"), Shard(0)])
+        with pytest.raises(UnsupportedLeafError, match=r"a partial DTensor.*redistribute\("):
+            flatten({"x": partial})
+    assert not collectives.get_total_counts()
 
 
 def test_fsdp_over_tensor_parallelism_is_put_together() -> None:
