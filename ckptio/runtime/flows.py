@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
+from ckptio.engine.hints import nothing_fits
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
@@ -354,8 +355,4 @@ def _require_selected(
         return
     match = restoration.match
     if match is not None and (match.missing or match.mismatched):
-        first = (match.missing or match.mismatched)[0]
-        raise TargetError(
-            f"nothing that the target asks for is in checkpoint {path!r}, neither {first!r} nor"
-            " another; load_with_report(...) says what is"
-        )
+        raise TargetError(nothing_fits(match, path, request.into, manifest.writer))

@@ -501,6 +501,15 @@ def test_a_module_has_tied_parameters_by_any_of_their_names(name: str, device: s
     assert match_of(saved, {"m": Tied()}).missing == ["m.apart.weight"]
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
+def test_what_is_tied_to_a_tensor_that_does_not_fit_is_not_missing(shape: tuple[int, int]) -> None:
+    """It is stored once, in another shape or of another type; what is stored nowhere is missing."""
+    module = Tied().bfloat16() if shape == (2, 2) else Tied()
+    match = match_of({"m": {"head.weight": zeros(*shape)}}, {"m": module})
+    assert match.missing == ["m.apart.weight"]
+    assert [line.partition(":")[0] for line in match.mismatched] == ["m.head.weight"]
+
+
 class WithExtra(torch.nn.Linear):
     """A module with a state that is no tensor."""
 
