@@ -270,7 +270,7 @@ async def test_leaving_by_an_error_aborts(tmp_path: Path, *, shared: bool) -> No
 async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> None:
     """The last ones, one in a while and the best; the observer is told of the rest."""
     log = EventLog()
-    keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss")
+    keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss", "min")
     losses = [5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0]
     async with Checkpointer(tmp_path, keep=keep, config=SMALL, observer=log) as ckpt:
         for step, loss in enumerate(losses, 1):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 _NUM_THREADS = 4
-_BEST = re.compile(r"(.+?)(?::([0-9]+)(?::(min|max)?)?)?", re.DOTALL)
+_BEST = re.compile(r"(.+?)(?::([0-9]+))?:(min|max)", re.DOTALL)
 
 
 def run(
@@ -126,7 +126,7 @@ def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:
 
 
 def _best(text: str) -> KeepBest:
-    """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`.
+    """Read `METRIC:min`, `METRIC:max`, or the same with a number, `METRIC:NUMBER:max`.
 
     What is neither number nor mode belongs to the name, as in `val:loss`; a mistyped one is a
     name that nobody measured, which is refused.
@@ -134,7 +134,8 @@ def _best(text: str) -> KeepBest:
     match = _BEST.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--keep-best is METRIC, METRIC:NUMBER or METRIC:NUMBER:max, not {text!r}"
+            f"--keep-best is METRIC:min, METRIC:max or METRIC:NUMBER:max (the lowest, or the"
+            f" highest values are the best), not {text!r}"
         )
     metric, number, mode = match.groups()
     return KeepBest(int(number or 1), metric, "max" if mode == "max" else "min")
