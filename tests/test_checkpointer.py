@@ -280,6 +280,28 @@ async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> N
     assert all(event.nbytes > 0 for event in log.of(CheckpointRemoved))
 
 
+async def test_a_metric_that_no_step_has_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything is kept because of it; a step without any metrics may just be unmeasured."""
+    keep = KeepLast(1) | KeepBest(1, "acc", "max")
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1)
+    assert not caplog.records
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        for step in (2, 3, 4):
+            await ckpt.save(state_of(step), step, metrics={"accuracy": step})
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    (line,) = caplog.messages
+    assert line.endswith(
+        "has the metric 'acc' of KeepBest, so that all are kept; they have 'accuracy'"
+    )
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        await ckpt.save(state_of(5), 5, metrics={"acc": 1, "accuracy": 1})
+        await ckpt.save(state_of(6), 6, metrics={"accuracy": 1})
+    assert len(caplog.messages) == 1
+
+
 async def test_a_failed_save_costs_no_older_step(tmp_path: Path) -> None:
     """Only committed steps count, and only a commit lets others go."""
     async with Checkpointer(tmp_path, keep=KeepLast(1), config=SMALL) as ckpt:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
 from ckptio.checkpointer.keeper import Keeper, Removal
+from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, FINE, explain
@@ -104,13 +105,10 @@ def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
     Raises:
         ConfigError: No step has it.
     """
-    for part in policy.policies:
-        if not isinstance(part, KeepBest) or not records:
-            continue
-        known = sorted({name for record in records for name in record.metrics})
-        if part.metric not in known:
-            others = f", but {', '.join(map(repr, known))}" if known else ""
-            raise ConfigError(f"no step has a metric {part.metric!r}{others}; nothing was removed")
+    for metric in unmeasured(policy, records) if records else ():
+        known = metrics_in(records)
+        others = f", but {', '.join(map(repr, known))}" if known else ""
+        raise ConfigError(f"no step has a metric {metric!r}{others}; nothing was removed")
 
 
 def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:
