@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.pace import Pace
 from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, step_name
@@ -99,8 +100,7 @@ class CheckpointerCore:
         self._upkeep: Upkeep | None = None
         self._questions: Questions | None = None
         self._watching: Running[None] | None = None
-        self._last_step = 0
-        self._has_begun = False  # whether `should_save` or `save` was called
+        self._pace = Pace(every)
         self._asked_s = 0.0
         self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
@@ -172,7 +172,7 @@ class CheckpointerCore:
             is_ending=lambda: self._is_ending,
             clock=self.clock,
         )
-        self._questions = Questions(keeper, self._second, self._upkeep)
+        self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
         self._asked_s = self.clock()
         self._stops = Stops(key, self._due_in_s, self._stopped)
         self._signals.start()
@@ -276,8 +276,8 @@ class CheckpointerCore:
             upkeep.add(step, moments)
         finally:
             upkeep.busy[step] -= 1
-        self._has_begun = True
-        self._last_step, self._asked_s = step, self.clock()
+        self._pace.saved(step)
+        self._asked_s = self.clock()
         upkeep.follow(step, moments)
         return moments
 
@@ -293,14 +293,14 @@ class CheckpointerCore:
         step_name(step)
         self.engine  # noqa: B018  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
-        self._has_begun = True
+        is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):
             self.preempted = self.preempted or bool(stop.reason)
             return True
         if stop is not None:
             return stop
-        return self._every is not None and self._every.is_due(step, self._last_step)
+        return is_due
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""
@@ -377,6 +377,5 @@ class CheckpointerCore:
             raise
         finally:
             self.upkeep.busy[step] -= 1
-        if not self._has_begun:  # later, it may be one that is only looked at
-            self._last_step = step
+        self._pace.loaded(step)
         return result

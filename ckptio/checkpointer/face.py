@@ -208,6 +208,10 @@ class Checkpointer:
         ranks agreed on for the last save. Waits for nothing, but for one message to rank
         0 and back when a time or a signal is agreed upon.
 
+        The multiples of `SaveEvery(steps=)` count from the step that was loaded here; if none
+        was, from the highest one that `latest`, `steps` or `records` gave and that is not above
+        the first step asked for.
+
         Args:
             step: The step that was just done.
         """
