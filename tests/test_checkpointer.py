@@ -377,6 +377,28 @@ async def test_should_save_says_yes_at_multiples(tmp_path: Path) -> None:
             await ckpt.should_save(-1)
 
 
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        ({}, True),
+        ({"every": SaveEvery(steps=3)}, False),
+        ({"every": SaveEvery(seconds=60)}, False),
+        ({"preempt_signals": (signal.SIGUSR1,)}, False),
+    ],
+)
+async def test_a_run_that_saves_at_no_step_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], *, is_told: bool
+) -> None:
+    """It was meant to save; but one that calls `preempt` itself may."""
+    async with Checkpointer(tmp_path, config=SMALL, **options) as ckpt:
+        assert not caplog.messages
+        assert [s for s in (1, 2) if await ckpt.should_save(s)] == []
+        assert ["every=" in line for line in caplog.messages] == ([True] if is_told else [])
+        ckpt.preempt()
+        while not ckpt.preempted:
+            await ckpt.should_save(1)
+
+
 async def test_a_run_that_goes_back_saves_at_multiples_again(tmp_path: Path) -> None:
     """Even where the earlier state was not loaded by the checkpointer."""
     async with Checkpointer(tmp_path, every=SaveEvery(steps=10), config=SMALL) as ckpt:

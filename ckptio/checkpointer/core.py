@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
+_log = logging.getLogger("ckptio")
 
 
 class CheckpointerCore:
@@ -101,6 +103,7 @@ class CheckpointerCore:
         self._questions: Questions | None = None
         self._watching: Running[None] | None = None
         self._pace = Pace(every)
+        self._has_asked = False  # whether `should_save` was called
         self._asked_s = 0.0
         self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
@@ -291,8 +294,15 @@ class CheckpointerCore:
     def decide(self, step: int) -> bool | Outcome[None]:
         """Say whether to save now; or what to wait for before asking again."""
         step_name(step)
-        self.engine  # noqa: B018  # raises if it is closed
+        rank = self.engine.context.ranks.rank  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
+        if not self._has_asked and self._every is None and not self._signals.names and rank == 0:
+            _log.warning(
+                "should_save() says yes to no step unless preempt() is called: the checkpointer of"
+                " %r has neither every=, such as SaveEvery(steps=1000), nor preempt_signals=",
+                self.keeper.root.path,
+            )
+        self._has_asked = True
         is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):

@@ -80,7 +80,8 @@ class Checkpointer:
             copied, the newest; no more than `keep=KeepLast` keeps, if it is that. What `keep`
             keeps if not given. Further ones go when the
             second tier has that very save of them, with all its files.
-        every: When `should_save` says yes.
+        every: When `should_save` says yes. Without it, only when a signal or `preempt` asks for
+            the last save; the log says so where there are no signals, either.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
             One rank that gets one is enough. Needs the main thread. Forked children give
