@@ -27,6 +27,7 @@ from ckptio.errors import (
     ConfigError,
     EngineClosedError,
     SaveAbortedError,
+    shown,
 )
 from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
@@ -75,9 +76,9 @@ class CheckpointerCore:
         sweep_after_s: float | None,
     ) -> None:
         if keep is not None and not isinstance(keep, Retention):
-            raise ConfigError(f"keep= is a policy such as KeepLast(3), not {keep!r}")
+            raise ConfigError(f"keep= is a policy such as KeepLast(3), not {shown(keep)}")
         if every is not None and not isinstance(every, SaveEvery):
-            raise ConfigError(f"every= is a SaveEvery, not {every!r}")
+            raise ConfigError(f"every= is a SaveEvery, not {shown(every)}")
         for name, value in (
             ("preempt_deadline_s=", preempt_deadline_s),
             ("sweep_after_s=", sweep_after_s),

@@ -43,6 +43,7 @@ from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
 from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
+from ckptio.storage.resolve import require_order
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -107,6 +108,7 @@ def begin_save(
     copying: Running[Say] = Running()
     try:
         require_bool("overwrite", overwrite)
+        require_order(state, path)
         job, copy = _take_apart(
             core,
             state,
