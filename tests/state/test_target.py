@@ -80,7 +80,7 @@ def test_what_disagrees_is_listed_by_name() -> None:
     assert match.mismatched == [
         "a: shape (3,) in the target, (2,) in the checkpoint",
         "b: torch.float16 in the target, torch.float32 in the checkpoint",
-        "d: a tensor in the target, something else in the checkpoint",
+        "d: a tensor in the target, an int in the checkpoint",
     ]
     assert [fill.tensor for fill in match.fills] == [target["c"]]
 
