@@ -104,7 +104,7 @@ class UnsupportedLeafError(StateError, TypeError):
 
     def __init__(self, fqn: str, problem: str, way_out: str) -> None:
         """Say that the value at `fqn` has `problem`, and the `way_out`."""
-        super().__init__(f"cannot save {fqn!r}: {problem}; {way_out}")
+        super().__init__(f"cannot save {repr(fqn) if fqn else 'the state'}: {problem}; {way_out}")
         self.fqn, self.problem, self.way_out = fqn, problem, way_out
 
 

@@ -93,6 +93,9 @@ def test_an_unsupported_leaf_says_what_to_do() -> None:
     error = UnsupportedLeafError("model.fn", "a function", "save its name")
     assert str(error) == "cannot save 'model.fn': a function; save its name"
     assert error.fqn == "model.fn"
+    top = UnsupportedLeafError("", "a function", "save its name")
+    assert str(top) == "cannot save the state: a function; save its name"
+    assert top.fqn == ""
 
 
 @pytest.mark.parametrize(
