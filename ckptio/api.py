@@ -240,8 +240,7 @@ class Engine:
                 predicate.
             strict: What to do about names that are missing, unexpected or different:
                 `"raise"` before anything changes; `"report"`, see `load_with_report`; or
-                `"ignore"` them. Only with `into`. What a rank's target lacks is unexpected if
-                those of all other ranks lack it, too.
+                `"ignore"` them. Only with `into`. Unexpected is what targets of all ranks lack.
             types: Classes to get back as such: dataclasses, named tuples, enums, wrapper tensors.
 
         Raises:

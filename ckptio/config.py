@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -153,15 +153,15 @@ class CheckpointConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, int) and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field.name} must be a positive int, not {value!r}")
+                raise ConfigError(f"{field.name} must be a positive int, not {shown(value)}")
             if isinstance(field.default, float) and not _is_seconds(value, field.default):
                 kind = "a positive number" if field.default else "a positive number or 0"
-                raise ConfigError(f"{field.name} must be {kind}, not {value!r}")
+                raise ConfigError(f"{field.name} must be {kind}, not {shown(value)}")
         self._check_sizes()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise ConfigError(f"{name} must be {words}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be {words}, not {shown(getattr(self, name))}")
         if self.local_replica_nbytes != _LOCAL_REPLICA_NBYTES and self.replicate != "local":
             raise ConfigError("local_replica_nbytes has no effect without replicate='local'")
         if not isinstance(self.storage_options, Mapping):
@@ -249,4 +249,4 @@ def require_bool(name: str, value: object) -> None:
         ConfigError: It is neither `True` nor `False`; numbers and booleans of numpy are neither.
     """
     if type(value) is not bool:
-        raise ConfigError(f"{name}= is True or False, not {value!r}")
+        raise ConfigError(f"{name}= is True or False, not {shown(value)}")

@@ -31,6 +31,7 @@ where and what to do. What a caller may want to act on is in attributes too.
 from __future__ import annotations
 
 import errno
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
 
 #: Names in a message.
 _MAX_SHOWN = 5
+#: Characters of a value in a message.
+_MAX_SHOWN_CHARS = 80
+
+
+def shown(value: object) -> str:
+    """Write a caller's value for a message, in a line: by mistake, it may be a whole state."""
+    short = reprlib.Repr()
+    short.maxlevel = 1
+    short.maxother = short.maxstring = short.maxlong = _MAX_SHOWN_CHARS
+    return " ".join(short.repr(value).split())
 
 
 class CheckpointError(Exception):
@@ -93,7 +104,7 @@ class UnsupportedLeafError(StateError, TypeError):
 
     def __init__(self, fqn: str, problem: str, way_out: str) -> None:
         """Say that the value at `fqn` has `problem`, and the `way_out`."""
-        super().__init__(f"cannot save {fqn!r}: {problem}; {way_out}")
+        super().__init__(f"cannot save {repr(fqn) if fqn else 'the state'}: {problem}; {way_out}")
         self.fqn, self.problem, self.way_out = fqn, problem, way_out
 
 

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._outcome import Outcome
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -263,7 +263,7 @@ def _require_seconds(timeout_s: Any) -> None:
     """
     is_number = timeout_s is None or isinstance(timeout_s, Real)
     if not is_number or not (timeout_s is None or timeout_s <= 0 or timeout_s > 0):
-        raise ConfigError(f"timeout_s= is a number of seconds, not {timeout_s!r}")
+        raise ConfigError(f"timeout_s= is a number of seconds, not {shown(timeout_s)}")
 
 
 def _nothing() -> None:

@@ -270,7 +270,7 @@ async def test_leaving_by_an_error_aborts(tmp_path: Path, *, shared: bool) -> No
 async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> None:
     """The last ones, one in a while and the best; the observer is told of the rest."""
     log = EventLog()
-    keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss")
+    keep = KeepLast(2) | KeepEvery(steps=4) | KeepBest(1, "loss", "min")
     losses = [5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0]
     async with Checkpointer(tmp_path, keep=keep, config=SMALL, observer=log) as ckpt:
         for step, loss in enumerate(losses, 1):
@@ -278,6 +278,28 @@ async def test_what_is_not_kept_is_removed_after_the_commit(tmp_path: Path) -> N
     assert steps_in(tmp_path) == [2, 4, 6, 7]
     assert [event.step for event in log.of(CheckpointRemoved)] == [1, 3, 5]
     assert all(event.nbytes > 0 for event in log.of(CheckpointRemoved))
+
+
+async def test_a_metric_that_no_step_has_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything is kept because of it; a step without any metrics may just be unmeasured."""
+    keep = KeepLast(1) | KeepBest(1, "acc", "max")
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1)
+    assert not caplog.records
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        for step in (2, 3, 4):
+            await ckpt.save(state_of(step), step, metrics={"accuracy": step})
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    (line,) = caplog.messages
+    assert line.endswith(
+        "has the metric 'acc' of KeepBest, so that all are kept; they have 'accuracy'"
+    )
+    async with Checkpointer(tmp_path, keep=keep, config=SMALL) as ckpt:
+        await ckpt.save(state_of(5), 5, metrics={"acc": 1, "accuracy": 1})
+        await ckpt.save(state_of(6), 6, metrics={"accuracy": 1})
+    assert len(caplog.messages) == 1
 
 
 async def test_a_failed_save_costs_no_older_step(tmp_path: Path) -> None:
@@ -353,6 +375,28 @@ async def test_should_save_says_yes_at_multiples(tmp_path: Path) -> None:
         assert await ckpt.should_save(20)
         with pytest.raises(ConfigError):
             await ckpt.should_save(-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        ({}, True),
+        ({"every": SaveEvery(steps=3)}, False),
+        ({"every": SaveEvery(seconds=60)}, False),
+        ({"preempt_signals": (signal.SIGUSR1,)}, False),
+    ],
+)
+async def test_a_run_that_saves_at_no_step_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], *, is_told: bool
+) -> None:
+    """It was meant to save; but one that calls `preempt` itself may."""
+    async with Checkpointer(tmp_path, config=SMALL, **options) as ckpt:
+        assert not caplog.messages
+        assert [s for s in (1, 2) if await ckpt.should_save(s)] == []
+        assert ["every=" in line for line in caplog.messages] == ([True] if is_told else [])
+        ckpt.preempt()
+        while not ckpt.preempted:
+            await ckpt.should_save(1)
 
 
 async def test_a_run_that_goes_back_saves_at_multiples_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import re
 
 import pytest
+import torch
 
 from ckptio import errors
 from ckptio.errors import (
@@ -17,6 +18,7 @@ from ckptio.errors import (
     MismatchError,
     StorageError,
     UnsupportedLeafError,
+    shown,
 )
 
 CLASSES = [
@@ -91,3 +93,26 @@ def test_an_unsupported_leaf_says_what_to_do() -> None:
     error = UnsupportedLeafError("model.fn", "a function", "save its name")
     assert str(error) == "cannot save 'model.fn': a function; save its name"
     assert error.fqn == "model.fn"
+    top = UnsupportedLeafError("", "a function", "save its name")
+    assert str(top) == "cannot save the state: a function; save its name"
+    assert top.fqn == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("cpu", "'cpu'"),
+        (2**63, "9223372036854775808"),
+        ({"model": {"w": [1, 2]}, "step": 3}, "{'model': {...}, 'step': 3}"),
+        (["a" * 1000] * 2, None),
+        ({str(i): "x" * 1000 for i in range(1000)}, None),
+        (torch.zeros(30, 30), None),
+        (torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 50), None),
+    ],
+)
+def test_a_value_of_a_caller_is_shown_in_a_line(value: object, text: str | None) -> None:
+    """However large it is."""
+    line = shown(value)
+    assert text is None or line == text
+    assert len(line) < 500
+    assert "\n" not in line

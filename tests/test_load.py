@@ -671,13 +671,25 @@ def test_another_floating_point_type_is_told_what_converts(tmp_path: Path) -> No
     assert "converts" not in str(caught.value)
 
 
+def test_another_floating_point_type_is_told_beside_names(tmp_path: Path) -> None:
+    """As where a head is new; nothing else is promised of it."""
+    sync.save({"a": torch.ones(2), "old": torch.ones(3)}, tmp_path / "c")
+    target = {"a": torch.zeros(2, dtype=torch.bfloat16), "new": torch.zeros(3)}
+    told = r"dtype=torch\.bfloat16 converts what is of another type; load_with"
+    with pytest.raises(MismatchError, match=told):
+        sync.load(tmp_path / "c", into=target)
+
+
 def test_ignoring_what_differs_does_not_load_nothing(engine: sync.Engine, tmp_path: Path) -> None:
     """Where no name at all is in both, somebody is mistaken."""
     engine.save({"m": torch.ones(3)}, tmp_path / "c")
     with pytest.raises(TargetError, match="neither 'model'"):
         engine.load(tmp_path / "c", into={"model": torch.zeros(3)}, strict="ignore")
-    with pytest.raises(TargetError, match="neither 'm: shape"):
+    with pytest.raises(TargetError, match=r"fits the target: m: shape [^;]*; load_with"):
         engine.load(tmp_path / "c", into={"m": torch.zeros(4)}, strict="ignore")
+    half = {"m": torch.zeros(3).bfloat16(), "n": torch.zeros(3)}
+    with pytest.raises(TargetError, match=r"m: torch.* in the checkpoint; dtype=torch\.bfloat16 c"):
+        engine.load(tmp_path / "c", into=half, strict="ignore")
     assert engine.load(tmp_path / "c", into={}, strict="ignore") == {}
     report = engine.load_with_report(tmp_path / "c", into={"model": torch.zeros(3)}).report
     assert report.missing == ("model",)

@@ -18,6 +18,7 @@ import ckptio.sync
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ConfigError,
     EngineClosedError,
     SaveAbortedError,
 )
@@ -287,3 +288,15 @@ def test_a_handle_can_be_awaited_on_any_loop(tmp_path: Path) -> None:
 def test_a_forked_child_can_end_and_have_an_engine_of_its_own(tmp_path: Path, end: str) -> None:
     """It has neither threads nor loop of its parent's, and waits for none of them."""
     subprocess.run([sys.executable, "-c", _FORK, tmp_path / "c", end], check=True, timeout=60)
+
+
+def test_path_and_state_in_each_others_place_are_told(tmp_path: Path) -> None:
+    """Not by the whole state."""
+    state: Any = {str(i): torch.zeros(30, 30) for i in range(99)}
+    for path in (tmp_path / "c", str(tmp_path)):
+        with pytest.raises(ConfigError, match="path and state are swapped") as caught:
+            ckptio.sync.save(path, state)
+        assert len(str(caught.value)) < 1000
+    with pytest.raises(ConfigError, match=r"path is a str or os\.PathLike, not \{'0': ") as caught:
+        ckptio.sync.load(state)
+    assert len(str(caught.value)) < 1000

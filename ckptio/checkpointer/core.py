@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.pace import Pace
 from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.checkpointer.steps import metadata_of, step_name
@@ -25,6 +27,7 @@ from ckptio.errors import (
     ConfigError,
     EngineClosedError,
     SaveAbortedError,
+    shown,
 )
 from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
+_log = logging.getLogger("ckptio")
 
 
 class CheckpointerCore:
@@ -72,9 +76,9 @@ class CheckpointerCore:
         sweep_after_s: float | None,
     ) -> None:
         if keep is not None and not isinstance(keep, Retention):
-            raise ConfigError(f"keep= is a policy such as KeepLast(3), not {keep!r}")
+            raise ConfigError(f"keep= is a policy such as KeepLast(3), not {shown(keep)}")
         if every is not None and not isinstance(every, SaveEvery):
-            raise ConfigError(f"every= is a SaveEvery, not {every!r}")
+            raise ConfigError(f"every= is a SaveEvery, not {shown(every)}")
         for name, value in (
             ("preempt_deadline_s=", preempt_deadline_s),
             ("sweep_after_s=", sweep_after_s),
@@ -99,8 +103,8 @@ class CheckpointerCore:
         self._upkeep: Upkeep | None = None
         self._questions: Questions | None = None
         self._watching: Running[None] | None = None
-        self._last_step = 0
-        self._has_begun = False  # whether `should_save` or `save` was called
+        self._pace = Pace(every)
+        self._has_asked = False  # whether `should_save` was called
         self._asked_s = 0.0
         self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
@@ -172,7 +176,7 @@ class CheckpointerCore:
             is_ending=lambda: self._is_ending,
             clock=self.clock,
         )
-        self._questions = Questions(keeper, self._second, self._upkeep)
+        self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
         self._asked_s = self.clock()
         self._stops = Stops(key, self._due_in_s, self._stopped)
         self._signals.start()
@@ -276,8 +280,8 @@ class CheckpointerCore:
             upkeep.add(step, moments)
         finally:
             upkeep.busy[step] -= 1
-        self._has_begun = True
-        self._last_step, self._asked_s = step, self.clock()
+        self._pace.saved(step)
+        self._asked_s = self.clock()
         upkeep.follow(step, moments)
         return moments
 
@@ -291,16 +295,23 @@ class CheckpointerCore:
     def decide(self, step: int) -> bool | Outcome[None]:
         """Say whether to save now; or what to wait for before asking again."""
         step_name(step)
-        self.engine  # noqa: B018  # raises if it is closed
+        rank = self.engine.context.ranks.rank  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
-        self._has_begun = True
+        if not self._has_asked and self._every is None and not self._signals.names and rank == 0:
+            _log.warning(
+                "should_save() says yes to no step unless preempt() is called: the checkpointer of"
+                " %r has neither every=, such as SaveEvery(steps=1000), nor preempt_signals=",
+                self.keeper.root.path,
+            )
+        self._has_asked = True
+        is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):
             self.preempted = self.preempted or bool(stop.reason)
             return True
         if stop is not None:
             return stop
-        return self._every is not None and self._every.is_due(step, self._last_step)
+        return is_due
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""
@@ -377,6 +388,5 @@ class CheckpointerCore:
             raise
         finally:
             self.upkeep.busy[step] -= 1
-        if not self._has_begun:  # later, it may be one that is only looked at
-            self._last_step = step
+        self._pace.loaded(step)
         return result

@@ -81,7 +81,8 @@ class Checkpointer:
             copied, the newest; no more than `keep=KeepLast` keeps, if it is that. What `keep`
             keeps if not given. Further ones go when the
             second tier has that very save of them, with all its files.
-        every: When `should_save` says yes.
+        every: When `should_save` says yes. Without it, only when a signal or `preempt` asks for
+            the last save; the log says so where there are no signals, either.
         preempt_signals: Signals that announce the end of the run, such as
             `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
             One rank that gets one is enough. Needs the main thread. Forked children give
@@ -208,6 +209,10 @@ class Checkpointer:
         together may be what costs most. Says yes when `every` does, and at the step that
         ranks agreed on for the last save. Waits for nothing, but for one message to rank
         0 and back when a time or a signal is agreed upon.
+
+        The multiples of `SaveEvery(steps=)` count from the step that was loaded here; if none
+        was, from the highest one that `latest`, `steps` or `records` gave and that is not above
+        the first step asked for.
 
         Args:
             step: The step that was just done.

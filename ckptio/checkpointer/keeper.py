@@ -57,6 +57,11 @@ class Keeper:
         self._emit = emit
         self._known: dict[str, tuple[Hashable, StepRecord]] = {}
 
+    @property
+    def known(self) -> list[StepRecord]:
+        """What `records` or `plan` read last, in any order."""
+        return [record for _, record in self._known.values()]
+
     async def find(self) -> list[Found]:
         """List what has the name of a step, committed or not.
 

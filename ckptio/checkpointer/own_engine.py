@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
@@ -49,7 +49,7 @@ def engine_for(
     if given is None:
         return kind(config, observer=observer, ranks=ranks)
     if not isinstance(given, kind):
-        raise ConfigError(f"engine= is a {name}, not {given!r}")
+        raise ConfigError(f"engine= is a {name}, not {shown(given)}")
     if config is not None or observer is not None or ranks != "auto":
         raise ConfigError("config=, observer= and ranks= have no effect with engine=")
     return given

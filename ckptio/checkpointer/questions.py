@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.checkpointer.keeper import Keeper
+    from ckptio.checkpointer.pace import Pace
     from ckptio.checkpointer.tiers import SecondTier
     from ckptio.checkpointer.upkeep import Upkeep
     from ckptio.engine.context import EngineContext
@@ -24,12 +25,16 @@ class Questions:
         keeper: Looks after the first tier.
         second: The second tier, if there is one.
         upkeep: What is under way.
+        pace: Is told of what is found.
     """
 
-    def __init__(self, keeper: Keeper, second: SecondTier | None, upkeep: Upkeep) -> None:
+    def __init__(
+        self, keeper: Keeper, second: SecondTier | None, upkeep: Upkeep, pace: Pace
+    ) -> None:
         self._keeper = keeper
         self._second = second
         self._upkeep = upkeep
+        self._pace = pace
 
     async def records(self, key: str, context: EngineContext) -> list[StepRecord]:
         """Read what is known of the committed steps, lowest first."""
@@ -38,7 +43,9 @@ class Questions:
             first = await self._keeper.records()
             return first if self._second is None else await self._second.records(first)
 
-        return await agreed_records(key, context, read)
+        found = await agreed_records(key, context, read)
+        self._pace.found([record.step for record in found])
+        return found
 
     async def steps(self, key: str, context: EngineContext) -> list[int]:
         """List the committed steps, lowest first."""
@@ -47,7 +54,9 @@ class Questions:
             first = await self._keeper.steps()
             return first if self._second is None else await self._second.steps(first)
 
-        return await agreed_steps(key, context, "steps()", read)
+        found = await agreed_steps(key, context, "steps()", read)
+        self._pace.found(found)
+        return found
 
     async def newest(self, count: int, key: str, context: EngineContext) -> list[int]:
         """List the highest committed steps, so many at the most, lowest first."""
@@ -57,7 +66,9 @@ class Questions:
             return first if self._second is None else await self._second.newest(count, first)
 
         call = "latest()" if count == 1 else "load()"  # which also looks at the one before
-        return await agreed_steps(key, context, call, read)
+        found = await agreed_steps(key, context, call, read)
+        self._pace.found(found)
+        return found
 
     async def discard(self, after: int, key: str, context: EngineContext) -> list[int]:
         """Remove the steps above one, from both tiers; gives those, lowest first."""
@@ -76,7 +87,9 @@ class Questions:
             await copies_ended()  # else one of them brings its step back
             return sorted(gone | await self._discard(second.keeper, after))
 
-        return await agreed_steps(key, context, f"discard_after({after})", discard)
+        gone = await agreed_steps(key, context, f"discard_after({after})", discard)
+        self._pace.discarded(after)
+        return gone
 
     async def _discard(self, keeper: Keeper, after: int) -> set[int]:
         steps = await keeper.steps(above=after)

@@ -16,7 +16,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ def check_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
         numbers = tuple(dict.fromkeys(signal.Signals(number) for number in signals))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"preempt_signals= are signals, such as (signal.SIGTERM,), not {signals!r}"
+            f"preempt_signals= are signals, such as (signal.SIGTERM,), not {shown(signals)}"
         ) from None
     if {signal.SIGKILL, signal.SIGSTOP} & {*numbers}:
         raise ConfigError("preempt_signals=: nobody can handle SIGKILL and SIGSTOP")

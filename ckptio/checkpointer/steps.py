@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import ConfigError, FormatError
+from ckptio.errors import ConfigError, FormatError, shown
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import StepRecord
 
@@ -32,7 +32,7 @@ def step_name(step: int) -> str:
         ConfigError: It is no number of a step.
     """
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise ConfigError(f"step= is an int from 0 to 10**18, not {step!r}")
+        raise ConfigError(f"step= is an int from 0 to 10**18, not {shown(step)}")
     return f"step-{step:08d}"
 
 
@@ -51,7 +51,7 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
     """
     packed: dict[str, float | str] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics= are numbers by name, not {metrics!r}")
+        raise ConfigError(f"metrics= are numbers by name, not {shown(metrics)}")
     for name, value in (metrics or {}).items():
         try:
             number = float(value.detach() if hasattr(value, "detach") else value)  # a loss
@@ -60,7 +60,7 @@ def pack_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
         except OverflowError:  # of an int
             number = math.inf if value > 0 else -math.inf
         if not _is_text(name) or number is None or isinstance(value, str):
-            raise ConfigError(f"metrics= are numbers by name, not {name!r}: {value!r}")
+            raise ConfigError(f"metrics= are numbers by name, not {shown(name)}: {shown(value)}")
         packed[name] = number if math.isfinite(number) else str(number)
     return packed
 

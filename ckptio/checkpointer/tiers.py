@@ -17,6 +17,7 @@ from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
+    shown,
 )
 from ckptio.plan.retention import KeepLast
 from ckptio.runtime.owed_copies import is_owed, take_up
@@ -229,7 +230,7 @@ def second_tier_of(
         ConfigError: One is wrong, or would have no effect.
     """
     if keep_local is not None and (type(keep_local) is not int or keep_local < 1):
-        raise ConfigError(f"keep_local= is a number of steps, at least 1, not {keep_local!r}")
+        raise ConfigError(f"keep_local= is a number of steps, at least 1, not {shown(keep_local)}")
     if then is None:
         if keep_local is not None:
             raise ConfigError("keep_local= has no effect without then=")

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import FormatError
 from ckptio.events import HigherStepFound, RetentionFailed
@@ -77,6 +78,7 @@ class Upkeep:
         self._committed: int | None = None  # the step that was committed here last
         self._steps: set[int] = set()  # all that were saved here
         self._is_warned = False
+        self._is_told_of_metrics = False
 
     def start(self) -> None:
         """Make the copies that are owed, and sweep."""
@@ -193,13 +195,28 @@ class Upkeep:
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
-        for step in await keeper.plan(policy, self.exempt(), found):
+        removals = await keeper.plan(policy, self.exempt(), found)
+        self._look_for_metrics(keeper, policy)
+        for step in removals:
             second = self._second if keeper is self._keeper else None
             path = self._keeper.root.join(step_name(step))
             if second is not None and await second.owes(path):
                 continue
             if step not in self.exempt() and not self._is_in_a_hurry():
                 await keeper.remove(step)
+
+    def _look_for_metrics(self, keeper: Keeper, policy: Retention) -> None:
+        """Say, once, that everything is kept since nothing has the metric that decides."""
+        measured = metrics_in(keeper.known)
+        missing = unmeasured(policy, keeper.known) if measured else []
+        if missing and not self._is_told_of_metrics:
+            self._is_told_of_metrics = True
+            _log.warning(
+                "no step of %r has the metric %r of KeepBest, so that all are kept; they have %s",
+                keeper.root.path,
+                missing[0],
+                ", ".join(map(repr, measured)),
+            )
 
     def _is_in_a_hurry(self) -> bool:
         """Whether what time is left belongs to the last save, which is not committed yet."""

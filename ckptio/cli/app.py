@@ -301,8 +301,8 @@ def prune(
             "--keep-best",
             default_factory=list,
             show_default=False,
-            metavar="METRIC[:K[:max]]",
-            help="Keep the K steps with the lowest (or highest) METRIC; several times.",
+            metavar="METRIC[:K]:min|max",
+            help="Keep the K steps with the lowest (max: highest) METRIC; several times.",
         ),
     ],
     pins: Annotated[

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
 from ckptio.checkpointer.keeper import Keeper, Removal
+from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
 from ckptio.cli.outcome import FAILED, FINE, explain
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 _NUM_THREADS = 4
-_BEST = re.compile(r"(.+?)(?::([0-9]+)(?::(min|max)?)?)?", re.DOTALL)
+_BEST = re.compile(r"(.+?)(?::([0-9]+))?:(min|max)", re.DOTALL)
 
 
 def run(
@@ -104,13 +105,10 @@ def require_metrics(policy: KeepAny, records: Sequence[StepRecord]) -> None:
     Raises:
         ConfigError: No step has it.
     """
-    for part in policy.policies:
-        if not isinstance(part, KeepBest) or not records:
-            continue
-        known = sorted({name for record in records for name in record.metrics})
-        if part.metric not in known:
-            others = f", but {', '.join(map(repr, known))}" if known else ""
-            raise ConfigError(f"no step has a metric {part.metric!r}{others}; nothing was removed")
+    for metric in unmeasured(policy, records) if records else ():
+        known = metrics_in(records)
+        others = f", but {', '.join(map(repr, known))}" if known else ""
+        raise ConfigError(f"no step has a metric {metric!r}{others}; nothing was removed")
 
 
 def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:
@@ -126,7 +124,7 @@ def require_steps(policy: KeepAny, steps: Sequence[int]) -> None:
 
 
 def _best(text: str) -> KeepBest:
-    """Read `METRIC`, `METRIC:NUMBER` or `METRIC:NUMBER:max`.
+    """Read `METRIC:min`, `METRIC:max`, or the same with a number, `METRIC:NUMBER:max`.
 
     What is neither number nor mode belongs to the name, as in `val:loss`; a mistyped one is a
     name that nobody measured, which is refused.
@@ -134,7 +132,8 @@ def _best(text: str) -> KeepBest:
     match = _BEST.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--keep-best is METRIC, METRIC:NUMBER or METRIC:NUMBER:max, not {text!r}"
+            f"--keep-best is METRIC:min, METRIC:max or METRIC:NUMBER:max (the lowest, or the"
+            f" highest values are the best), not {text!r}"
         )
     metric, number, mode = match.groups()
     return KeepBest(int(number or 1), metric, "max" if mode == "max" else "min")

@@ -11,7 +11,7 @@ from ckptio._aio import in_own_thread
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source
-from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError
+from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError, shown
 from ckptio.foreign.dcp import METADATA
 from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS
@@ -188,7 +188,7 @@ def _require_no_other(target: str, to: str) -> None:
 def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool) -> None:
     """Refuse a format that nobody knows, and what has no effect with the one that is given."""
     if to not in FORMATS:
-        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {to!r}")
+        raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {shown(to)}")
     if drops_values and to not in ("safetensors", "hf"):
         raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
     if max_shard_nbytes is not None and to != "hf":

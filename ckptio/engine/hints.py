@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ckptio.state.fills import names_of
+from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,21 +27,42 @@ _OTHER_FLOAT = re.compile(
 )
 
 
-def hint_for(match: Match, given: Sequence[str], writer: str) -> str:
+def hint_for(match: Match, target: Any, writer: str) -> str:
     """Say what to do, empty if nothing tells.
 
     Args:
         match: What disagrees.
-        given: Names of the target.
+        target: What was to be filled.
         writer: What wrote the checkpoint, as its manifest says.
     """
-    return (
+    given = names_of("", target.state_dict() if is_stateful(target) else target)
+    names = (
         _level(given, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
-        or _conversion(match)
         or _renaming(match, writer)
     )
+    return "; ".join(filter(None, (names, _conversion(match))))
+
+
+def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
+    """Say that a checkpoint has nothing for a target, and what to do.
+
+    Args:
+        match: What disagrees; not nothing.
+        path: The checkpoint.
+        target: What was to be filled.
+        writer: What wrote the checkpoint, as its manifest says.
+    """
+    if match.mismatched:
+        num_more = len(match.mismatched) - 1
+        more = f", and {num_more} more" if num_more else ""
+        problem = f"nothing in checkpoint {path!r} fits the target: {match.mismatched[0]}{more}"
+    else:
+        problem = f"nothing that the target asks for is in checkpoint {path!r}, neither"
+        problem += f" {match.missing[0]!r} nor another"
+    ways_out = filter(None, (hint_for(match, target, writer), "load_with_report(...) says what is"))
+    return f"{problem}; {'; '.join(ways_out)}"
 
 
 def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -116,12 +140,13 @@ def _those_in(names: Sequence[str], prefixes: Sequence[str]) -> str:
 
 
 def _conversion(match: Match) -> str:
-    """Say so if nothing but floating-point types differ, and all in one way."""
+    """Say so if what is in both differs by floating-point types alone, and all in one way."""
     found = [_OTHER_FLOAT.fullmatch(line) for line in match.mismatched]
     dtypes = {m[1] if m is not None else "" for m in found}
-    if match.missing or match.unexpected or len(dtypes) != 1 or "" in dtypes:
+    if len(dtypes) != 1 or "" in dtypes:
         return ""
-    return f"dtype={dtypes.pop()} converts"
+    rest = " what is of another type" if match.missing or match.unexpected else ""
+    return f"dtype={dtypes.pop()} converts{rest}"
 
 
 def _renaming(match: Match, writer: str) -> str:

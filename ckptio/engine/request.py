@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio.errors import ConfigError, TargetError
+from ckptio.errors import ConfigError, TargetError, shown
 from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 #: What `save` refuses, and nobody means in a target.
 _NO_VALUES = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
-#: Characters of a value in a message.
-_MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,7 @@ def make_request(asked: Asked) -> LoadRequest:
     """
     into, dtype, strict = asked.into, asked.dtype, asked.strict
     if strict not in ("raise", "report", "ignore"):
-        raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {strict!r}")
+        raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {shown(strict)}")
     keep = None if asked.select is None else make_predicate(asked.select)
     try:
         require_values("", into, keep)
@@ -80,7 +77,7 @@ def make_request(asked: Asked) -> LoadRequest:
     if into is not None and not is_target(into):
         way_out = "device= says where new tensors go, " if _is_device(into) else ""
         raise ConfigError(
-            f"into= takes what can be filled, not {_shown(into)}; {way_out}without into= all is"
+            f"into= takes what can be filled, not {shown(into)}; {way_out}without into= all is"
             " made new"
         )
     if into is None and strict == "ignore":
@@ -93,7 +90,7 @@ def make_request(asked: Asked) -> LoadRequest:
             " is on the meta device"
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_convertible(dtype)):
-        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {dtype!r}")
+        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {shown(dtype)}")
     check_types(asked.types)
     return LoadRequest(
         into=into,
@@ -130,7 +127,7 @@ def require_values(name: str, target: object, keep: Predicate | None = None) -> 
         is_getter = getattr(target, "__name__", "") == "state_dict"
         way_out = "call it" if is_getter else "pass what is to be filled"
         where = name or "the target"
-        raise TargetError(f"cannot fill {where!r}: it is {what}, {target!r}; {way_out}")
+        raise TargetError(f"cannot fill {where!r}: it is {what}, {shown(target)}; {way_out}")
 
 
 def is_target(value: object) -> bool:
@@ -150,13 +147,6 @@ def _is_device(value: Any) -> bool:
     return True
 
 
-def _shown(value: object) -> str:
-    """Write a value in a line: what is passed by mistake may be as large as a state."""
-    short = reprlib.Repr()
-    short.maxother = short.maxstring = short.maxlong = _MAX_SHOWN
-    return short.repr(value)
-
-
 def check_types(types: Sequence[type]) -> None:
     """Refuse what is no class, or none that a value could come back as.
 
@@ -165,7 +155,7 @@ def check_types(types: Sequence[type]) -> None:
     """
     # an iterator would have none left for the load
     if not isinstance(types, Collection) or not all(isinstance(cls, type) for cls in types):
-        raise ConfigError(f"types= takes classes, not {types!r}")
+        raise ConfigError(f"types= takes classes, not {shown(types)}")
     by_name: dict[str, type] = {}
     for cls in types:
         is_record = dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)

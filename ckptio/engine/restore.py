@@ -19,12 +19,10 @@ from ckptio.errors import FormatError, MismatchError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
-from ckptio.state.fills import names_of
 from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
-from ckptio.state.stateful import is_stateful
 from ckptio.state.target import Matcher
 from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
@@ -199,7 +197,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     unclaimed = None
     if request.strict == "raise" and not match.agrees:
-        hint = hint_for(match, _names_in(request.into), manifest.writer)
+        hint = hint_for(match, request.into, manifest.writer)
         error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
         if match.missing or match.mismatched or request.num_ranks == 1:
             raise error
@@ -243,10 +241,6 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
 
 def _names(fills: Iterable[Fill]) -> set[str]:
     return {fill.name for fill in fills}
-
-
-def _names_in(target: Any) -> list[str]:
-    return names_of("", target.state_dict() if is_stateful(target) else target)
 
 
 def _make(

@@ -135,9 +135,14 @@ def require_stored(archive: zipfile.ZipFile, nbytes: int) -> dict[str, zipfile.Z
         Its members, by name.
 
     Raises:
-        FormatError: One is compressed, or they lie over each other.
+        FormatError: One is compressed, or they lie over each other; or it is TorchScript.
     """
     members = archive.infolist()
+    if any(info.filename.endswith("/constants.pkl") for info in members):
+        raise FormatError(
+            "it is TorchScript, which holds code: save torch.jit.load(path).state_dict(), and load"
+            " that"
+        )
     if any(info.compress_type != zipfile.ZIP_STORED for info in members):
         raise FormatError("a member of the archive is compressed, as torch.save writes none")
     if sum(info.file_size for info in members) > nbytes:

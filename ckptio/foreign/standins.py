@@ -45,9 +45,11 @@ class StandIn:
 
     Attributes:
         wanted: The class, as the file names it.
+        is_module: Whether the object was a module, by what it was to be given.
     """
 
     wanted = ""
+    is_module = False
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Take whatever the object was made of."""
@@ -56,8 +58,9 @@ class StandIn:
     def __init__(self, *_: Any, **__: Any) -> None:
         """Keep nothing of it."""
 
-    def __setstate__(self, _: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         """Keep nothing of that either."""
+        self.is_module = isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
 
 
 class StandInTensor(torch.Tensor):
@@ -176,10 +179,14 @@ class Taken:
     Attributes:
         flat: It; what is more than data is a byte that nobody gets.
         refused: Name and class of what such a byte stands for, by its number.
+        whole: The class, if it is one such object.
+        has_modules: Whether modules are among them.
     """
 
     flat: FlatState
     refused: dict[int, str]
+    whole: str = ""
+    has_modules: bool = False
 
 
 def take_apart_data(state: Any) -> Taken:
@@ -189,15 +196,23 @@ def take_apart_data(state: Any) -> Taken:
         FormatError: A key has no portable form.
     """
     kept: dict[int, tuple[torch.Tensor, str]] = {}
+    modules: list[str] = []
 
     def instead(fqn: str, value: Any) -> torch.Tensor:
+        if isinstance(value, StandIn) and value.is_module:
+            modules.append(fqn)
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         kept[id(byte)] = byte, f"{fqn!r} ({_name_of(value)})"
         return byte
 
     flat = take_apart(state, instead)
     numbered = enumerate(flat.sources)
-    return Taken(flat, {n: kept[id(source)][1] for n, source in numbered if id(source) in kept})
+    return Taken(
+        flat,
+        {n: kept[id(source)][1] for n, source in numbered if id(source) in kept},
+        whole=_name_of(state) if isinstance(state, StandIn) else "",
+        has_modules=bool(modules),
+    )
 
 
 def _name_of(value: object) -> str:

@@ -295,6 +295,8 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
             begin anew.
     """
     head = folder.read(name, 0, 16)
+    if not head:
+        raise UnknownFormatError(f"{folder.join(name)!r} is empty: nothing was written to it")
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
     if head.startswith((ZIP, _OLD_TORCH)):

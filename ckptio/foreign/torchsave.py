@@ -32,7 +32,6 @@ from ckptio.errors import (
     CorruptionError,
     FormatError,
     StorageError,
-    UnknownFormatError,
 )
 from ckptio.foreign.archive import (
     LOCAL_HEADER_NBYTES,
@@ -49,7 +48,8 @@ from ckptio.foreign.archive import (
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, write_at
 from ckptio.foreign.interface import at, make_manifest
-from ckptio.foreign.pickles import UnpicklingError, first_sentence
+from ckptio.foreign.pickles import UnpicklingError
+from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
 from ckptio.foreign.scan import Scanned, scan_pickle, together
 from ckptio.foreign.standins import Taken, load_with_stand_ins, take_apart_data
 from ckptio.foreign.values import add_flat, load_file, source_of
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 #: Of a member that is no tensor: pickled structure.
 _MAX_MEMBER_NBYTES = 1 << 30
 _MAX_DIRECTORY_NBYTES = 1 << 28
-#: Names in a message, at most.
-_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,13 @@ class TorchSaveReader:
 
     @property
     def _flat(self) -> FlatState:
-        """The state; its tensors have places, and no bytes, unless it is loaded as a whole."""
+        """The state; its tensors have places, and no bytes, unless it is loaded as a whole.
+
+        Raises:
+            UnknownFormatError: It is one object that is more than data.
+        """
+        if self._taken.whole:
+            raise of_whole(self._folder.join(self._name), self._taken)
         return self._taken.flat
 
     @functools.cached_property
@@ -138,10 +142,7 @@ class TorchSaveReader:
             self._memory = []
             return take_apart_data(_load_whole(path))
         except UnpicklingError as error:
-            raise UnknownFormatError(
-                f"{path!r} holds more than data, and loading it may run anything:"
-                f" {first_sentence(error)}"
-            ) from None
+            raise of_pickle(path, error) from None
         except FormatError as error:
             raise at(path, error) from None
 
@@ -301,14 +302,7 @@ class TorchSaveReader:
         held_back = self._taken.refused
         refused = [held_back[n] for n in map(number_of, names) if n in held_back]
         if refused:
-            has_arrays = any("(numpy." in name for name in refused)
-            how = " (numpy's arrays: this function, numpy.ndarray, numpy.dtype, type(dtype))"
-            raise UnknownFormatError(
-                f"{self._folder.join(self._name)!r} holds objects that are more than data, and"
-                f" making them may run anything: {', '.join(refused[:_MAX_SHOWN])}; leave them out"
-                " with select=, or, if they are dataclasses, enums or arrays that you trust, allow"
-                f" what they are made with{how * has_arrays} by torch.serialization.safe_globals"
-            )
+            raise of_objects(self._folder.join(self._name), refused, self._taken)
         return list(self._folder.each(self._size, names))
 
     def _size(self, name: str) -> int:

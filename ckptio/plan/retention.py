@@ -144,12 +144,13 @@ class KeepBest(Retention):
     Attributes:
         num_steps: How many.
         metric: The name of the metric, as given to `save`.
-        mode: Whether the lowest or the highest values are the best.
+        mode: Whether the lowest (`"min"`) or the highest (`"max"`) values are the best. Has to be
+            said: a wrong guess would keep the worst.
     """
 
     num_steps: int
     metric: str
-    mode: Mode = "min"
+    mode: Mode
 
     def __post_init__(self) -> None:
         """Check the options."""

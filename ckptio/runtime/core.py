@@ -22,7 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from ckptio._aio import outlive
 from ckptio.config import CheckpointConfig
-from ckptio.errors import ConfigError, EngineClosedError
+from ckptio.errors import ConfigError, EngineClosedError, shown
 from ckptio.events import notify
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
@@ -77,13 +77,13 @@ class EngineCore:
         self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
     ) -> None:
         if config is not None and not isinstance(config, CheckpointConfig):
-            raise ConfigError(f"config= is a CheckpointConfig, not {config!r}")
+            raise ConfigError(f"config= is a CheckpointConfig, not {shown(config)}")
         if observer is not None and (
             not callable(observer) or inspect.iscoroutinefunction(observer)
         ):
-            raise ConfigError(f"observer= is a plain function of one event, not {observer!r}")
+            raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
         if ranks is None or (isinstance(ranks, str) and ranks not in ("auto", "solo")):
-            raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {ranks!r}")
+            raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {shown(ranks)}")
         self.config = config or CheckpointConfig()
         self._group = ranks
         self._observer = observer

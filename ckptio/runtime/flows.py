@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
+from ckptio.engine.hints import nothing_fits
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
 from ckptio.engine.nearest import agree_on_tier
@@ -42,6 +43,7 @@ from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
 from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
+from ckptio.storage.resolve import require_order
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -106,6 +108,7 @@ def begin_save(
     copying: Running[Say] = Running()
     try:
         require_bool("overwrite", overwrite)
+        require_order(state, path)
         job, copy = _take_apart(
             core,
             state,
@@ -357,8 +360,4 @@ def _require_selected(
         return
     match = restoration.match
     if match is not None and (match.missing or match.mismatched):
-        first = (match.missing or match.mismatched)[0]
-        raise TargetError(
-            f"nothing that the target asks for is in checkpoint {path!r}, neither {first!r} nor"
-            " another; load_with_report(...) says what is"
-        )
+        raise TargetError(nothing_fits(match, path, request.into, manifest.writer))

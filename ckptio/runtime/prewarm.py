@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ async def prewarm(context: EngineContext, nbytes: int | None, at: PathLike | Non
         StagingError: The system gives no memory.
     """
     if nbytes is not None and (type(nbytes) is not int or nbytes < 1):
-        raise ConfigError(f"nbytes= is a number of bytes from 1, not {nbytes!r}")
+        raise ConfigError(f"nbytes= is a number of bytes from 1, not {shown(nbytes)}")
     url = None if at is None else remote_url(at)
     if url is not None:
         store, _ = context.stores.below(url)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, TargetError
+from ckptio.errors import ConfigError, TargetError, shown
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
@@ -136,7 +136,7 @@ def region_of(name: str, whole: tuple[int, ...], index: Index) -> tuple[Box, tup
             count = max(0, stop - start)
             shape.append(count)
         elif not _is_int(part):
-            raise ConfigError(f"load_slice takes ints and slices, not {part!r}")
+            raise ConfigError(f"load_slice takes ints and slices, not {shown(part)}")
         elif -size <= (number := operator.index(part)) < size:
             start, count = number % size, 1
         else:
@@ -150,7 +150,7 @@ def _check_slice(part: slice) -> None:
     """Refuse steps, and bounds that are no ints."""
     bounds = (part.start, part.stop)
     if part.step not in (None, 1) or not all(b is None or _is_int(b) for b in bounds):
-        raise ConfigError(f"load_slice takes slices of ints with steps of 1, not {part!r}")
+        raise ConfigError(f"load_slice takes slices of ints with steps of 1, not {shown(part)}")
 
 
 def _is_int(value: object) -> bool:

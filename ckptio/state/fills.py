@@ -167,6 +167,7 @@ class Match:
         missing: Names of the target that the checkpoint does not have.
         unexpected: Names of the checkpoint that the target does not have.
         mismatched: One line for each name that is there in another shape, type or kind.
+        unfit: Tensors of the target among those.
         num_filled: Tensors of the target that are filled, or take nothing since this rank
             holds no element of them.
         num_values: Values taken from the checkpoint that are not filled in place.
@@ -182,6 +183,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    unfit: list[torch.Tensor] = field(default_factory=list)
     num_filled: int = 0
     num_values: int = 0
     num_before: int = 0
@@ -219,7 +221,7 @@ class Match:
         self.fills[: self.num_before] = [fill.checked(entries[fill.stored]) for fill in before]
 
     def forgive_tied(self, template: Mapping[str, Any]) -> None:
-        """Strike what is missing but is the same memory as what is filled.
+        """Strike what is missing but is the same memory as what is filled, or would be if it fit.
 
         Other programs (Hugging Face's) store tied parameters under one of their names.
 
@@ -230,11 +232,11 @@ class Match:
             return
         whole = [fill.tensor for fill in self.fills if fill.block is None]
         tensors = [t.template if isinstance(t, Blank) else t for t in whole]
-        filled = {memory_of(tensor) for tensor in tensors if _is_plain(tensor)}
+        found = {memory_of(tensor) for tensor in (*tensors, *self.unfit) if _is_plain(tensor)}
         self.missing = [
             name
             for name in self.missing
-            if not (_is_plain(template.get(name)) and memory_of(template[name]) in filled)
+            if not (_is_plain(template.get(name)) and memory_of(template[name]) in found)
         ]
 
     def mark_written(self) -> None:

@@ -16,6 +16,7 @@ from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import Fill
+from ckptio.state.kinds import kind_of
 from ckptio.state.leaves import SCALAR_TYPES, TORCH_DTYPES, is_convertible
 from ckptio.state.looks import plain_memory
 from ckptio.state.rebuild import check_view, torch_dtype
@@ -83,7 +84,7 @@ def find_tensor(
     """
     stored = stored_as(entries, node)
     if stored is None:
-        return other("a tensor")
+        return other("a tensor", node)
     index, stored_shape, stored_dtype = stored
     if shape != stored_shape:
         return f"shape {tuple(shape)} in the target, {stored_shape} in the checkpoint"
@@ -196,9 +197,9 @@ def require_value(fqn: str, target: object) -> None:
         )
 
 
-def other(kind: str) -> str:
+def other(kind: str, node: Json) -> str:
     """Say that the target has a kind of value where the checkpoint has another."""
-    return f"{kind} in the target, something else in the checkpoint"
+    return f"{kind} in the target, {kind_of(node)} in the checkpoint"
 
 
 def shape_of(fqn: str, target: torch.Tensor) -> tuple[int, ...]:

@@ -7,11 +7,12 @@ import base64
 import collections
 import decimal
 import fractions
+import functools
 import io
 import random
 import types
 import uuid
-from collections.abc import Mapping
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ PLAIN_TYPES = SCALAR_TYPES | {
     *(bytes, bytearray, complex, list, tuple, dict, set, frozenset),
     *(collections.OrderedDict, collections.Counter),
 }
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 #: Kinds of numpy's element types that can be stored.
 NUMPY_KINDS = "biufcSUmM"
 
@@ -90,6 +92,12 @@ def way_out_of(value: object) -> str:
     """Say what to save instead of a value that has no portable form."""
     if type(value).__module__.partition(".")[0] == "omegaconf":
         return "save OmegaConf.to_container(..., resolve=True) of it"
+    if isinstance(value, types.GeneratorType):
+        taken = "dict" if value.__name__.startswith("named_") else "list"
+        is_of_module = value.__name__.removeprefix("named_") in ("parameters", "buffers")
+        return f"save {'the module, or ' * is_of_module}{taken}(...) of it"
+    if isinstance(value, _FUNCTIONS) and value.__name__ == "state_dict":
+        return "call it, and save what it gives"
     for classes, way_out in _ways_out():
         if isinstance(value, classes):
             return way_out
@@ -140,12 +148,15 @@ def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
         ((np.random.BitGenerator,), "save its state"),
         ((np.ma.MaskedArray,), "save its data and its mask"),
         ((io.BytesIO, io.StringIO), "save its getvalue()"),
+        ((*_FUNCTIONS, functools.partial), "save its name, or the object that has it"),
+        ((type, types.ModuleType), "save its name"),
         ((Mapping,), "save dict(...) of it"),
         ((np.ndarray,), "save np.asarray(...) of it"),
         ((str, decimal.Decimal, fractions.Fraction, uuid.UUID), "save str(...) of it"),
         ((int,), "save int(...) of it"),
         ((float,), "save float(...) of it"),
         ((list, collections.deque, collections.UserList, range), "save list(...) of it"),
+        ((KeysView, ValuesView, ItemsView, map, filter, zip), "save list(...) of it"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import class_name
@@ -88,6 +89,8 @@ class Noted:
     def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
         if self._keep is None or self._keep(fqn):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
+            if isinstance(target, torch.Tensor):
+                self.match.unfit.append(target)
         return lambda _: target
 
     def _note_missing(self, fqn: str, target: Any, *, is_kept: bool = False) -> None:

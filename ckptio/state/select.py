@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 from ckptio.state.tree import Predicate
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def make_predicate(select: Select) -> Predicate:
         or not all(isinstance(p, str) and p for p in patterns)
     ):
         raise ConfigError(
-            f"select takes a prefix, a glob, several of these or a predicate, not {select!r}"
+            f"select takes a prefix, a glob, several of these or a predicate, not {shown(select)}"
         )
     return Patterns(patterns)
 

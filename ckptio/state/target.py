@@ -128,7 +128,7 @@ class Matcher(ObjectMatcher):
         if tag == "dataclass" and (node is not None or is_filled(target, by_place=False)):
             fields = fields_in(fqn, node)
             if fields is None:
-                return self._other(fqn, target, node, other("a dataclass"))
+                return self._other(fqn, target, node, other("a dataclass", node))
             return self._record(fqn, self._own(fqn, target, node), fields)
         if isinstance(target, dict):
             return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
@@ -211,7 +211,7 @@ class Matcher(ObjectMatcher):
             flat: Values that are no tensors are placeholders, dicts among them.
         """
         if type(node) is not dict or node.get(TAG) not in _DICT_TAGS:
-            return self._other(fqn, target, node, other("a dict"))
+            return self._other(fqn, target, node, other("a dict", node))
         found_here = members_of(fqn, node)
         stored = {key: found for key, found in found_here.items() if not is_absent(found[2])}
         versions = Versions(target, node, self.match)
@@ -291,7 +291,7 @@ class Matcher(ObjectMatcher):
     def _sequence(self, fqn: str, target: Any, node: Json) -> Assemble:
         stored = sequence_in(fqn, node)
         if stored is None or stored[0] != isinstance(target, tuple):
-            found = other(f"a {type(target).__name__}")
+            found = other(f"a {type(target).__name__}", node)
             return self._mismatch(fqn, target, found)
         _, names, items = stored
         if (

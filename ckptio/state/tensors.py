@@ -164,7 +164,7 @@ class TensorMatcher(Noted):
         if self._keep is not None and not self._keep(fqn):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
-            return self._other(fqn, target, node, other("an array"))
+            return self._other(fqn, target, node, other("an array", node))
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
         has_type = not target.size or target.dtype.str == node["d"]
         if is_new and self._handed is not None and self._handed.is_any:

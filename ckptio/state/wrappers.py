@@ -27,6 +27,7 @@ import torch
 from ckptio.errors import TargetError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, class_name
 from ckptio.format.fields import CONTEXT, LAYOUT, SHAPE, STRIDES
+from ckptio.state.kinds import kind_of
 from ckptio.state.leaves import WORDS, encode_scalar
 from ckptio.state.sharded import cuts_of, is_dtensor, local_of
 
@@ -151,15 +152,16 @@ def parts_alike(fqn: str, target: Any, node: Json) -> dict[str, torch.Tensor] | 
     fields = wrapped_fields(node)
     cls = class_of(target)
     if fields is None or node["c"] != class_name(cls):
-        kind = cls.__name__
-        return f"a tensor of class {kind} in the target, something else in the checkpoint"
+        return (
+            f"a tensor of class {cls.__name__!r} in the target, {kind_of(node)} in the checkpoint"
+        )
     try:
         parts, known = take_apart(fqn, target)
     except UnsupportedLeafError as error:
         raise TargetError(f"cannot fill {fqn!r}: {error.problem}") from error
     if (LAYOUT in fields) != (LAYOUT in known):
-        found = "parts" if LAYOUT in known else "a whole"
-        return f"{found} of a tensor for each rank in the target, something else in the checkpoint"
+        here, there = ("parts", "a whole") if LAYOUT in known else ("a whole", "parts")
+        return f"{here} of a tensor for each rank in the target, {there} in the checkpoint"
     for name, value in known.items():
         if fields.pop(name) != value:
             return f"another {name.strip('_')} in the target than in the checkpoint"

@@ -44,8 +44,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def storage_error(error: OSError, path: str, doing: str) -> StorageError:
     """Say what was being done when the system said `error`."""
-    code = error.errno or errno.EIO
-    return StorageError(f"{doing}: {error.strerror or error}", path=path, code=code)
+    code, said = error.errno or errno.EIO, error.strerror or error
+    if code == errno.ENOTDIR and (file := _file_in(path)):
+        said = (
+            f"a checkpoint is a directory, and {file!r} is a file; remove it, or give another path"
+        )
+    return StorageError(f"{doing}: {said}", path=path, code=code)
+
+
+def _file_in(path: str) -> str:
+    """Give what is no directory of a path, but would have to be; empty if nothing is so."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return "" if os.path.isdir(path) else path
 
 
 def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfig) -> None:

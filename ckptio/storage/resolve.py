@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 from ckptio.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def local_path(path: PathLike) -> str:
         ConfigError: It names none.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(f"a checkpoint's path is a str or os.PathLike, not {path!r}")
+        raise ConfigError(f"a checkpoint's path is a str or os.PathLike, not {shown(path)}")
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text or not _has_bytes(text):
         raise ConfigError(f"{path!r} is no path of a checkpoint")
@@ -101,6 +101,20 @@ def local_path(path: PathLike) -> str:
             f"{text!r} has escapes or a host, which fsspec takes for names: pass the path itself"
         )
     return str(LocalFileSystem._strip_protocol(text))  # noqa: SLF001  # fsspec's public practice
+
+
+def require_order(state: object, path: object) -> None:
+    """Refuse a path and a state in each other's place.
+
+    Raises:
+        ConfigError: They are.
+    """
+    kinds = (str, os.PathLike)
+    if isinstance(state, kinds) and not isinstance(path, kinds):
+        raise ConfigError(
+            f"path and state are swapped: save(state, path) was given {shown(state)} for the state"
+            f" and {shown(path)} for the path"
+        )
 
 
 def _rooted(path: str) -> str:

@@ -156,7 +156,7 @@ async def test_a_step_is_saved_once_unless_asked_otherwise(url: str) -> None:
 async def test_what_is_not_kept_is_removed_after_the_commit(url: str) -> None:
     """The last one and the best; nothing of the others is left."""
     log = EventLog()
-    keep = KeepLast(1) | KeepBest(1, "loss")
+    keep = KeepLast(1) | KeepBest(1, "loss", mode="min")
     async with Checkpointer(url, keep=keep, config=SMALL, observer=log) as ckpt:
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0], 1):
             await ckpt.save(state_of(step), step, metrics={"loss": loss})

@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 def test_prune_removes_what_is_not_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What one option keeps is kept; the JSON document says what became of each step."""
     (root / "step-7").mkdir()
-    argv = ("prune", str(root), "--keep-last", "1", "--keep-best", "loss", "--pin", "4")
+    argv = ("prune", str(root), "--keep-last", "1", "--keep-best", "loss:min", "--pin", "4")
     code, planned = run_json(capsys, *argv, "--dry-run")
     assert code == 0
     assert names_in(root) == [*NAMES, "step-7"]
@@ -126,11 +126,12 @@ def test_a_step_whose_copy_is_owed_stays(root: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("best", "kept"),
     [
-        ("val:loss", [3]),
-        ("val:loss:2", [2, 3]),
+        ("val:loss:min", [3]),
+        ("val:loss:max", [1]),
         ("val:loss:1:max", [1]),
         ("val:loss:2:min", [2, 3]),
-        ("3:1", [1]),
+        ("3:min", [1]),
+        ("3:1:min", [1]),
         ("3:2:max", [2, 3]),
     ],
 )
@@ -152,10 +153,19 @@ def test_a_mistyped_mode_is_a_name_that_nobody_measured(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is removed by it."""
-    for best in ("loss:2:mx", "loss:max", "los"):
-        code, document = run_json(capsys, "prune", str(root), "--keep-best", best)
+    for best in ("loss:2:mx", "loss:2m", "los"):
+        code, document = run_json(capsys, "prune", str(root), "--keep-best", f"{best}:min")
         assert code == 2
         assert f"no step has a metric {best!r}, but 'loss'" in document["error"]
+    assert names_in(root) == NAMES
+
+
+def test_the_best_has_a_direction(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The worst accuracy is not kept because nobody said that the highest one is the best."""
+    for best in ("loss", "loss:2", "loss:2:", "loss:max:2"):
+        code, document = run_json(capsys, "prune", str(root), "--keep-best", best)
+        assert code == 2
+        assert document["error"].startswith("--keep-best is METRIC:min, METRIC:max or")
     assert names_in(root) == NAMES
 
 
@@ -174,7 +184,7 @@ def test_prune_that_keeps_nothing_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A mistyped command must not remove a run."""
-    for argv in ([], ["--pin", "3"], ["--keep-best", "loss:x"], ["--keep-best", "loss:0"]):
+    for argv in ([], ["--pin", "3"], ["--keep-best", "x"], ["--keep-best", "loss:0:min"]):
         code, document = run_json(capsys, "prune", str(root), *argv)
         assert code == 2
         assert document["error"]

@@ -137,7 +137,7 @@ def test_convert_reads_from_a_url(
 
 def test_prune_removes_steps_at_a_url(run_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As in a directory, with a plan first."""
-    argv = ("prune", run_url, "--keep-last", "1", "--keep-best", "loss")
+    argv = ("prune", run_url, "--keep-last", "1", "--keep-best", "loss:min")
     code, planned = run_json(capsys, *argv, "--dry-run")
     assert code == 0
     assert len(keys(run_url)) == 8

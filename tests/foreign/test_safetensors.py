@@ -325,8 +325,8 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(tmp_path: Path) -> None:
     """Who takes a missing checkpoint for the beginning of a run would begin anew."""
     (tmp_path / "notes.txt").write_text("hello, world: these are notes")
     (tmp_path / "empty.pt").touch()
-    for name in ("notes.txt", "empty.pt"):
-        with pytest.raises(FormatError, match=f"'{name}' is a file of no known format"):
+    for name, said in (("notes.txt", "a file of no known format"), ("empty.pt", "empty")):
+        with pytest.raises(FormatError, match=f"{name}' is {said}"):
             sync.load(tmp_path / name, config=SMALL)
     sync.save({"a": 1}, tmp_path / "c", config=SMALL)
     with pytest.raises(FormatError, match="give the directory"):

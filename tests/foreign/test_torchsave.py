@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckptio import sync
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, UnknownFormatError
 from tests.adapters.rig import small_disk
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.foreign.test_dcp import Payload
@@ -118,6 +118,56 @@ def test_what_is_more_than_data_is_left_out_if_nobody_wants_it(
         if select in (None, ["args"]):
             assert "'args' (argparse.Namespace)" in str(caught.value)
     assert not mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")  # of the old format
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("into", [None, torch.nn.Linear(2, 2), {"w": torch.zeros(2)}])
+def test_a_whole_module_is_told_as_one(tmp_path: Path, into: Any, *, is_zip: bool) -> None:
+    """Whatever it is loaded into; and what to do about it."""
+    path = tmp_path / "whole.pt"
+    torch.save(torch.nn.Linear(2, 2), path, _use_new_zipfile_serialization=is_zip)
+    how = "is a whole pickled module .torch.nn.modules.linear.Linear." if is_zip else "has a whole"
+    said = rf"whole.pt' {how}.*weights_only=False\).state_dict\(\), and load that"
+    with pytest.raises(UnknownFormatError, match=said):
+        sync.load(path, config=SMALL, into=into)
+
+
+def test_a_module_beside_data_is_told_where_it_is_asked_for(tmp_path: Path) -> None:
+    """What is beside it is loaded all the same."""
+    path = tmp_path / "part.pt"
+    torch.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 2)), "step": 3}, path)
+    with pytest.raises(UnknownFormatError, match=r"'m' .*; of a whole pickled module that you"):
+        sync.load(path, config=SMALL)
+    assert sync.load(path, config=SMALL, select="step") == {"step": 3}
+
+
+def test_one_object_that_is_more_than_data_is_told_as_one(tmp_path: Path) -> None:
+    """It has no name that could be left out."""
+    path = tmp_path / "one.pt"
+    torch.save(argparse.Namespace(lr=1), path)
+    for into in (None, {"lr": 2}):
+        with pytest.raises(UnknownFormatError, match=r"is one object .*\(argparse\.Namespace\)"):
+            sync.load(path, config=SMALL, into=into)
+
+
+def test_torchscript_is_told_as_such(tmp_path: Path) -> None:
+    """It looks like a file of torch.save, and its code is compressed."""
+    path = tmp_path / "scripted.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "version"):
+            archive.writestr(f"scripted/{name}", b"3")
+        archive.writestr("scripted/code/x.py", b"x" * 99, compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match=r"it is TorchScript.*torch\.jit\.load\(path\)"):
+        sync.load(path, config=SMALL)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x.bin"])
+def test_an_empty_file_is_told_as_such(tmp_path: Path, name: str) -> None:
+    """Whatever it was to become."""
+    (tmp_path / name).touch()
+    with pytest.raises(UnknownFormatError, match=f"{name}' is empty"):
+        sync.load(tmp_path / name, config=SMALL)
 
 
 class Options(dict[str, Any]):

@@ -92,11 +92,11 @@ def test_the_best_stay() -> None:
         record(6, loss=math.inf),
         record(7, accuracy=1.0),
     ]
-    assert kept(KeepBest(1, "loss"), *run) == {3, 7}
-    assert kept(KeepBest(2, "loss"), *run) == {2, 3, 7}
+    assert kept(KeepBest(1, "loss", "min"), *run) == {3, 7}
+    assert kept(KeepBest(2, "loss", "min"), *run) == {2, 3, 7}
     assert kept(KeepBest(2, "loss", "max"), *run) == {1, 6, 7}
-    assert kept(KeepBest(1, "nothing"), *run) == set(range(1, 8))  # a typo, perhaps
-    assert kept(KeepBest(1, "loss"), *run[3:5]) == {4, 5}  # diverged at once
+    assert kept(KeepBest(1, "nothing", "min"), *run) == set(range(1, 8))  # a typo, perhaps
+    assert kept(KeepBest(1, "loss", "min"), *run[3:5]) == {4, 5}  # diverged at once
 
 
 def test_pins_and_predicates_keep_what_others_let_go() -> None:
@@ -161,8 +161,8 @@ def test_a_union_keeps_what_either_keeps(
         lambda: KeepEvery(steps=0),
         lambda: KeepEvery(seconds=math.inf),
         lambda: KeepEvery(seconds=0),
-        lambda: KeepBest(0, "loss"),
-        lambda: KeepBest(1, ""),
+        lambda: KeepBest(0, "loss", "min"),
+        lambda: KeepBest(1, "", "min"),
         lambda: KeepBest(1, "loss", "best"),  # type: ignore[arg-type]  # refused
         lambda: KeepSteps(-1),
         lambda: KeepIf(3),  # type: ignore[arg-type]  # refused
@@ -178,6 +178,8 @@ def test_a_policy_that_means_nothing_is_refused(make: Callable[[], Any]) -> None
         make()
     with pytest.raises(TypeError):
         KeepLast(1) | 3  # type: ignore[operator]  # refused
+    with pytest.raises(TypeError, match="mode"):  # of an accuracy, the lowest were kept
+        KeepBest(1, "accuracy")  # type: ignore[call-arg]  # refused
 
 
 @given(every=st.integers(1, 20), steps=st.lists(st.integers(1, 5), max_size=60))

@@ -202,10 +202,17 @@ def refused() -> dict[str, tuple[Any, str]]:
         "an int of a class": (Count(1), r"int\(...\)"),
         "a float of a class": (Rate(1), r"save float\(...\)"),
         "to_dict": (Settled(), r"save its to_dict\(\)"),
-        "function": (lambda: 0, "state_dict"),
-        "generator": ((i for i in "a"), "generator"),
-        "class": (Loader, "type"),
-        "module": (copy, "module"),
+        "function": (lambda: 0, "function.*; save its name, or the object that has it"),
+        "method": (torch.nn.ReLU().forward, "method.*; save its name, or the object that has it"),
+        "builtin": (len, "; save its name, or the object that has it"),
+        "state_dict": (torch.nn.ReLU().state_dict, "; call it, and save what it gives"),
+        "generator": ((i for i in "a"), r"generator.*; save list\(...\) of it"),
+        "parameters": (torch.nn.ReLU().parameters(), r"; save the module, or list\(...\)"),
+        "named": (torch.nn.ReLU().named_parameters(), r"; save the module, or dict\(...\)"),
+        "keys": ({"a": 1}.keys(), r"; save list\(...\)"),
+        "map": (map(str, ()), r"; save list\(...\)"),
+        "class": (Loader, "type.*; save its name$"),
+        "module": (copy, "module.*; save its name$"),
     }
 
 

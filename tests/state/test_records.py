@@ -306,7 +306,7 @@ def test_a_dataclass_with_tensors_takes_nothing_else(path: str, saved: Any) -> N
     """It would be replaced, and its tensors stay as they are."""
     ckptio.sync.save({"run": saved}, path)
     target = {"run": Run(weights=torch.zeros(2))}
-    with pytest.raises(MismatchError, match="run: a dataclass in the target, something else"):
+    with pytest.raises(MismatchError, match=r"run: a dataclass in the target, (a|an|None) "):
         ckptio.sync.load(path, into=target)
     plain: dict[str, Any] = {"run": Run()}
     if saved is None:  # an option that is off

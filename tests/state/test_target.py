@@ -80,7 +80,7 @@ def test_what_disagrees_is_listed_by_name() -> None:
     assert match.mismatched == [
         "a: shape (3,) in the target, (2,) in the checkpoint",
         "b: torch.float16 in the target, torch.float32 in the checkpoint",
-        "d: a tensor in the target, something else in the checkpoint",
+        "d: a tensor in the target, an int in the checkpoint",
     ]
     assert [fill.tensor for fill in match.fills] == [target["c"]]
 
@@ -499,6 +499,15 @@ def test_a_module_has_tied_parameters_by_any_of_their_names(name: str, device: s
     assert match_of(saved, {"m": Tied()}, select=select).missing == [other]
     del saved["m"]["apart.weight"]
     assert match_of(saved, {"m": Tied()}).missing == ["m.apart.weight"]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2)])
+def test_what_is_tied_to_a_tensor_that_does_not_fit_is_not_missing(shape: tuple[int, int]) -> None:
+    """It is stored once, in another shape or of another type; what is stored nowhere is missing."""
+    module = Tied().bfloat16() if shape == (2, 2) else Tied()
+    match = match_of({"m": {"head.weight": zeros(*shape)}}, {"m": module})
+    assert match.missing == ["m.apart.weight"]
+    assert [line.partition(":")[0] for line in match.mismatched] == ["m.head.weight"]
 
 
 class WithExtra(torch.nn.Linear):

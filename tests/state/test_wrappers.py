@@ -332,8 +332,8 @@ def test_an_object_with_code_of_its_own_is_given_a_new_one(tmp_path: Path) -> No
     [
         (coded(2, kernel=Kernel(Rounding.NEAREST, (2, 16))), "another context"),
         (coded(2, 16, 4), "another shape"),
-        (torch.zeros(4, 16), "a tensor in the target, something else"),
-        (Holder, "a tensor of class Coded in the target"),
+        (torch.zeros(4, 16), "a tensor in the target, a tensor of class 'Coded' in"),
+        (Holder, "a tensor of class 'Coded' in the target, a tensor in"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_changes(

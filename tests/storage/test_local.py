@@ -5,6 +5,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -437,8 +438,12 @@ async def test_a_file_in_the_directorys_place_is_an_error(
             await storage.read_manifest()
         with pytest.raises(CheckpointNotFoundError):
             await storage.version()
-        with pytest.raises(StorageError):
+        said = (
+            f"begin a save: a checkpoint is a directory, and '{tmp_path / 'file'}' is a file; rem"
+        )
+        with pytest.raises(StorageError, match=re.escape(said)) as caught:
             await storage.begin(A, overwrite=True)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOTDIR, str(path))
     assert (tmp_path / "file").read_text() == "mine"
 
 

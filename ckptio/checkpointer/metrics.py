@@ -1,0 +1,28 @@
+"""What is measured of a run's steps, and what a policy wants to be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio.plan.retention import KeepAny, KeepBest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptio.plan.retention import Retention, StepRecord
+
+
+def metrics_in(records: Iterable[StepRecord]) -> list[str]:
+    """Name what was measured of any step, in order."""
+    return sorted({name for record in records for name in record.metrics})
+
+
+def unmeasured(policy: Retention, records: Iterable[StepRecord]) -> list[str]:
+    """Name the metrics of which a policy keeps the best, and that no step has.
+
+    Mostly mistyped ones; the policy keeps everything as long as that is so.
+    """
+    parts = policy.policies if isinstance(policy, KeepAny) else (policy,)
+    measured = metrics_in(records)
+    wanted = [part.metric for part in parts if isinstance(part, KeepBest)]
+    return [metric for metric in wanted if metric not in measured]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import SaveEvery, sync
+from ckptio.checkpointer.pace import Pace
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def pace(*found: int, steps: int = 10) -> Pace:
+    made = Pace(SaveEvery(steps=steps))
+    made.found(found)
+    return made
+
+
+def due(made: Pace, *steps: int) -> list[int]:
+    return [step for step in steps if made.is_due(step)]
+
+
+def test_steps_that_were_found_count_as_saved() -> None:
+    """Without them, the first step is due, and whatever the run goes on from."""
+    assert due(pace(), *range(11, 13)) == [11, 12]
+    assert due(pace(7, 10), *range(11, 21)) == [20]
+    assert due(pace(7, 10), *range(10, 21)) == [20]
+    assert due(pace(7), 8, 9, 10) == [10]  # a last save at a signal was no multiple
+    assert due(pace(7), 12) == [12]  # where steps are skipped
+
+
+def test_a_run_that_goes_back_counts_from_what_is_below_it() -> None:
+    """Steps above the first one asked for leave out no save, however they are skipped."""
+    assert due(pace(100, 200), 105, 112, 119) == [112, 119]
+    assert due(pace(100, 200, steps=100), 101, 199, 200) == [200]  # it is saved over the other
+    assert due(pace(200), 105, 106) == [105, 106]  # nobody knows what was saved below
+
+
+def test_what_is_loaded_counts_before_what_is_found() -> None:
+    """Until the run begins; later, steps are found and loaded to be looked at."""
+    made = pace(10, 30)
+    made.loaded(10)
+    made.found([20])
+    assert due(made, 31) == [31]
+    made = pace(10)
+    assert due(made, 11) == []
+    made.found([11, 19, 30])
+    made.loaded(30)
+    assert due(made, *range(12, 21)) == [20]
+
+
+def test_what_is_discarded_does_not_count() -> None:
+    """The run that went on from there has saved nothing since."""
+    made = pace(10, 20, 30)
+    made.discarded(10)
+    assert due(made, 31) == [31]
+    made = pace(10, 20, 30)
+    made.discarded(30)
+    assert due(made, 31, 40) == [40]
+
+
+ASKED: list[Callable[[sync.Checkpointer], Any]] = [
+    lambda ckpt: ckpt.latest(),
+    lambda ckpt: ckpt.steps(),
+    lambda ckpt: ckpt.records(),
+]
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_a_run_resumed_by_hand_saves_no_step_too_many(
+    tmp_path: Path, ask: Callable[[sync.Checkpointer], Any]
+) -> None:
+    """It asks what there is, loads by other means, and goes on at the next step."""
+    saved = []
+    for first in (1, 6, 11):
+        with sync.Checkpointer(tmp_path, every=SaveEvery(steps=5), config=SMALL) as ckpt:
+            ask(ckpt)
+            for step in range(first, first + 5):
+                if ckpt.should_save(step):
+                    ckpt.save({"w": torch.ones(1)}, step)
+                    saved.append(step)
+    assert saved == [5, 10, 15]
+
+
+def test_discarded_steps_of_a_run_do_not_count(tmp_path: Path) -> None:
+    """Whoever went back so far, by other means than `load`."""
+    with sync.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        for step in (5, 10):
+            ckpt.save({"w": torch.ones(1)}, step)
+    with sync.Checkpointer(tmp_path, every=SaveEvery(steps=5), config=SMALL) as ckpt:
+        assert ckpt.latest() == 10
+        assert ckpt.discard_after(5) == (10,)
+        assert ckpt.should_save(11)
