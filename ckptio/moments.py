@@ -14,7 +14,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._outcome import Outcome
-from ckptio.errors import ConfigError, shown
+from ckptio.errors import ConfigError, SaveAbortedError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,9 +221,11 @@ class SaveMoments:
         """Log the error of a save that nobody has waited for, once."""
         if not self._is_told and self.durable.done() and self.is_unsettled():
             self._is_told = True
-            _log.error(
-                "the save to %r failed and nobody waited for it: %r", self.path, self.error()
-            )
+            error = self.error()
+            # somebody wanted an end of it, or an exception of theirs has left the block
+            level = logging.WARNING if isinstance(error, SaveAbortedError) else logging.ERROR
+            told = "the save to %r failed and nobody waited for it: %r"
+            _log.log(level, told, self.path, error)
 
     def is_unsettled(self) -> bool:
         """Whether the save, or its copy, is under way, or failed and nobody has seen that."""

@@ -15,6 +15,7 @@ import pytest
 
 from ckptio import (
     Checkpointer,
+    CheckpointError,
     CheckpointExistsError,
     Engine,
     SaveAbortedError,
@@ -32,6 +33,7 @@ from ckptio.events import (
     SaveStaged,
     SaveStarted,
 )
+from ckptio.moments import SaveMoments
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -196,6 +198,22 @@ def test_the_log_tells_of_a_failure_when_the_next_save_begins(
             assert caplog.text.count("failed and nobody waited for it") == num_told
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
     assert f"and the save to '{tmp_path}/a' failed" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(SaveAbortedError("it was aborted"), logging.WARNING), (StateError("it is"), logging.ERROR)],
+    ids=type,
+)
+def test_the_log_warns_of_what_somebody_ended(
+    error: CheckpointError, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception that leaves the block is the failure, and somebody sees that."""
+    moments = SaveMoments("a", "0" * 32)
+    moments.fail(error)
+    moments.tell()
+    assert [record.levelno for record in caplog.records] == [level]
+    assert str(error) in caplog.text
 
 
 async def test_a_checkpointer_tells_of_it_too(

@@ -266,7 +266,7 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
     if target.numel() and _overlaps_itself(target.shape, target.stride()):
-        raise TargetError(f"cannot fill {fqn!r}: its elements share memory")
+        raise TargetError(f"cannot fill {fqn!r}: its elements share memory; clone() it first")
 
 
 def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
@@ -281,7 +281,7 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
         raise TargetError(f"cannot fill {fqn!r}: its mask would stay; pass its data and its mask")
     elements = tuple(stride / target.itemsize for stride in target.strides)
     if target.size > 1 and _overlaps_itself(target.shape, elements):
-        raise TargetError(f"cannot fill {fqn!r}: its elements share memory")
+        raise TargetError(f"cannot fill {fqn!r}: its elements share memory; copy() it first")
 
 
 def _overlaps_itself(shape: Sequence[int], strides: Sequence[float]) -> bool:
