@@ -300,6 +300,9 @@ class Matcher(ObjectMatcher):
             and is_kept(fqn, node, self._keep)
             and not holds_absent(node)
         ):
+            for i, item in enumerate(target):
+                if type(item) not in SCALAR_TYPES:
+                    require_value(join_fqn(fqn, i), item)
             return self._replaced(fqn, target, node)
         merged = [
             self.merge(name, value, item)

@@ -126,6 +126,8 @@ def put_together(fqn: str, like: Any, parts: dict[str, Any]) -> torch.Tensor:
             made = cls.__tensor_unflatten__(parts, context, like.shape, like.stride())
         if isinstance(like, torch.nn.Parameter) and not isinstance(made, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=like.requires_grad)
+        elif like.is_leaf and like.requires_grad:
+            made = made.requires_grad_()
     except Exception as error:  # of a class of others, which raises anything
         raise TargetError(f"{fqn!r} cannot be made of its parts again: {error!r}") from error
     tensor: torch.Tensor = made

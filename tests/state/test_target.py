@@ -121,6 +121,8 @@ def test_an_object_that_takes_no_state_is_refused(target: object) -> None:
     with pytest.raises(TargetError, match=r"cannot fill 'x'.*takes no state.*None in its place"):
         match_of(saved, {"x": target, "y": 0})
     assert match_of(saved, {"x": target, "y": 0}, "y").num_values == 1
+    with pytest.raises(TargetError, match=r"cannot fill 'x\.1'.*takes no state"):
+        match_of({"x": [1, [2]]}, {"x": [0, target]})
 
 
 def test_equal_values_at_two_places_of_one_list_stay_what_they_are() -> None:

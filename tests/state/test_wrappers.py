@@ -238,11 +238,13 @@ def test_a_parameter_on_the_meta_device_is_made_as_one(tmp_path: Path, *, is_tra
     one = coded(1)
     sync.save({"w": one}, tmp_path / "x", config=SMALL)
     blank = Coded(one.codes.to("meta"), one.scale.to("meta"), KERNEL)
-    target = {"w": torch.nn.Parameter(blank, requires_grad=is_trained)}
+    target: dict[str, Any] = {"w": torch.nn.Parameter(blank, requires_grad=is_trained)}
     found = sync.load(tmp_path / "x", into=target, config=SMALL)["w"]
     assert isinstance(found, torch.nn.Parameter)
     assert found.requires_grad is is_trained
     assert_coded(found.detach(), one)
+    target = {"w": blank.requires_grad_(is_trained)}  # and one that is no parameter
+    assert sync.load(tmp_path / "x", into=target, config=SMALL)["w"].requires_grad is is_trained
 
 
 class CodedParameter(torch.nn.Parameter):
