@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
     from ckptio.state.looks import Occurrence
 
-#: Longer tensors are summed up in part.
-_MAX_SUMMED_NBYTES = 1 << 20
+#: Longer tensors are summed up in part: values in which a number may differ, and moments, which
+#: differ all over, and of which there may be gigabytes.
+_MAX_SUMMED_NBYTES, _MAX_MOMENT_NBYTES = 1 << 20, 1 << 12
+#: Of an optimizer's parameters so many are looked at: who numbers others has other ones from 0 on.
+_NUM_SUMMED = 64
 
 
 class Alike:
@@ -58,7 +61,8 @@ class Alike:
         is_state = found.dtype == "uint8" and not isinstance(self.owner, torch.nn.Module)
         if is_value or is_state:
             is_whole = found.node[TAG] in ("bytes", "bytearray")
-            if mark := _checksum(found.tensor, is_whole=is_whole):
+            longest = found.tensor.nbytes if is_whole else _MAX_SUMMED_NBYTES
+            if mark := _checksum(found.tensor, longest):
                 found.node[MARK] = mark
 
     def note_optimizer(self, fqn: str, optimizer: Any, taken: list[Occurrence]) -> None:
@@ -82,10 +86,13 @@ class Alike:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for found in taken:
                 number = found.name.removeprefix(prefix).partition(".")[0]
-                owner = ""
-                if number.isdecimal() and int(number) < len(parameters):
-                    owner = names.get(_place_of(parameters[int(number)]), "")
-                mark = ", ".join(filter(None, (owner and f"of {owner!r}", _checksum(found.tensor))))
+                index = int(number) if number.isdecimal() else -1
+                owner, summed = "", ""
+                if 0 <= index < len(parameters):
+                    owner = names.get(_place_of(parameters[index]), "")
+                if index < _NUM_SUMMED:
+                    summed = _checksum(found.tensor, _MAX_MOMENT_NBYTES)
+                mark = ", ".join(filter(None, (owner and f"of {owner!r}", summed)))
                 if mark:
                     found.node[MARK] = mark
 
@@ -100,10 +107,10 @@ def _place_of(tensor: Any) -> int:
         return 0
 
 
-def _checksum(tensor: torch.Tensor, *, is_whole: bool = False) -> str:
-    """Sum a tensor up; nothing of one that cannot be read at once."""
+def _checksum(tensor: torch.Tensor, longest: int) -> str:
+    """Sum a tensor up, in part above so many bytes; nothing of one that cannot be read at once."""
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
         return ""
-    if tensor.nbytes > _MAX_SUMMED_NBYTES and not is_whole:
+    if tensor.nbytes > longest:
         return f"crc32c {crc32c(some_of(tensor) or b''):08x}"
     return f"crc32c {crc32c(raw_bytes(tensor).numpy().data):08x}"
