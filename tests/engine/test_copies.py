@@ -28,7 +28,7 @@ seeds = st.integers(0, 2**32 - 1)
 def tensors(seed: int, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        f"w{i}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        f"w{i}": torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator)
         for i, size in enumerate(sizes)
     }
 
