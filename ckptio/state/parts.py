@@ -21,9 +21,11 @@ from ckptio.state.take import take_state
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-#: Longer lists and dicts among an object's attributes hold no parts, but samples or the like.
-_MAX_PARTS = 1000
+#: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
+#: but samples or the like; some are inside themselves.
+_MAX_PARTS, _MAX_DEPTH = 1000, 4
 _METHODS = ("state_dict", "load_state_dict")
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 
 
 class Held(NamedTuple):
@@ -129,12 +131,16 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of(value: Any) -> Iterator[Any]:
     """Give what takes a state in a value: itself, or what is in lists, tuples and dicts."""
-    if type(value) in (list, tuple, dict, OrderedDict):
-        if len(value) <= _MAX_PARTS:
-            for item in value.values() if isinstance(value, dict) else value:
-                yield from _parts_of(item)
-    elif _is_part(value):
-        yield value
+    left, ahead = _MAX_PARTS, [(value, _MAX_DEPTH)]
+    while ahead:
+        item, depth = ahead.pop()
+        if type(item) not in _CONTAINERS:
+            if _is_part(item):
+                yield item
+        elif depth and len(item) <= left:
+            left -= len(item)
+            items = item.values() if isinstance(item, dict) else item
+            ahead += [(each, depth - 1) for each in items]
 
 
 def _is_part(value: Any) -> bool:
@@ -142,10 +148,10 @@ def _is_part(value: Any) -> bool:
     return all(hasattr(type(value), method) for method in _METHODS)
 
 
-def _copied(value: Any) -> Any:
-    """Copy the containers of a value, which may be written to."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copied(item)) for key, item in value.items())
-    return value
+def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Copy the containers of a value, which may be written to, as far as they are looked into."""
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
+        return value
+    if isinstance(value, dict):
+        return type(value)((key, _copied(item, depth - 1)) for key, item in value.items())
+    return type(value)(_copied(item, depth - 1) for item in value)

@@ -367,6 +367,32 @@ def test_parts_stay_wherever_an_object_has_them(
     assert net.weight.eq(1).all()
 
 
+class Ringed(Has):
+    """Has things inside themselves, too, beside what it gives as its state."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__(**held)
+        ring: list[Any] = []
+        ring += [ring, self, self.net]
+        deep: list[Any] = []
+        for _ in range(5000):
+            deep = [deep]
+        vars(self).update(ring=ring, deep=deep, around=self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net}
+
+
+def test_parts_are_found_beside_what_has_no_end(tmp_path: Path) -> None:
+    """Lists inside themselves, deep ones, and an object that has itself."""
+    target = Ringed(net=net_of(0))
+    net = target.net
+    sync.save({"x": Ringed(net=net_of(1))}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net is net
+    assert net.weight.eq(1).all()
+
+
 def test_of_a_part_that_is_loaded_in_part_the_rest_stays(tmp_path: Path) -> None:
     """As of any module; what does not fit is an error, and the part is there all the same."""
     net = net_of(0)
