@@ -16,6 +16,7 @@ would have to be waited for.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,11 +49,13 @@ class Alike:
 
     def __init__(self) -> None:
         self.owner: Any = None
+        #: Values, and how many bytes of each are summed up.
+        self._values: list[tuple[Occurrence, int]] = []
         #: What was taken of optimizers: the optimizer, its name, and what is there of it.
         self._optimizers: list[tuple[torch.optim.Optimizer, str, list[Occurrence]]] = []
 
     def note(self, found: Occurrence, *, is_value: bool) -> None:
-        """Mark a tensor that is no optimizer's, if it is to be the same.
+        """Note a tensor that is no optimizer's, if it is to be the same.
 
         Args:
             found: The tensor.
@@ -61,20 +64,24 @@ class Alike:
         is_state = found.dtype == "uint8" and not isinstance(self.owner, torch.nn.Module)
         if is_value or is_state:
             is_whole = found.node[TAG] in ("bytes", "bytearray")
-            longest = found.tensor.nbytes if is_whole else _MAX_SUMMED_NBYTES
-            if mark := _checksum(found.tensor, longest):
-                found.node[MARK] = mark
+            self._values.append((found, sys.maxsize if is_whole else _MAX_SUMMED_NBYTES))
 
     def note_optimizer(self, fqn: str, optimizer: Any, taken: list[Occurrence]) -> None:
         """Note what was taken of an optimizer, by its name."""
         self._optimizers.append((optimizer, fqn, taken))
 
     def finish(self, held: Iterable[Occurrence]) -> None:
-        """Mark the state of optimizers, once all of the state is known.
+        """Mark what was noted, once all of the state is known, and what of it is tied.
+
+        Not before: a node that says more than its tensor is tied to nothing, and memory that is
+        not there is found out then.
 
         Args:
             held: All tensors of the state.
         """
+        for found, longest in self._values:
+            if mark := _checksum(found.tensor, longest):
+                found.node[MARK] = mark
         if not self._optimizers:
             return
         names: dict[int, str] = {}

@@ -177,10 +177,10 @@ class _Flattener:
         shared, per_rank = self._num_before
         for occurrence in (*self._shared[:shared], *self._per_rank[:per_rank]):
             occurrence.look_again()
-        if self._alike is not None:
-            self._alike.finish(self._shared)
         stored, untied = resolve_ties(self._shared, self._distinct)
         more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
+        if self._alike is not None:
+            self._alike.finish(self._shared)
         stored += more
         specs = [
             LeafSpec(o.name, o.dtype, tuple(o.tensor.shape) if o.look is None else o.look.shape)

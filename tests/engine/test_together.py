@@ -275,6 +275,28 @@ def test_tensors_that_stand_for_values_are_the_same_on_all_ranks(
     run_virtual(scenario(), seed=0)
 
 
+def test_what_stands_for_values_is_tied_all_the_same() -> None:
+    """A tensor at two places, a view of it, an array twice: each is stored once, as by one rank."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                del rank
+                random, array = torch.arange(64, dtype=torch.uint8), np.arange(8)
+                state = {"a": random, "b": random, "part": random[8:16], "x": array, "y": array}
+                info = await engine.save(state, "memory")
+                assert info.num_tensors == 2
+                found = await engine.load("memory")
+                assert found["a"] is found["b"]
+                assert found["part"].data_ptr() == found["a"].data_ptr() + 8
+                assert np.shares_memory(found["x"], found["y"])
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_buffers_that_differ_are_taken_for_copies() -> None:
     """Statistics of batch norm, and whatever else a module has: nobody knows that it may not."""
 
