@@ -10,6 +10,7 @@ from ckptio.errors import FormatError, PlanError, name_ranks
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.format.words import decode_word
+from ckptio.plan.marks import MARK, show_mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,8 +24,6 @@ DICT_TAGS = ("dict", "odict", "counter")
 RECORD_TAGS = ("namedtuple", "dataclass")
 #: Tag of a `PerRank` value: `"v"` has an entry for each rank.
 RANKS_TAG = "ranks"
-#: Key of what tells tensors apart that have to be the same on all ranks; in no manifest.
-MARK = "mark"
 #: Has, in a reference of a rank that holds nothing of a tensor, the name of the place, where its
 #: own memory does not tell which tensor is there.
 UNSURE = "unsure"
@@ -114,9 +113,9 @@ def _show(node: Json) -> str:
         return repr(node)
     tag = node.get(TAG, "dict")
     if type(tag) is list:
-        return f"a tensor ({node[MARK]})" if MARK in node else f"tensor {tag[0]!r}"
+        return f"a tensor ({show_mark(node)})" if MARK in node else f"tensor {tag[0]!r}"
     if MARK in node:
-        return f"{'an array' if tag == 'np' else tag} ({node[MARK]})"
+        return f"{'an array' if tag == 'np' else tag} ({show_mark(node)})"
     if tag in DICT_TAGS:
         return f"a dict of {len(node['v'] if TAG in node else node)}"
     if tag == "tuple":

@@ -40,13 +40,13 @@ from ckptio.format.crowds import Crowd
 from ckptio.format.encode import TAG
 from ckptio.plan.differences import (
     DICT_TAGS,
-    MARK,
     RANKS_TAG,
     RECORD_TAGS,
     UNSURE,
     Differences,
     decode_key,
 )
+from ckptio.plan.marks import unite_marked, unmarked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +176,7 @@ class _Merger:
     def _merge(self, place: Place, branches: Branches) -> Json:
         """Merge the nodes that groups have at one place."""
         if len(branches) > 1:
-            branches = _unite_equal(_sure_of(branches))
+            branches = unite_marked(_unite_equal(_sure_of(branches)))
         holders, first = branches[0]
         if len(branches) == 1:
             return self._number(first, holders)
@@ -282,9 +282,9 @@ class _Merger:
             if type(tag) is list:
                 if UNSURE in node:  # nobody is sure: what is there cannot be told
                     self._differences.add(f"{node[UNSURE]!r} has no elements on ranks that have it")
-                return {**_unmarked(node), TAG: number(tag[0])}
+                return {**unmarked(node), TAG: number(tag[0])}
             if "t" in node:
-                return {**_unmarked(node), "t": number(node["t"])}
+                return {**unmarked(node), "t": number(node["t"])}
             if tag == RANKS_TAG:
                 return self._join_values([(holders, node)])
             return _with_children(node, visit)
@@ -369,11 +369,6 @@ def _kind(node: Json) -> tuple[str, str]:
     if tag == "tuple":
         return ("sequence", "tuple")
     return (RANKS_TAG if tag == RANKS_TAG else "leaf", "")
-
-
-def _unmarked(node: dict[str, Json]) -> dict[str, Json]:
-    """Leave out what tells a tensor apart: the manifest does not have it."""
-    return {key: item for key, item in node.items() if key != MARK}
 
 
 def _pairs(node: dict[str, Json]) -> Json:

@@ -4,39 +4,51 @@ Tensors of one name, shape and type on several ranks are taken for copies, and o
 written: nobody reads a whole model once more, and running statistics may differ. But some tensors
 are values by which ranks differ, though their names do not: random states, data positions in
 bytes or arrays, and moments of an optimizer, which numbers its parameters on each rank of a
-pipeline from zero on. So these are marked, in the tree that a rank sends, with what tells them
-apart; where marks differ, so do the values, and no checkpoint is made of them.
+pipeline from zero on. So these are marked, in the tree that a rank sends, with facts about them.
+Where ranks know the same of a tensor, and it is not equal, so are their values not, and no
+checkpoint is made of them.
 
     bytes, arrays, tensors of uint8 that are no module's    a checksum
-    state of an optimizer                                   the parameter's name, and a checksum
+    what an optimizer keeps by a parameter's number         the parameter's name, if that is saved,
+                                                            too; of a DTensor else its mesh; of
+                                                            others a checksum
 
 Long tensors and arrays are summed up in part. What is on a device is not read: the caller's stream
-would have to be waited for.
+would have to be waited for. Nor are parts of DTensors: trees of ranks would all be different.
+
+What modules and optimizers give is told by its form in the tree, whoever called `state_dict()`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptio.errors import name_ranks
 from ckptio.format.checksum import crc32c
 from ckptio.format.encode import TAG
-from ckptio.plan.differences import MARK
+from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS
+from ckptio.plan.marks import MARK
+from ckptio.state.held import Held
 from ckptio.state.leaves import raw_bytes
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.samples import some_of
+from ckptio.state.sharded import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from ckptio.format.encode import Json
     from ckptio.state.looks import Occurrence
 
 #: Longer tensors are summed up in part: values in which a number may differ, and moments, which
 #: differ all over, and of which there may be gigabytes.
 _MAX_SUMMED_NBYTES, _MAX_MOMENT_NBYTES = 1 << 20, 1 << 12
-#: Of an optimizer's parameters so many are looked at: who numbers others has other ones from 0 on.
+#: Of what an optimizer keeps the first so many parameters' is summed up: who numbers others has
+#: other ones from the first on.
 _NUM_SUMMED = 64
 
 
@@ -49,13 +61,13 @@ class Alike:
 
     def __init__(self) -> None:
         self.owner: Any = None
-        #: Values, and how many bytes of each are summed up.
-        self._values: list[tuple[Occurrence, int]] = []
-        #: What was taken of optimizers: the optimizer, its name, and what is there of it.
-        self._optimizers: list[tuple[torch.optim.Optimizer, str, list[Occurrence]]] = []
+        #: Values by their nodes, and how many bytes of each are summed up.
+        self._values: dict[int, tuple[Occurrence, int]] = {}
+        #: Parameters of optimizers, by the nodes of their states.
+        self._parameters: dict[int, list[Any]] = {}
 
     def note(self, found: Occurrence, *, is_value: bool) -> None:
-        """Note a tensor that is no optimizer's, if it is to be the same.
+        """Note a tensor, if it is to be the same whatever it is in.
 
         Args:
             found: The tensor.
@@ -64,48 +76,109 @@ class Alike:
         is_state = found.dtype == "uint8" and not isinstance(self.owner, torch.nn.Module)
         if is_value or is_state:
             is_whole = found.node[TAG] in ("bytes", "bytearray")
-            self._values.append((found, sys.maxsize if is_whole else _MAX_SUMMED_NBYTES))
+            longest = sys.maxsize if is_whole else _MAX_SUMMED_NBYTES
+            self._values[id(found.node)] = found, longest
 
-    def note_optimizer(self, fqn: str, optimizer: Any, taken: list[Occurrence]) -> None:
-        """Note what was taken of an optimizer, by its name."""
-        self._optimizers.append((optimizer, fqn, taken))
+    def note_optimizer(self, node: Json, optimizer: torch.optim.Optimizer) -> None:
+        """Note whose state a node is."""
+        groups = getattr(optimizer, "param_groups", ())  # its class may make none
+        self._parameters[id(node)] = [p for group in groups for p in group.get("params", ())]
 
-    def finish(self, held: Iterable[Occurrence]) -> None:
-        """Mark what was noted, once all of the state is known, and what of it is tied.
+    def finish(self, tree: Json, plain: Iterable[Occurrence], held: Iterable[Held]) -> None:
+        """Mark what is to be the same, once all of the state is known, and what of it is tied.
 
         Not before: a node that says more than its tensor is tied to nothing, and memory that is
         not there is found out then.
 
         Args:
-            held: All tensors of the state.
+            tree: The tree.
+            plain: Tensors that are not kept for each rank.
+            held: Those that ranks hold in parts.
         """
-        for found, longest in self._values:
-            if mark := _checksum(found.tensor, longest):
-                found.node[MARK] = mark
-        if not self._optimizers:
-            return
+        tensors: dict[int, Occurrence | Held] = {id(found.node): found for found in plain}
+        tensors.update((id(node), one) for one in held for node in one.nodes)
         names: dict[int, str] = {}
-        for found in held:
-            names.setdefault(_place_of(found.tensor), found.name)
-        names.pop(0, None)
-        for optimizer, fqn, taken in self._optimizers:
-            prefix = f"{fqn}.state." if fqn else "state."
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for found in taken:
-                number = found.name.removeprefix(prefix).partition(".")[0]
-                index = int(number) if number.isdecimal() else -1
-                owner, summed = "", ""
-                if 0 <= index < len(parameters):
-                    owner = names.get(_place_of(parameters[index]), "")
-                if index < _NUM_SUMMED:
-                    summed = _checksum(found.tensor, _MAX_MOMENT_NBYTES)
-                mark = ", ".join(filter(None, (owner and f"of {owner!r}", summed)))
-                if mark:
-                    found.node[MARK] = mark
+        if self._parameters:
+            for one in tensors.values():
+                parts = one.sharded.local if isinstance(one, Held) else (one.tensor,)
+                for part in parts:
+                    names.setdefault(_place_of(part), one.name)
+        ahead = [(tree, False)]
+        while ahead:
+            node, is_module = ahead.pop()
+            if id(node) in self._values and not is_module:
+                found, longest = self._values[id(node)]
+                _mark(node, crc32c=_checksum(found.tensor, longest))
+            if type(node) is dict and "param_groups" in node and TAG not in node:
+                self._mark_optimizer(node, tensors, names)
+            is_module |= type(node) is dict and "m" in node and node.get(TAG) == "odict"
+            ahead += [(item, is_module) for item in _containers_in(node)]
+
+    def _mark_optimizer(
+        self, node: Json, tensors: dict[int, Occurrence | Held], names: dict[int, str]
+    ) -> None:
+        """Mark what an optimizer keeps of its parameters, if it knows them by number."""
+        parameters = self._parameters.get(id(node), [])
+        kept = node.get("state")
+        pairs = kept["v"] if type(kept) is dict and kept.get(TAG) == "dict" else ()
+        count = itertools.count()
+        for number, entry in pairs:
+            if type(number) is not int:
+                continue
+            owner = _place_of(parameters[number]) if 0 <= number < len(parameters) else 0
+            name, is_summed = names.get(owner, "") if owner else "", next(count) < _NUM_SUMMED
+            ahead = [entry]
+            while ahead:
+                item = ahead.pop()
+                ahead += _containers_in(item)
+                one = tensors.get(id(item))
+                if isinstance(one, Held):
+                    _mark(item, **({"of": name} if name else {"mesh": _mesh_of(one.owner)}))
+                elif one is not None:
+                    summed = _checksum(one.tensor, _MAX_MOMENT_NBYTES) if is_summed else ""
+                    _mark(item, of=name, crc32c=summed)
+
+
+def _containers_in(node: Json) -> Iterator[Json]:
+    """Give what is in a node of the tree, but for plain values and what is kept for each rank."""
+    items: Iterable[Json] = ()
+    if type(node) is list:
+        items = node
+    elif type(node) is dict:
+        tag = node.get(TAG)
+        if TAG not in node:
+            items = node.values()
+        elif tag in DICT_TAGS or tag in RECORD_TAGS:
+            held = node["v"]
+            items = held.values() if type(held) is dict else (item for _, item in held)
+        elif tag == "tuple":
+            items = node["v"]
+        elif tag == "enum":
+            items = (node["v"],)
+    return (
+        item
+        for item in items
+        if type(item) is list or (type(item) is dict and item.get(TAG) != RANKS_TAG)
+    )
+
+
+def _mark(node: dict[str, Any], **facts: str) -> None:
+    """Mark a node with what is known of it, and add to what was before."""
+    known = {fact: value for fact, value in facts.items() if value}
+    if known:
+        node[MARK] = {**node.get(MARK, {}), **known}
+
+
+def _mesh_of(tensor: Any) -> str:
+    """Name the ranks that hold a DTensor; empty for what is none."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return "" if mesh is None else name_ranks(mesh.mesh.flatten().tolist(), max_runs=4)
 
 
 def _place_of(tensor: Any) -> int:
-    """Tell where a tensor begins; 0 for one that has no memory of its own."""
+    """Tell where a tensor begins, or what this rank holds of it; 0 where nothing of it is."""
+    if is_dtensor(tensor):
+        tensor = local_of(tensor)
     if type(tensor) not in PLAIN_TENSORS:
         return 0
     try:
@@ -119,5 +192,6 @@ def _checksum(tensor: torch.Tensor, longest: int) -> str:
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
         return ""
     if tensor.nbytes > longest:
-        return f"crc32c {crc32c(some_of(tensor) or b''):08x}"
-    return f"crc32c {crc32c(raw_bytes(tensor).numpy().data):08x}"
+        some = some_of(tensor)
+        return "" if some is None else f"{crc32c(some):08x}"
+    return f"{crc32c(raw_bytes(tensor).numpy().data):08x}"

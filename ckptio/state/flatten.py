@@ -180,7 +180,7 @@ class _Flattener:
         stored, untied = resolve_ties(self._shared, self._distinct)
         more, more_untied = resolve_ties(self._per_rank, self._distinct, first=len(stored))
         if self._alike is not None:
-            self._alike.finish(self._shared)
+            self._alike.finish(tree, self._shared, self._held.values())
         stored += more
         specs = [
             LeafSpec(o.name, o.dtype, tuple(o.tensor.shape) if o.look is None else o.look.shape)
@@ -246,11 +246,11 @@ class _Flattener:
         alike = self._alike
         if alike is None or self._in_ranks:
             return self._encoder.encode(fqn, state)
-        before, alike.owner, first = alike.owner, value, len(self._shared)
+        before, alike.owner = alike.owner, value
         node = self._encoder.encode(fqn, state)
         alike.owner = before
         if isinstance(value, torch.optim.Optimizer):
-            alike.note_optimizer(fqn, value, self._shared[first:])
+            alike.note_optimizer(node, value)
         return node
 
     def _refuse(self, fqn: str, value: Any, problem: str, way_out: str) -> Json:

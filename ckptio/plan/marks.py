@@ -1,0 +1,50 @@
+"""What a rank knows of a tensor by which ranks may differ; in the tree that it sends alone.
+
+Facts by their kinds. A rank may know more of a tensor than another: the name of a parameter that
+is in its state alone, say. So nodes are the same where no kind that both have is not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptio.format.encode import Json
+
+#: Key of the facts in a reference to a tensor.
+MARK = "mark"
+#: Kinds of facts, and what is said of them.
+_KINDS = {"of": "of {!r}", "mesh": "spread over {}", "crc32c": "crc32c {}"}
+
+
+def unmarked(node: dict[str, Any]) -> dict[str, Any]:
+    """Give a reference without facts, as a manifest has it."""
+    return {key: item for key, item in node.items() if key != MARK}
+
+
+def unite_marked(branches: Sequence[tuple[int, Json]]) -> list[tuple[int, Json]]:
+    """Make one node of references that differ in facts alone, of which none contradict each other.
+
+    Args:
+        branches: The nodes at a place, with the groups of ranks that have them, by bits.
+    """
+    branches = list(branches)
+    if len(branches) == 1 or not any(type(n) is dict and MARK in n for _, n in branches):
+        return branches
+    first = branches[0][1]
+    facts: dict[str, str] = {}
+    holders = 0
+    for held, node in branches:
+        if type(node) is not dict or unmarked(node) != unmarked(first):
+            return branches
+        if any(facts.setdefault(k, fact) != fact for k, fact in node.get(MARK, {}).items()):
+            return branches
+        holders |= held
+    return [(holders, first)]
+
+
+def show_mark(node: dict[str, Any]) -> str:
+    """Write the facts of a reference for people."""
+    return ", ".join(_KINDS[kind].format(fact) for kind, fact in node[MARK].items())

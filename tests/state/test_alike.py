@@ -1,0 +1,128 @@
+"""Tests for what has to be the same on all ranks, though it is stored as a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckptio.errors import PlanError
+from ckptio.plan.trees import merge_trees, take_tree
+from ckptio.state.flatten import flatten
+from tests.state.ranks import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Linear = torch.nn.Linear
+
+
+def stepped(module: torch.nn.Module, seed: int = 0) -> torch.optim.Optimizer:
+    """Make an optimizer that has stepped, and its parameters the same whatever the seed is."""
+    torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(1)
+    return optimizer
+
+
+def spread(rank: int, ranks: list[int]) -> dict[str, Any]:
+    """Make what a rank holds of a parameter on a mesh of its own, and an optimizer of it."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=(f"x{rank}",))
+    local = torch.ones(4, 2)
+    whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(whole)
+    optimizer = torch.optim.Adam(module.parameters(), foreach=False)
+    module.weight.grad = torch.ones_like(whole)
+    optimizer.step()
+    return {"stage": module.state_dict(), "optimizer": optimizer}
+
+
+def stage(rank: int) -> dict[str, Any]:
+    made = spread(rank, [rank])
+    return {f"stage{rank}": made["stage"], "optimizer": made["optimizer"]}
+
+
+def states(rank: int) -> dict[str, Any]:
+    return {"o": stepped(Linear(2, 2), rank).state_dict()}
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
+    "moments in a dict": (states, r"'o\.state\.0\.exp_avg' is a tensor \(crc32c \w+\) on rank 0"),
+    "in a list": (lambda rank: [states(rank)["o"]], r"'0\.state\.0\.exp_avg' is a tensor"),
+    "of a stage over a mesh": (stage, r"exp_avg' is a tensor \(of 'stage0\.weight'\) on rank 0"),
+    "whose weights are elsewhere": (
+        lambda rank: {"optimizer": stage(rank)["optimizer"].state_dict()},
+        r"exp_avg' is a tensor \(spread over rank 0\) on rank 0 and",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), DIFFERENT.values(), ids=DIFFERENT)
+def test_moments_of_other_parameters_are_no_copies(make: Callable[[int], Any], words: str) -> None:
+    """Whoever called `state_dict()`, and whatever the parameters are spread over."""
+    with pytest.raises(PlanError, match=words):
+        save(2, make)
+
+
+class Composite(torch.optim.Optimizer):
+    """Has optimizers, and is none that torch knows of."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): part.state_dict() for i, part in enumerate(self.parts)}
+
+
+def masked(rank: int) -> torch.nn.Module:
+    module = Linear(2, 2)
+    module.register_buffer("mask", torch.full((2,), rank, dtype=torch.uint8))
+    return module
+
+
+def with_model_on_first(rank: int) -> dict[str, Any]:
+    module = Linear(2, 2)
+    return {"optimizer": stepped(module), **({} if rank else {"model": module})}
+
+
+SAME: dict[str, Callable[[int], Any]] = {
+    "one rank has the model": with_model_on_first,
+    "buffers of a state": lambda rank: {"m": masked(rank).state_dict()},
+    "one mesh": lambda rank: spread(rank, [0, 1]),
+    "one mesh, no weights": lambda rank: {"o": spread(rank, [0, 1])["optimizer"].state_dict()},
+    "an optimizer of others": lambda _: {"o": Composite(stepped(Linear(2, 2)))},
+    "no numbers": lambda rank: {"state": {"a": torch.ones(1) * rank}, "param_groups": []},
+}
+
+
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+def test_what_ranks_do_not_contradict_each_other_in_is_one(make: Callable[[int], Any]) -> None:
+    """A rank may know more than another; buffers and states by name are taken for copies."""
+    saved = save(2, make)
+    assert b'"mark"' not in bytes(saved.manifest.tree)
+
+
+def test_a_default_device_does_not_hide_what_differs() -> None:
+    """What is in the host's memory is summed up there, whatever device tensors are made on."""
+    made = [{"o": stepped(Linear(64, 64), rank), "x": long_bytes(rank)} for rank in range(2)]
+    torch.set_default_device("meta")
+    try:
+        flats = [flatten(state, rank) for rank, state in enumerate(made)]
+    finally:
+        torch.set_default_device(None)
+    trees = [take_tree(flat.tree, flat.names) for flat in flats]
+    with pytest.raises(PlanError, match=r"disagree on 5 values"):
+        merge_trees(trees, {name: i for i, name in enumerate(flats[0].names)})
+
+
+def long_bytes(rank: int) -> torch.Tensor:
+    return torch.full((2 << 20,), rank, dtype=torch.uint8)
