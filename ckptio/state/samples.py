@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-import torch
+import ctypes
+from typing import TYPE_CHECKING
 
-from ckptio.state.looks import PLAIN_TENSORS, order_of
+import numpy as np
+
+from ckptio.state.looks import PLAIN_TENSORS, order_of, plain_memory
+
+if TYPE_CHECKING:
+    import torch
 
 #: Of a longer tensor, as many words of eight bytes are taken, and the last one.
 _NUM_WORDS, _WORD_NBYTES = 64, 8
 #: Of one with gaps about as many elements.
 _NUM_ELEMENTS = 512
 
+_TO_READ = 0x100  # PyBUF_READ
+_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
 
 def some_of(tensor: torch.Tensor) -> bytes | None:
     """Give some bytes of a tensor in the host's memory, from all over it; `None` of others."""
+    found = plain_memory(tensor)
+    if found is not None:  # by far the most
+        start, stop = found[2]
+        return _some_of_memory(start, stop - start)
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
         return None
     try:
-        found = tensor.detach()
-        if order := order_of(found):
-            found = found.permute(order)
-        if not found.is_contiguous():
-            count = max(2, int(_NUM_ELEMENTS ** (1 / found.dim())))
-            found = found[tuple(slice(None, None, -(-n // count) or 1) for n in found.shape)]
-            found = found.resolve_conj().resolve_neg().contiguous()
-        place = found.storage_offset() * found.itemsize, (found.nbytes,), (1,)
-        memory = torch.empty(0, dtype=torch.uint8).set_(found.untyped_storage(), *place).numpy()
-        if found.nbytes <= _NUM_WORDS * _WORD_NBYTES:
-            return memory.tobytes()
-        num_words = found.nbytes // _WORD_NBYTES
-        words = memory[: num_words * _WORD_NBYTES].reshape(num_words, _WORD_NBYTES)
-        return words[:: num_words // _NUM_WORDS].tobytes() + memory[-_WORD_NBYTES:].tobytes()
-    except RuntimeError:  # its memory is not there any more, or is none
+        return _some_elements(tensor.detach())
+    except RuntimeError:  # sparse, wrapped by a transform of torch.func, or the like
         return None
+
+
+def _some_of_memory(start: int, nbytes: int) -> bytes:
+    """Give some of the bytes at an address. They are read at once: nobody has to keep them."""
+    if nbytes <= _NUM_WORDS * _WORD_NBYTES:
+        return ctypes.string_at(start, nbytes)
+    num_words = nbytes // _WORD_NBYTES
+    step = num_words // _NUM_WORDS
+    shape, strides = (-(-num_words // step),), (step * _WORD_NBYTES,)
+    memory = _view(start, nbytes, _TO_READ)
+    words = np.ndarray(shape, f"V{_WORD_NBYTES}", memory, 0, strides).tobytes()
+    return words + ctypes.string_at(start + nbytes - _WORD_NBYTES, _WORD_NBYTES)
+
+
+def _some_elements(tensor: torch.Tensor) -> bytes | None:
+    """Give some of a tensor that lies in memory in another way; `None` if it is not all there."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = tensor.untyped_storage()
+    nbytes = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if tensor.numel() and (nbytes > storage.nbytes() or not storage.data_ptr()):
+        return None
+    if order := order_of(tensor):
+        tensor = tensor.permute(order)
+    if not tensor.is_contiguous():
+        count = max(2, int(_NUM_ELEMENTS ** (1 / tensor.dim())))
+        tensor = tensor[tuple(slice(None, None, -(-n // count) or 1) for n in tensor.shape)]
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return _some_of_memory(tensor.data_ptr(), tensor.nbytes)

@@ -23,10 +23,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ckptio.errors import TargetError
-from ckptio.state.fills import Blank
 from ckptio.state.handed import is_of_torch
 from ckptio.state.looks import PLAIN_TENSORS
 from ckptio.state.samples import some_of
+from ckptio.state.sharded import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +43,10 @@ class _Sample(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        return self.filled is not None and some_of(self.tensor) != self.filled
+        if self.filled is None:
+            return False
+        now = some_of(self.tensor)
+        return now is not None and now != self.filled  # its memory may be gone
 
 
 class Untouched:
@@ -51,18 +54,19 @@ class Untouched:
 
     def __init__(self) -> None:
         self._samples: list[_Sample | None] = []  # in the order of the target
-        self._by_address: dict[int, _Sample] = {}
+        #: By where the tensor begins, or the local one that it is a block of.
+        self._by_address: dict[int, list[_Sample]] = {}
         self._num_taken = 0
 
     def sample(self, fills: Sequence[Fill]) -> None:
         """Keep some bytes of each tensor that was filled, in the order of the target."""
         for fill in fills:
             sample = None
-            if not isinstance(fill.tensor, Blank):
+            if isinstance(whole := fill.tensor, torch.Tensor):
                 tensor = fill.memory()
                 sample = _Sample(fill.name, tensor, some_of(tensor))
                 if sample.filled is not None:
-                    self._by_address[tensor.data_ptr()] = sample
+                    self._by_address.setdefault(whole.data_ptr(), []).append(sample)
             self._samples.append(sample)
 
     def reach(self, start: int, stop: int) -> None:
@@ -99,13 +103,10 @@ class Untouched:
 
     def changed(self, tensor: torch.Tensor) -> str:
         """Give the name of a tensor that is not as it was filled; empty for any other."""
-        if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
-            return ""
-        try:
-            sample = self._by_address.get(tensor.data_ptr())
-        except RuntimeError:  # one without memory
-            return ""
-        return sample.name if sample is not None and sample.is_changed else ""
+        for sample in self._by_address.get(_begin_of(tensor), ()):
+            if sample.is_changed:
+                return sample.name
+        return ""
 
     @contextlib.contextmanager
     def guard(self, target: Any) -> Iterator[None]:
@@ -143,18 +144,23 @@ class _Looking(TorchFunctionMode):
     ) -> Any:
         """Look, and do what is asked for."""
         del types
-        if func is torch.Tensor.copy_ and not self.found and self._is_taken(*args[:2]):
-            self.found = self._untouched.changed(args[0])
+        if func is torch.Tensor.copy_ and not torch.compiler.is_compiling() and not self.found:
+            into, source = (*args, None)[:2]
+            if (begin := _begin_of(into)) and begin == _begin_of(source):
+                self.found = self._untouched.changed(into)
         return func(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _is_taken(into: torch.Tensor, source: Any = None) -> bool:
-        if type(into) not in PLAIN_TENSORS or type(source) not in PLAIN_TENSORS:
-            return False
-        try:
-            return bool(into.data_ptr() == source.data_ptr())
-        except RuntimeError:  # one without memory
-            return False
+
+def _begin_of(tensor: Any) -> int:
+    """Tell where a tensor begins in the host's memory, or what this rank holds of it; else 0."""
+    if is_dtensor(tensor):
+        tensor = local_of(tensor)
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu:
+        return 0
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:  # one without memory
+        return 0
 
 
 def _error(name: str) -> TargetError:

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptio import TargetError, sync
+from ckptio.state.samples import some_of
 from tests.rig import SMALL
+from tests.state.ranks import as_rank, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,7 +162,6 @@ def test_nothing_stays_with_a_module_that_was_looked_at(tmp_path: Path) -> None:
     sync.load(tmp_path / "x", into={"m": target, "n": Linear(2, 2)}, config=SMALL)
     assert len(target.copies) == 2
     for part in (target, target.online, *target.copies):
-        assert not part._load_state_dict_pre_hooks
         part.load_state_dict(copy.deepcopy(part.state_dict()))
 
 
@@ -238,3 +241,65 @@ def test_what_is_written_to_is_seen_wherever_it_is(
         sync.load(tmp_path / "x", into={"a": Writing(), "t": target}, dtype=dtype, config=SMALL)
     sync.load(tmp_path / "x", into={"t": target, "a": Writing()}, dtype=dtype, config=SMALL)
     assert target[where].real.eq(3).all()
+
+
+def sharded_average(rank: int) -> dict[str, Any]:
+    """Make averaged weights and their model, of which this rank holds some rows."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=(f"x{rank}",))
+    state = averaged()
+    for module in (state["average"].shadow, state["model"]):
+        for name, parameter in list(module.named_parameters()):
+            part = DTensor.from_local(parameter.detach()[:1].clone(), mesh, [Shard(0)])
+            setattr(module, name, torch.nn.Parameter(part))
+    return state
+
+
+@pytest.mark.parametrize("is_state", [False, True])
+def test_what_a_rank_holds_in_part_is_looked_at(*, is_state: bool) -> None:
+    """A module of DTensors, and its state."""
+
+    def target() -> dict[str, Any]:
+        state = sharded_average(0)
+        return {**state, "model": state["model"].state_dict()} if is_state else state
+
+    saved = save(2, sharded_average)
+    with as_rank(0, 2), pytest.raises(TargetError, match=r"'model\.weight' was filled, and then"):
+        load(saved, target())
+
+
+def test_code_that_is_compiled_while_others_are_looked_at_runs(tmp_path: Path) -> None:
+    """What looks at tensors is nothing that a compiler could trace."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def doubled(weight: torch.Tensor) -> torch.Tensor:
+        return (weight * 2).copy_(weight)
+
+    target, state = Linear(2, 2), Linear(2, 2)
+    found: list[torch.Tensor] = []
+    target.register_load_state_dict_post_hook(lambda m, _: found.append(doubled(m.weight.data)))
+    sync.save({"m": state}, tmp_path / "x", config=SMALL)
+    sync.load(tmp_path / "x", into={"m": target}, config=SMALL)
+    assert torch.equal(target.weight, state.weight)
+    assert torch.equal(found[0], state.weight)
+
+
+def test_a_default_device_hides_nothing(tmp_path: Path) -> None:
+    """What is in the host's memory is looked at there, whatever device tensors are made on."""
+    sync.save(averaged(), tmp_path / "x", config=SMALL)
+    target = averaged()
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(TargetError, match="was filled, and then written to"):
+            sync.load(tmp_path / "x", into=target, config=SMALL)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_memory_that_is_gone_is_left_alone() -> None:
+    """It is not made again to look at it, and nothing in it has changed."""
+    tensor = torch.arange(1000.0)
+    parts = tensor, tensor.view(10, 100).t(), tensor[::2]
+    assert all(map(some_of, parts))
+    tensor.untyped_storage().resize_(0)
+    assert [some_of(part) for part in parts] == [None] * 3
+    assert tensor.untyped_storage().nbytes() == 0
