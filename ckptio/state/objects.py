@@ -92,7 +92,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
                 values = handed.without_own(values, template)
             self.untouched.reach(start, stop)
             self.untouched.require(values)
-            parts = parts_in(fqn, target)
+            parts = parts_in(fqn, target, template)
             with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             rebuilder.notes += put_back(parts, is_partial=is_partial)

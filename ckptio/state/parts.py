@@ -3,13 +3,13 @@
 An object whose state is its attributes gives the parts themselves in its `state_dict()`, and may
 expect to be given objects: of those their states are stored. So where it has the dict of a state
 in the place of a part, afterwards, the part comes back and takes that. One that hands the states
-on itself has its parts. To give every such object its parts was rejected: those that hand states
-on would give a module to a module.
+on itself has its parts, and one that gives states makes of them what it likes. To give every such
+object its parts was rejected: those that hand states on would give a module to a module.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: but samples or the like; some are inside themselves.
 _MAX_PARTS, _MAX_DEPTH = 1000, 4
 _METHODS = ("state_dict", "load_state_dict")
-_CONTAINERS = (list, tuple, dict, OrderedDict)
+_CONTAINERS = (list, tuple, deque, dict, OrderedDict)
 
 
 class Held(NamedTuple):
@@ -37,16 +37,25 @@ class Held(NamedTuple):
     value: Any
 
 
-def parts_in(fqn: str, target: Any) -> list[Held]:
+def has_parts(target: Any) -> bool:
+    """Whether any part of an object takes a state itself."""
+    return any(any(True for _ in _parts_of(value)) for _, value in _attributes_of(target))
+
+
+def parts_in(fqn: str, target: Any, template: Any) -> list[Held]:
     """Note the parts of an object that take states themselves, and the parts of those.
 
     Args:
         fqn: Its name.
         target: The object; modules and optimizers say themselves what they take.
+        template: What its `state_dict()` gives. A part that is not in it is left alone.
     """
     held: list[Held] = []
+    if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
+        return held
+    given = {id(part) for part in _parts_of(template, _MAX_DEPTH + 1)}
     seen: set[int] = set()
-    ahead = [(fqn, target)]
+    ahead = [(fqn, target)] if given else []
     while ahead:
         fqn, owner = ahead.pop()
         if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) or id(owner) in seen:
@@ -54,7 +63,7 @@ def parts_in(fqn: str, target: Any) -> list[Held]:
         seen.add(id(owner))
         for attribute, value in _attributes_of(owner):
             parts = list(_parts_of(value))
-            if parts:
+            if parts and (owner is not target or given.intersection(map(id, parts))):
                 name = join_fqn(fqn, attribute)
                 held.append(Held(name, owner, attribute, _copied(value)))
                 ahead += [(name, part) for part in parts]
@@ -96,27 +105,49 @@ def _put_back(fqn: str, before: Any, after: Any, notes: list[str], *, is_partial
         assigns = False
         if isinstance(before, torch.nn.Module):
             assigns = any(t.is_meta for t in (*before.parameters(), *before.buffers()))
-            for key, value in before.state_dict().items() if is_partial else ():
-                after.setdefault(key, value)
+            if is_partial:
+                _complete(fqn, before, after)
         notes += take_state(fqn, before, after, assigns=assigns)
         return before
     if not any(True for _ in _parts_of(before)):
         return after
     if type(after) is not type(before) or not after or any(True for _ in _parts_of(after)):
         return after  # handed on, or something else altogether
-    keys = list(before) if isinstance(before, dict) else range(len(before))
-    if (list(after) if isinstance(after, dict) else range(len(after))) != keys:
+    pairs, found = _items_of(before), dict(_items_of(after))
+    lost = [key for key, value in pairs if key not in found and any(True for _ in _parts_of(value))]
+    if lost or (len(found) > len(pairs) and not isinstance(before, dict)):
         raise TargetError(
-            f"{fqn!r} has {len(keys)} objects that take states, and was given {len(after)} states;"
+            f"{fqn!r} has {len(pairs)} objects that take states, and was given {len(found)} states;"
             " leave it out with select=, or have load_state_dict() hand them on"
         )
-    made = [
-        _put_back(join_fqn(fqn, key), before[key], after[key], notes, is_partial=is_partial)
-        for key in keys
-    ]
-    if isinstance(before, dict):
-        return type(before)(zip(keys, made, strict=True))
-    return type(before)(made)
+    for key, value in pairs:
+        if key in found:
+            name = join_fqn(fqn, key)
+            found[key] = _put_back(name, value, found[key], notes, is_partial=is_partial)
+    return _like(before, found if isinstance(before, dict) else found.values())
+
+
+def _items_of(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _like(container: Any, items: Any) -> Any:
+    """Give a container of the same kind with other items."""
+    return deque(items, container.maxlen) if type(container) is deque else type(container)(items)
+
+
+def _complete(fqn: str, module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Add what a module has, and was not given, to its state.
+
+    Raises:
+        TargetError: It does not say.
+    """
+    try:
+        own = module.state_dict()
+    except Exception as error:  # of the caller's class, which raises anything
+        raise TargetError(f"the state_dict() of {fqn!r} fails: {error!r}") from error
+    for key, value in own.items():
+        state.setdefault(key, value)
 
 
 def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
@@ -124,14 +155,16 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(owner, "__dict__", {}).items())
     for kind in type(owner).__mro__:
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            is_own = slot.startswith("__") and not slot.endswith("__")  # whose name Python makes
+            name = f"_{kind.__name__.lstrip('_')}{slot}" if is_own else slot
             if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
                 yield name, getattr(owner, name)
 
 
-def _parts_of(value: Any) -> Iterator[Any]:
+def _parts_of(value: Any, max_depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Give what takes a state in a value: itself, or what is in lists, tuples and dicts."""
-    left, ahead = _MAX_PARTS, [(value, _MAX_DEPTH)]
+    left, ahead = _MAX_PARTS, [(value, max_depth)]
     while ahead:
         item, depth = ahead.pop()
         if type(item) not in _CONTAINERS:
@@ -153,5 +186,5 @@ def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return value
     if isinstance(value, dict):
-        return type(value)((key, _copied(item, depth - 1)) for key, item in value.items())
-    return type(value)(_copied(item, depth - 1) for item in value)
+        return _like(value, ((key, _copied(item, depth - 1)) for key, item in value.items()))
+    return _like(value, (_copied(item, depth - 1) for item in value))

@@ -7,7 +7,7 @@ import copy
 import enum
 import io
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -326,6 +326,16 @@ class Locked(Has):
         raise AttributeError(name)
 
 
+class Queued(Has):
+    """One that has its parts in a queue, and gives a list of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": list(self.net)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net = deque(state["net"], 3)
+
+
 class Slotted:
     """One that has its part in a slot, and calls it otherwise in its state."""
 
@@ -341,7 +351,36 @@ class Slotted:
         self.net = state["model"]
 
 
+class Hiding:
+    """One whose slot Python names after its class."""
+
+    __slots__ = ("__net",)
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.__net = net
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.__net}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__net = state["model"]
+
+    @property
+    def shown(self) -> Any:
+        return self.__net
+
+
+def by_name(net: Any) -> Has:
+    """Make one that has parts by name; in another order each time, and something beside them."""
+    names = {"a": net, "b": net_of(3)}
+    is_saved = not net.weight.is_meta and net.weight[0, 0] == 1
+    return Has(net=dict(reversed(names.items())) if is_saved else names)
+
+
 PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a queue": (lambda net: Queued(net=deque([net], 3)), lambda held: held.net[0]),
+    "a hidden slot": (Hiding, lambda held: held.shown),
+    "another order": (by_name, lambda held: held.net["a"]),
     "a list": (lambda net: Has(net=[net, 1]), lambda held: held.net[0]),
     "a tuple": (lambda net: Has(net=(net,)), lambda held: held.net[0]),
     "a dict of lists": (lambda net: Has(net={"a": [net]}), lambda held: held.net["a"][0]),
@@ -365,6 +404,75 @@ def test_parts_stay_wherever_an_object_has_them(
     sync.load(tmp_path / "c", {"x": target}, config=SMALL)
     assert find(target) is net
     assert net.weight.eq(1).all()
+
+
+class Counted:
+    """A part that has a number alone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_parts_stay_where_a_state_is_all_numbers_and_words(tmp_path: Path) -> None:
+    """Such a state is handed over as it is, to those that have no parts alone."""
+    sync.save({"x": Has(part=Counted(1), n={"more": 1})}, tmp_path / "c", config=SMALL)
+    target = Has(part=Counted(0), n={})
+    part = target.part
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.part is part
+    assert part.number == 1
+
+
+class Pool:
+    """Has workers, and keeps what it is given for those that it makes later, if need be."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.workers: list[Any] = [Counted(number) for number in numbers]
+        self.names = [str(number) for number in numbers]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": [worker.state_dict() for worker in self.workers], "t": torch.ones(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.workers = list(state["w"])
+
+
+def test_who_gives_states_makes_of_them_what_it_likes(tmp_path: Path) -> None:
+    """As many as are stored, and nothing comes back in the place of them."""
+    sync.save({"x": Pool(1, 2, 3)}, tmp_path / "c", config=SMALL)
+    for target in (Pool(4, 5), Pool(4, 5, 6)):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+        assert target.workers == [{"number": number} for number in (1, 2, 3)]
+
+
+class Refusing(torch.nn.Linear):
+    """Does not say any more what it has."""
+
+    is_quiet = False
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        if self.is_quiet:
+            raise ValueError("quiet")
+        return super().state_dict(*args, **options)
+
+
+class Quieting(Has):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.is_quiet = True
+        super().load_state_dict(state)
+
+
+def test_a_part_that_does_not_say_what_it_has_is_no_error_of_another_kind(tmp_path: Path) -> None:
+    sync.save({"x": Has(net=net_of(1))}, tmp_path / "c", config=SMALL)
+    target = Quieting(net=Refusing(2, 2))
+    with pytest.raises(TargetError, match=r"state_dict\(\) of 'x\.net' .*quiet"):
+        sync.load(tmp_path / "c", {"x": target}, select="x.net.weight", config=SMALL)
 
 
 class Ringed(Has):
