@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 from ckptio.errors import UnsupportedLeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 #: Fields of a tensor that is made of others, beside those: what `__tensor_unflatten__` takes.
 CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
 #: One more, where it is what one rank holds of a DTensor: of which, and what part.
 LAYOUT = "__layout__"
-#: What classes have whose objects hold elements or a state: arrays and tensors, objects that are
-#: saved, generators of random numbers.
+#: What classes have whose objects hold elements: arrays and tensors.
+_OF_ELEMENTS = ("__array__", "__setitem__")
+#: And those with a state: objects that are saved, generators of random numbers.
 _OF_STATE = (
-    ("__array__", "__setitem__"),
     ("state_dict", "load_state_dict"),
     ("get_state", "set_state"),
     ("getstate", "setstate"),
     ("bit_generator",),
 )
-#: Containers in an attribute that is no field: a longer list is taken for what follows from them.
+#: So many values are looked at, in an attribute that is no field.
 _MAX_LOOKED_AT = 10_000
+_END = object()
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -79,32 +80,62 @@ def _attribute_with_state(value: Any) -> str | None:
         is_own = name in fields or isinstance(
             getattr(type(value), name, None), functools.cached_property
         )
-        if not is_own and _has_state(item, id(value)):
+        if not is_own and _holds(_has_elements_or_state, item, value):
             return name
     return None
 
 
-def _has_state(item: Any, owner: int) -> bool:
-    """Whether a value is, or holds, a tensor, an array, a generator or an object with a state.
+def holds_objects(item: Any, owner: Any) -> bool:
+    """Whether a value is, or holds, an object with a state: what only follows from others has none.
 
     Args:
-        item: The value. What is in other objects than containers and records is not looked at.
-        owner: Id of the record that has it, which is looked at itself.
+        item: The value.
+        owner: The record that has it, as an attribute.
     """
-    seen, ahead = {owner}, [item]
-    while ahead and len(seen) < _MAX_LOOKED_AT:
-        item = ahead.pop()
-        if id(item) in seen:
+    return _holds(_has_state, item, owner)
+
+
+def _has_state(cls: type) -> bool:
+    return any(all(hasattr(cls, name) for name in names) for names in _OF_STATE)
+
+
+def _has_elements_or_state(cls: type) -> bool:
+    return all(hasattr(cls, name) for name in _OF_ELEMENTS) or _has_state(cls)
+
+
+def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
+    """Whether a value is, or holds, one of a class.
+
+    Args:
+        is_such: Whether a class is such a one.
+        item: The value. What is in other objects than containers and records is not looked at,
+            nor what comes behind many values.
+        owner: The record that has it, which is looked at itself.
+    """
+    seen = {id(owner)}
+    ahead: list[Iterator[Any]] = [iter((item,))]
+    known: dict[type, bool] = {}
+    num_left = _MAX_LOOKED_AT
+    while ahead and num_left:
+        item = next(ahead[-1], _END)
+        if item is _END:
+            ahead.pop()
             continue
+        num_left -= 1
         cls = type(item)
-        if any(all(hasattr(cls, name) for name in names) for names in _OF_STATE):
+        if cls not in known:
+            known[cls] = is_such(cls)
+        if known[cls]:
             return True
-        if isinstance(item, (dict, list, tuple)):
+        is_container = isinstance(item, (dict, list, tuple))
+        if not is_container and (cls is type or not dataclasses.is_dataclass(item)):
+            continue
+        if id(item) not in seen and not isinstance(item, type):
             seen.add(id(item))
-            ahead += item.values() if isinstance(item, dict) else item
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            seen.add(id(item))
-            ahead += (held for _, held in fields_of(item))
+            if not is_container:
+                ahead.append(held for _, held in fields_of(item))
+            else:
+                ahead.append(iter(item.values() if isinstance(item, dict) else item))
     return False
 
 

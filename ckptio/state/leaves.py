@@ -96,7 +96,7 @@ def way_out_of(value: object) -> str:
         taken = "dict" if value.__name__.startswith("named_") else "list"
         is_of_module = value.__name__.removeprefix("named_") in ("parameters", "buffers")
         return f"save {'the module, or ' * is_of_module}{taken}(...) of it"
-    if isinstance(value, _FUNCTIONS) and value.__name__ == "state_dict":
+    if isinstance(value, _FUNCTIONS) and getattr(value, "__name__", "") == "state_dict":
         return "call it, and save what it gives"
     for classes, way_out in _ways_out():
         if isinstance(value, classes):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
+from ckptio.format.fields import holds_objects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,13 +61,17 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
             # transformers' outputs have their fields as items, too, but for those that are None
             put = OrderedDict if isinstance(target, OrderedDict) else dict
             put.__setitem__(target, name, value)
+    if isinstance(target, OrderedDict):
+        for name in filter(target.__contains__, now):  # indexed in this order
+            target.move_to_end(name)
     return target
 
 
 def _cached_in(record: Any) -> list[str]:
-    """Name the properties of which a record keeps the values."""
+    """Name the properties of which a record keeps the values, but for objects with a state."""
     cls, held = type(record), getattr(record, "__dict__", {})
-    return [n for n in held if isinstance(getattr(cls, n, None), functools.cached_property)]
+    cached = [n for n in held if isinstance(getattr(cls, n, None), functools.cached_property)]
+    return [name for name in cached if not holds_objects(held[name], record)]
 
 
 def copied(fqn: str, container: Any) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import decimal
+import functools
 import io
 import random
 import types
@@ -203,6 +204,7 @@ def refused() -> dict[str, tuple[Any, str]]:
         "a float of a class": (Rate(1), r"save float\(...\)"),
         "to_dict": (Settled(), r"save its to_dict\(\)"),
         "function": (lambda: 0, "function.*; save its name, or the object that has it"),
+        "method of no function": (types.MethodType(functools.partial(print), 1), "save its name"),
         "method": (torch.nn.ReLU().forward, "method.*; save its name, or the object that has it"),
         "builtin": (len, "; save its name, or the object that has it"),
         "state_dict": (torch.nn.ReLU().state_dict, "; call it, and save what it gives"),

@@ -308,6 +308,7 @@ class Has:
     """An object whose state is all that it has, of which that may be anything."""
 
     net: Any
+    part: Any
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)

@@ -18,7 +18,7 @@ from ckptio import PerRank
 from ckptio.errors import MismatchError, TargetError, UnsupportedLeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -278,11 +278,62 @@ class Ordered(OrderedDict[str, Any]):
 
 @pytest.mark.parametrize("saved", [Ordered(1.0, 2), {"loss": 1.0, "logits": 2}], ids=type)
 def test_a_dataclass_that_is_a_dict_is_filled_as_both(saved: Any, path: str) -> None:
+    """Its items are in the order of the fields, by which transformers' outputs are indexed."""
     ckptio.sync.save({"x": saved}, path)
-    target = Ordered(0.0)
+    for target in (Ordered(0.0), Ordered(None, 0)):
+        ckptio.sync.load(path, into={"x": target})
+        assert (target.loss, target.logits) == (1.0, 2)
+        assert list(target.items()) == [("loss", 1.0), ("logits", 2)]
+
+
+@dataclass
+class Trained:
+    """Keeps what follows from its fields, and a network that is trained."""
+
+    size: int
+
+    @functools.cached_property
+    def twice(self) -> torch.Tensor:
+        return torch.ones(self.size * 2)
+
+    @functools.cached_property
+    def net(self) -> list[torch.nn.Module]:
+        return [torch.nn.Linear(2, 2)]
+
+
+def test_of_what_a_record_has_computed_objects_with_a_state_stay(path: str) -> None:
+    ckptio.sync.save({"x": Trained(2)}, path)
+    target = Trained(1)
+    assert len(target.twice) == 2
+    net = target.net
     ckptio.sync.load(path, into={"x": target})
-    assert (target.loss, target.logits) == (1.0, 2)
-    assert dict(target) == {"loss": 1.0, "logits": 2}
+    assert len(target.twice) == 4
+    assert target.net is net
+
+
+@dataclass
+class Indexed:
+    size: int
+
+    def __post_init__(self) -> None:
+        self.index = Counting(range(self.size))
+
+
+class Counting(list[int]):
+    """Counts how often one of its items is asked for."""
+
+    num_asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for item in super().__iter__():
+            Counting.num_asked += 1
+            yield item
+
+
+def test_of_a_long_list_that_is_no_field_the_first_items_are_looked_at(path: str) -> None:
+    """A list of a million numbers follows from the fields, and is not gone through."""
+    ckptio.sync.save({"x": Indexed(100_000)}, path)
+    assert 0 < Counting.num_asked <= 10_000
 
 
 def test_a_dataclass_takes_a_dict_by_the_names_of_its_fields(path: str) -> None:
