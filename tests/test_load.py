@@ -617,6 +617,17 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             {"m": {"module._orig_mod.w": 1}},
             "load into a module wrapped like the one that was saved",
         ),
+        ({"m": {"w": torch.ones(1)}}, {"m": {}}, "'m' of the target is empty: None in its place"),
+        (
+            {"o": {"state": {0: {"step": 1}}, "param_groups": []}},
+            {"o": {"state": {"net.w": {"step": 1}}, "param_groups": []}},
+            "'o.state' by numbers of parameters, and the target by names: load it into the optim",
+        ),
+        (
+            {"m": {"weight_g": torch.ones(2, 1), "weight_v": torch.ones(2, 2), "bias": 1}},
+            {"m": torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))},
+            "'m' has code that may know these names as older ones: give what load() returns for",
+        ),
         (
             {"m": {"0.w": 1}},
             {"m": {"0": torch.nn.Linear(2, 2)}},

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from ckptio.format.encode import join_fqn
 from ckptio.state.fills import names_of
 from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from ckptio.state.fills import Match
 
@@ -27,6 +30,10 @@ _OTHER_FLOAT = re.compile(
 )
 
 
+#: A moment by the number of its parameter.
+_NUMBERED = re.compile(r"((?:.*\.)?state)\.\d+\.\w+")
+
+
 def hint_for(match: Match, target: Any, writer: str) -> str:
     """Say what to do, empty if nothing tells.
 
@@ -35,11 +42,13 @@ def hint_for(match: Match, target: Any, writer: str) -> str:
         target: What was to be filled.
         writer: What wrote the checkpoint, as its manifest says.
     """
-    given = names_of("", target.state_dict() if is_stateful(target) else target)
     names = (
-        _level(given, match.unexpected)
+        _level(_names_of(target), match.unexpected)
+        or _empty(target, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
+        or _numbers(match.missing, match.unexpected)
+        or _older(match)
         or _renaming(match, writer)
     )
     return "; ".join(filter(None, (names, _conversion(match))))
@@ -65,6 +74,14 @@ def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
     return f"{problem}; {'; '.join(ways_out)}"
 
 
+def _names_of(target: Any) -> list[str]:
+    """Name what a target has; nothing if it does not say."""
+    try:
+        return names_of("", target.state_dict() if is_stateful(target) else target)
+    except Exception:  # of the caller's class, which raises anything
+        return []
+
+
 def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if the names of a target are those of a checkpoint, a level up or down."""
     if not given or not unexpected:
@@ -78,6 +95,19 @@ def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
     below = given[0].removesuffix(f".{unexpected[0]}")
     if below != given[0] and {f"{below}.{name}" for name in unexpected} <= set(given):
         return f"the checkpoint's names are those below {below!r} of the target: pass that alone"
+    return ""
+
+
+def _empty(target: Any, unexpected: Sequence[str]) -> str:
+    """Say so if a target has a dict without anything in the place of what is stored."""
+    ahead = [("", target)]
+    while ahead:
+        fqn, value = ahead.pop()
+        if type(value) is not dict:
+            continue
+        if not value and fqn and any(name.startswith(f"{fqn}.") for name in unexpected):
+            return f"{fqn!r} of the target is empty: None in its place takes what is stored"
+        ahead += [(join_fqn(fqn, key), item) for key, item in value.items()]
     return ""
 
 
@@ -137,6 +167,41 @@ def _those_in(names: Sequence[str], prefixes: Sequence[str]) -> str:
     """Say which prefixes names have."""
     found = [prefix for prefix in prefixes if any(prefix in name for name in names)]
     return " and ".join(map(repr, found))
+
+
+def _numbers(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say so if an optimizer was saved by numbers, and the target has the names of parameters."""
+    for name in unexpected:
+        found = _NUMBERED.fullmatch(name)
+        if found is not None and any(n.startswith(f"{found[1]}.") for n in missing):
+            return (
+                f"the checkpoint has what is below {found[1]!r} by numbers of parameters, and the"
+                " target by names: load it into the optimizer itself"
+            )
+    return ""
+
+
+def _older(match: Match) -> str:
+    """Say so if a module lacks names of which it may know older ones."""
+    for fqn, module in match.modules.items():
+        prefix = f"{fqn}." if fqn else ""
+        is_both = all(
+            any(name.startswith(prefix) for name in names)
+            for names in (match.missing, match.unexpected)
+        )
+        if is_both and any(map(_reads_older, module.modules())):
+            return (
+                f"{fqn or 'the target'!r} has code that may know these names as older ones: give"
+                " what load() returns for it without into= to its load_state_dict()"
+            )
+    return ""
+
+
+def _reads_older(module: torch.nn.Module) -> bool:
+    """Whether a module changes what it is given: by a hook, or by a method that is not torch's."""
+    reads = type(module)._load_from_state_dict  # noqa: SLF001  # made to be overridden
+    hooks = getattr(module, "_load_state_dict_pre_hooks", {})
+    return bool(hooks) or not reads.__module__.startswith("torch.")
 
 
 def _conversion(match: Match) -> str:

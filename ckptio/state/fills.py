@@ -168,6 +168,7 @@ class Match:
         unexpected: Names of the checkpoint that the target does not have.
         mismatched: One line for each name that is there in another shape, type or kind.
         unfit: Tensors of the target among those.
+        modules: Modules of the target, by their names; they may know names of older versions.
         num_filled: Tensors of the target that are filled, or take nothing since this rank
             holds no element of them.
         num_values: Values taken from the checkpoint that are not filled in place.
@@ -184,6 +185,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     unfit: list[torch.Tensor] = field(default_factory=list)
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     num_filled: int = 0
     num_values: int = 0
     num_before: int = 0

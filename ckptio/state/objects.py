@@ -83,6 +83,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             assemble = self._value(fqn, None, node)
         is_partial = self._keep is not None or self.match.num_left > num_left
         if is_module:
+            self.match.modules[fqn] = target
             self.match.forgive_tied({join_fqn(fqn, k): v for k, v in template.items()})
         has_blanks, stop = self._num_blanks > num_blanks, len(self.match.fills)
 

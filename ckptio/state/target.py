@@ -51,7 +51,14 @@ from ckptio.state.prune import prune_at
 from ckptio.state.records import copied, fields_of, record_tag, tag_of, with_fields
 from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
-from ckptio.state.tree import holds_absent, is_absent, is_kept, is_ranks, sequence_in
+from ckptio.state.tree import (
+    holds_absent,
+    holds_tensors,
+    is_absent,
+    is_kept,
+    is_ranks,
+    sequence_in,
+)
 from ckptio.state.versions import Versions
 from ckptio.state.wrappers import is_wrapper, parts_alike, put_together, wrapper_in
 
@@ -131,9 +138,12 @@ class Matcher(ObjectMatcher):
                 return self._other(fqn, target, node, other("a dataclass", node))
             return self._record(fqn, self._own(fqn, target, node), fields)
         if isinstance(target, dict):
-            return self._dict(fqn, self._own(fqn, target, node), node, closed=True)
+            own = self._own(fqn, target, node)
+            if type(target) in _DICTS and not target and fqn and not holds_tensors(node):
+                return self._filled(fqn, own, node)  # a placeholder, inside of others
+            return self._dict(fqn, own, node, closed=True)
         is_sequence = isinstance(target, (list, tuple)) and not isinstance(target, torch.Size)
-        if is_sequence and (target or not fqn):  # an empty one is a placeholder inside of others
+        if is_sequence and (target or not fqn):  # as above
             return self._sequence(fqn, self._own(fqn, target, node), node)
         if self._selects(fqn, node):
             require_value(fqn, target)
@@ -247,6 +257,22 @@ class Matcher(ObjectMatcher):
                 whole = arranged(fqn, filled, found_here) if is_whole else filled
                 return versions.put(whole, is_whole=is_whole)
             return versions.put(kind(in_order(fqn, values, found_here)), is_whole=is_whole)
+
+        return update
+
+    def _filled(self, fqn: str, target: dict[Any, Any], node: Json) -> Assemble:
+        """Take all that a dict has in the checkpoint into an empty one.
+
+        Not tensors: a rank of a pipeline may have none of what others have there.
+        """
+        assemble = self._dict(fqn, target, node, closed=False)
+
+        def update(rebuilder: Rebuilder) -> Any:
+            values = assemble(rebuilder)
+            (OrderedDict if isinstance(target, OrderedDict) else dict).update(target, values)
+            if isinstance(target, OrderedDict) and isinstance(values, OrderedDict):
+                vars(target).update(vars(values))  # versions of modules
+            return target
 
         return update
 

@@ -146,6 +146,27 @@ def test_an_empty_target_takes_nothing_of_another_kind(empty: Any) -> None:
     assert result is target == [1, {"a": 2}]
 
 
+def test_an_empty_dict_inside_takes_all_that_is_plain() -> None:
+    """A history, or what callbacks keep: nothing is there yet in a target that is new."""
+    saved = {"h": {1: 0.5, 2: {"a": [1]}}, "o": OrderedDict(b=1, a=2), "c": Counter(x=-2)}
+    target: dict[str, Any] = {"h": {}, "o": OrderedDict(), "c": Counter()}
+    held = dict(target)
+    match, result = matched(saved, target)
+    assert match.agrees
+    assert result == saved
+    assert all(result[name] is value for name, value in held.items())
+    assert list(result["o"]) == ["b", "a"]
+
+
+def test_an_empty_dict_takes_no_tensors() -> None:
+    """It may be a rank's that has none of what others have there."""
+    match = match_of({"h": {"a": {"b": zeros(2)}, "c": 1}}, {"h": {}})
+    assert match.unexpected == ["h.a.b", "h.c"]
+    match, result = matched({"h": [1]}, {"h": {}})
+    assert [line.split(":")[0] for line in match.mismatched] == ["h"]
+    assert result == {"h": {}}
+
+
 def test_keys_of_any_kind_match_themselves() -> None:
     """Enums and records as keys match without their classes being passed."""
     keys = [
