@@ -141,6 +141,7 @@ class MismatchError(TargetError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
+        self._path, self._hint = path, hint
         parts = [
             f"{len(names)} {kind} ({_some(names)})"
             for kind, names in (
@@ -159,6 +160,10 @@ class MismatchError(TargetError):
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
             f" {ways_out} does so without a word"
         )
+
+    def of_unexpected(self, names: Sequence[str]) -> MismatchError:
+        """Give the same error of these names in the checkpoint, and nothing else."""
+        return MismatchError(self._path, (), names, (), self._hint)
 
 
 class PlanError(CheckpointError, ValueError):

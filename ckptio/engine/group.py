@@ -151,13 +151,14 @@ async def read_together(
         wanted: The ranges.
         context: The engine.
         course: How far the load has come.
-        unclaimed: Raised if no rank has names in its target that this one lacks.
+        unclaimed: Raised, of those names alone, if no rank has names in its target that this
+            one lacks.
 
     Returns:
         Bytes that came to this rank, read or passed on.
 
     Raises:
-        MismatchError: As above; on every rank.
+        MismatchError: As above; on every rank, before anything was read.
         RankError: It failed on some rank.
         PeerLostError: A rank was lost.
     """
@@ -197,7 +198,9 @@ async def read_together(
             await meet(session, "done", None, _all_done, path=reading.storage.path, context=context)
     if answer["unclaimed"]:
         assert unclaimed is not None  # noqa: S101  # all ranks lack it, and so does this one
-        raise unclaimed
+        lacking = set(answer["unclaimed"])
+        names = [name for name in unclaimed.unexpected if _short(name) in lacking]
+        raise unclaimed.of_unexpected(names)
     return reading.read_nbytes
 
 
@@ -262,13 +265,13 @@ class _Meeting:
         self, messages: Sequence[Json], links: contextlib.AsyncExitStack
     ) -> Sequence[Json] | Same:
         """Plan who reads what for whom, on rank 0; or let each rank read for itself."""
-        if set.intersection(*(set(message["unclaimed"]) for message in messages)):
-            return Same({"link": None, "unclaimed": True})
+        if lacking := set.intersection(*(set(message["unclaimed"]) for message in messages)):
+            return Same({"link": None, "unclaimed": sorted(lacking)})
         ways = {message["exchange"] for message in messages}
         if len(ways) > 1:
             raise ConfigError(f"ranks load with exchange {sorted(ways)}; it is one for all ranks")
         if ways == {"off"}:
-            return Same({"link": None, "unclaimed": False})
+            return Same({"link": None, "unclaimed": []})
         context = self._context
         plan = await run_blocking(
             context.executor,
@@ -288,8 +291,8 @@ class _Meeting:
         offer = await context.linker.offer(context, addresses, links) if pays else None
         self._say(plan, is_exchanged=offer is not None)
         if offer is None:
-            return Same({"link": None, "unclaimed": False})
-        return [{"link": offer, "units": units, "unclaimed": False} for units in plan.parts()]
+            return Same({"link": None, "unclaimed": []})
+        return [{"link": offer, "units": units, "unclaimed": []} for units in plan.parts()]
 
     def _say(self, plan: ExchangePlan, *, is_exchanged: bool) -> None:
         """Tell the observer, if there is one, who reads what."""

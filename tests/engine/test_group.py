@@ -75,7 +75,7 @@ def test_ranks_load_what_each_has_of_a_pipeline(config: CheckpointConfig) -> Non
             short = [{name: held for name, held in s.items() if name != lost} for s in stages]
             for error in await try_to_load(ranks, [*short, {}]):
                 assert isinstance(error, MismatchError)
-                assert lost in error.unexpected
+                assert error.unexpected == (lost,)
                 assert not error.missing
             await load_states(ranks, [*stages, {}])
 
