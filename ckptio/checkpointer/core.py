@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.losses import missed_deadline
 from ckptio.checkpointer.pace import Pace
 from ckptio.checkpointer.questions import Questions
 from ckptio.checkpointer.signals import SignalWatch
@@ -26,7 +27,6 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
-    SaveAbortedError,
     shown,
 )
 from ckptio.events import Preempted
@@ -58,7 +58,6 @@ class CheckpointerCore:
     """A checkpointer, but for how one waits for it. See `face.Checkpointer`.
 
     Attributes:
-        preempted: Whether the last save was asked for.
         make_root: Makes the root; tests give another.
         clock: Gives seconds.
     """
@@ -87,7 +86,7 @@ class CheckpointerCore:
                 require_seconds(name, value)
         if remote_url(root) is None:
             local_path(root)
-        self.preempted = False
+        self._is_preempted = False
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
         self._given_root = root
@@ -226,25 +225,14 @@ class CheckpointerCore:
         self._engine = None
         if self._upkeep is None:
             return
-        missed = self._missed()
+        missed = self._late and missed_deadline(*self._late, self._given_root, self._deadline_s)
         self._upkeep.end(error or missed)
         if missed is not None and error is None:
             raise missed
 
-    def _missed(self) -> SaveAbortedError | None:
-        """Say how what missed the deadline has ended; `None` if the abort was too late."""
-        if self._late is None:
-            return None
-        step, moments = self._late
-        if not moments.durable.done() or moments.error() is None:
-            return None
-        what = f"step {step} of {str(self._given_root)!r} was not committed"
-        lost = "and its save was aborted; the steps before it are untouched"
-        if moments.committed.error() is None:
-            what = f"step {step} was committed, but not copied to the second tier"
-            lost = "and the copy was stopped; a later run that finds the step goes on with it"
-        deadline = f"within {self._deadline_s:g} s of the signal"
-        return SaveAbortedError(f"{what} {deadline}, {lost}. Give it more time, or save more often")
+    @property
+    def _is_alone(self) -> bool:
+        return self.engine.context.ranks.world_size == 1
 
     # saving
 
@@ -260,6 +248,7 @@ class CheckpointerCore:
 
         engine = self.engine
         try:
+            self.upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
         except Exception as error:  # raised again; the other ranks must not wait for this one
@@ -307,11 +296,17 @@ class CheckpointerCore:
         is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):
-            self.preempted = self.preempted or bool(stop.reason)
+            self._is_preempted |= bool(stop.reason)
             return True
         if stop is not None:
             return stop
         return is_due
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run is to end: at once, where one rank asks itself when to save."""
+        is_asking = self._has_asked or self._engine is None
+        return self._is_preempted or (self._is_ending and not is_asking and self._is_alone)
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""
@@ -326,6 +321,9 @@ class CheckpointerCore:
         self._asked_s = self.clock()
         if stop.reason:
             self._is_ending = True
+            if not self._has_asked and not self._is_alone:
+                words = "%s: should_save() says when to save last, and is not called here"
+                _log.warning(words, stop.reason)
             self.engine.emit(Preempted(path=self.keeper.root.path, reason=stop.reason))
 
     async def _watch(self, context: EngineContext) -> None:

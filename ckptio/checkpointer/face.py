@@ -194,7 +194,8 @@ class Checkpointer:
         """Whether the run is to end: `should_save` has asked for the last save.
 
         It becomes true inside `should_save`, at the same step on all ranks, and never
-        before the state of that step can be saved.
+        before the state of that step can be saved. Where there is one rank, and it never calls
+        that, at the signal.
         """
         return self._core.preempted
 
@@ -244,6 +245,8 @@ class Checkpointer:
             UnsupportedLeafError: A value has no portable form. Nothing was written.
             ConfigError: Step or metrics are no numbers.
             EngineClosedError: The checkpointer is not open.
+            BaseException: How earlier saves failed, if nobody waited for them: where ranks
+                disagreed on the state, or three in a row were not committed.
         """
         return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 

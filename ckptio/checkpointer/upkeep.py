@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import FormatError
@@ -73,6 +74,7 @@ class Upkeep:
         self.saves: list[tuple[int, SaveMoments]] = []
         self.passes: list[Running[None]] = []
         self.busy: Counter[int] = Counter()
+        self._losses = Losses()
         self._lock = threading.Lock()
         self._one_pass = asyncio.Lock()
         self._committed: int | None = None  # the step that was committed here last
@@ -88,6 +90,11 @@ class Upkeep:
             self.passes.append(taking)
         if self._sweep_after_s is not None:
             self.follow(None, None)
+
+    def check(self) -> None:
+        """Look at how saves have ended, before another one begins; see `Losses.check`."""
+        with self._lock:
+            self._losses.check(self.saves)
 
     def add(self, step: int, moments: SaveMoments) -> None:
         """Take a save that has begun. From any thread, several at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -9,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptio import sync
 from ckptio.checkpointer.signals import SignalWatch
+from ckptio.testing import run_virtual
+from tests.checkpointer.rig import checkpointer_on, engines, on_each
+from tests.rig import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio import Engine
 
 USR1 = signal.SIGUSR1
 
@@ -122,3 +130,36 @@ def test_nothing_stays_registered_for_a_fork(
         each.start()
         each.stop()
     assert registered == []
+
+
+def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
+    """At once, as nobody else has to; one that asks hears of it when it is told to save."""
+    for asks in (False, True):
+        with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
+            assert not asks or not checkpointer.should_save(1)
+            signal.raise_signal(USR1)
+            while not checkpointer._core._is_ending:
+                os.sched_yield()
+            assert checkpointer.preempted is not asks
+            assert not asks or checkpointer.should_save(2)
+            assert checkpointer.preempted
+        assert checkpointer.preempted is asks
+
+
+def test_ranks_are_told_that_nobody_asks_when_to_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would save at different steps."""
+
+    async def body(_: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path) as checkpointer:
+            checkpointer.preempt("going")
+            await asyncio.sleep(1)
+            assert not checkpointer.preempted
+
+    async def scenario() -> None:
+        async with engines(2) as group:
+            assert await on_each(group, body) == [None, None]
+
+    run_virtual(scenario(), seed=0)
+    assert "going: should_save() says when to save last, and is not called here" in caplog.text
