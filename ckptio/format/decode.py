@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
 from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
-from ckptio.format.fields import restore
+from ckptio.format.fields import CONTEXT, restore
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.format.encode import Json
 
@@ -193,11 +193,7 @@ class ObjectDecoder:
 
     def _lacks_class(self, node: Json) -> bool:
         """Whether anything in a node comes back as a plain value."""
-        if type(node) is list:
-            return any(map(self._lacks_class, node))
-        if type(node) is not dict:
-            return False
-        return ("c" in node and node["c"] not in self.types) or self._lacks_class(node.get("v"))
+        return any(name not in self.types for name in class_names_in(node))
 
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
         items = enumerate(_list_of(node))
@@ -215,7 +211,21 @@ class ObjectDecoder:
         cls = self._class_of(fqn, node, "a tuple" if self._num_open_keys else "a dict")
         if cls is None:
             return _hashable(list(fields.values())) if self._num_open_keys else fields
+        if hasattr(cls, "__tensor_unflatten__"):
+            self._require_context(fqn, cls, dict(node["v"]).get(CONTEXT))
         return self._build(fqn, cls, lambda: restore(cls, fields))
+
+    def _require_context(self, fqn: str, cls: type, context: Json) -> None:
+        """Refuse to make a tensor of others with plain values for what tells it what it is.
+
+        It would be made without an error, and fail where it is used.
+        """
+        lacking = sorted({name for name in class_names_in(context) if name not in self.types})
+        if lacking:
+            raise TargetError(
+                f"{fqn!r} is a tensor of class {class_name(cls)!r} that was saved with values of"
+                f" {', '.join(map(repr, lacking))}: pass these in types=, too"
+            )
 
     def _enum(self, fqn: str, node: Json, depth: int) -> Any:
         value = self._decode(fqn, node["v"], depth)
@@ -244,6 +254,19 @@ class ObjectDecoder:
                 " pass the class in types= to get it back"
             )
         return cls
+
+
+def class_names_in(node: Json) -> Iterator[str]:
+    """Name the classes of the records and enums in a node of a tree."""
+    if type(node) is list:
+        for item in node:
+            yield from class_names_in(item)
+    elif type(node) is dict and TAG not in node:
+        yield from class_names_in(list(node.values()))
+    elif type(node) is dict:
+        if type(node.get("c")) is str:
+            yield node["c"]
+        yield from class_names_in(node.get("v"))
 
 
 def _hashable(value: Any) -> Any:

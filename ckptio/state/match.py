@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from ckptio.errors import TargetError
+from ckptio.format.decode import class_names_in
 from ckptio.format.encode import class_name
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
@@ -50,11 +51,13 @@ class Noted:
             TargetError: It has a tensor that is made of others, and its class is not among them:
                 an object would be given a dict for it.
         """
+        known = self._types.union(map(class_name, own))
         for wrapper in wrappers_in(node):
-            if wrapper["c"] not in self._types and wrapper["c"] not in map(class_name, own):
+            lacking = [name for name in dict.fromkeys(class_names_in(wrapper)) if name not in known]
+            if lacking:
                 raise TargetError(
                     f"cannot make {fqn!r}: it has a tensor of class {wrapper['c']!r}, of which the"
-                    " target has none yet; pass the class in types="
+                    f" target has none yet; pass {', '.join(map(repr, lacking))} in types="
                 )
         self.match.num_values += 1
         self.match.make(orders_in(node))

@@ -162,6 +162,16 @@ def test_a_tensor_of_others_comes_back_as_its_class_if_that_is_given(tmp_path: P
     assert set(load_file(file)) == {"a.w.codes", "a.w.scale"}
 
 
+def test_a_tensor_of_others_is_made_of_what_it_was_saved_with_or_not_at_all(tmp_path: Path) -> None:
+    """With plain values for that, it would be made, and fail where it is used."""
+    sync.save({"w": coded(1)}, tmp_path / "x", config=SMALL)
+    for types, lacking in (([Coded], "Kernel', .*Rounding'"), ([Coded, Kernel], "Rounding'")):
+        with pytest.raises(
+            TargetError, match=rf"saved with values of '[\w.]+:{lacking}: pass these"
+        ):
+            sync.load(tmp_path / "x", types=types, config=SMALL)
+
+
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_an_optimizer_of_them_goes_on_where_it_was(tmp_path: Path, num_steps: int) -> None:
     """Its parts are filled in place where there are some."""
@@ -187,8 +197,11 @@ def test_an_optimizer_that_has_not_stepped_needs_the_class(tmp_path: Path) -> No
     sync.save({"m": model, "o": optimizer}, tmp_path / "x", config=SMALL)
     other, fresh = stepped(0)
     weight = other.weight.detach().clone()
-    with pytest.raises(TargetError, match=r"class 'tests\.state\.test_wrappers:Coded'.*types="):
-        sync.load(tmp_path / "x", into={"m": other, "o": fresh}, config=SMALL)
+    for types, name in (((), "Coded"), ([Coded], "Kernel"), ([Coded, Kernel], "Rounding")):
+        with pytest.raises(
+            TargetError, match=rf"pass 'tests\.state\.test_wrappers:{name}'.* types="
+        ):
+            sync.load(tmp_path / "x", into={"m": other, "o": fresh}, types=types, config=SMALL)
     assert torch.equal(other.weight, weight)
     sync.load(tmp_path / "x", into={"m": other, "o": fresh}, types=CLASSES, config=SMALL)
     assert_coded(fresh.state[other.weight]["moment"], optimizer.state[model.weight]["moment"])
