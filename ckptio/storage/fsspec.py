@@ -35,6 +35,7 @@ from ckptio.storage.store import (
     RefusedError,
     StoreError,
     StoreTraits,
+    may_be_same,
 )
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ class FsspecStore:
             await self.settled(key)
 
         def put() -> str:
-            if match and self._reader.head(key).etag != match:
+            if match and not may_be_same(self._reader.head(key).etag, match):
                 raise ConditionFailedError("it was changed meanwhile")
             if absent and not self._creating and self.fs.exists(key):
                 raise FileExistsError(key)

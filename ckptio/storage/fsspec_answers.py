@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import datetime as dt
 import errno
 import inspect
+import math
 import re
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptio.storage.store import (
@@ -17,6 +20,7 @@ from ckptio.storage.store import (
     RefusedError,
     StoreError,
     TransientError,
+    untold_etag,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +29,44 @@ if TYPE_CHECKING:
 #: Protocols.
 GOOGLE = ("gs", "gcs")
 AZURE = ("az", "abfs", "abfss", "adl")
-_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+#: Names of what tells contents apart, and of times, in small letters and without what joins
+#: words; the first one counts. Not of what changes by itself: when it was read, how often.
+_ETAGS = (
+    "etag",
+    "generation",
+    "contentmd5",
+    "digest",
+    "blobid",
+    "xethash",
+    "contenthash",
+    "sha",
+    "hex",
+    "md5hash",
+    "md5checksum",
+    "md5",
+    "checksum",
+    "hash",
+    "crc",
+)
+_TIMES = (
+    "lastmodified",
+    "updated",
+    "mtime",
+    "modified",
+    "modify",
+    "modificationtime",
+    "modifiedtime",
+    "modifiedat",
+    "servermodified",
+    "datetime",
+    "uploadedat",
+    "created",
+)
+_NUMBERS = ("ino", "unique", "fileid")
+_NO_WORD = re.compile(r"[^a-z0-9]")
+_FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
+#: As seconds, in the year 5138; as thousandths, in 1973.
+_LAST_S = 1e11
 _HOPELESS = (
     errno.EACCES,
     errno.EPERM,
@@ -51,27 +92,42 @@ _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
 
 
 def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of what fsspec says."""
-    modified_s = next((found for name in _TIMES if (found := _seconds(info.get(name)))), 0.0)
+    """Make one of what fsspec says.
+
+    Each file system has names of its own for what tells one content of a file from another.
+    `ukey` was rejected: where a file system has no idea, that is the same for all of them.
+    """
+    known = {_NO_WORD.sub("", str(name).lower()): value for name, value in info.items()}
+    modified_s = next((found for name in _TIMES if (found := _seconds(known.get(name)))), 0.0)
     nbytes = int(info.get("size") or 0)
-    etag = next((info[name] for name in ("ETag", "etag", "generation") if info.get(name)), None)
-    return ObjectInfo(
-        key=key,
-        nbytes=nbytes,
+    etag = next((str(known[name]) for name in _ETAGS if known.get(name)), "")
+    if not (etag or modified_s):
+        etag = untold_etag(nbytes)
+    elif not etag:
         # a file that was replaced within one tick of the clock has another inode
-        etag=str(etag or f"{modified_s!r}-{nbytes}-{info.get('ino', '')}"),
-        modified_s=modified_s,
-    )
+        number = next((known[name] for name in _NUMBERS if name in known), "")
+        etag = f"{modified_s!r}-{nbytes}-{number}"
+    return ObjectInfo(key=key, nbytes=nbytes, etag=etag, modified_s=modified_s)
 
 
 def _seconds(value: object) -> float:
     """Give a time as seconds since 1970; 0 for what is none."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = dt.datetime.fromisoformat(value)
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if isinstance(value, tuple):  # as in archives, where nobody knows whose time it is
+            value = calendar.timegm(value)
+        elif isinstance(value, str) and _FTP_TIME.fullmatch(value):
+            day, _, fraction = value.partition(".")
+            value = dt.datetime.strptime(f"{day} +0000", "%Y%m%d%H%M%S %z")
+            value = value.timestamp() + float(f"0.{fraction or 0}")
+        elif isinstance(value, str):
+            is_http = "," in value
+            value = parsedate_to_datetime(value) if is_http else dt.datetime.fromisoformat(value)
     if isinstance(value, dt.datetime):
         return value.timestamp()
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    seconds = float(value) if isinstance(value, (int, float)) else 0.0
+    while _LAST_S < seconds < math.inf:  # it counts thousandths, or less
+        seconds /= 1000
+    return seconds if 0.0 < seconds < math.inf else 0.0
 
 
 def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:

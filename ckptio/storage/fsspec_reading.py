@@ -11,6 +11,7 @@ from ckptio.storage.store import (
     ObjectInfo,
     RefusedError,
     TransientError,
+    may_be_same,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class FsspecReader:
         before = self.head(key)
         nbytes = min(limit, before.nbytes)
         data = self._read(key, 0, nbytes) if nbytes else b""
-        if self.head(key) != before or len(data) != nbytes:
+        if not may_be_same(self.head(key).etag, before.etag) or len(data) != nbytes:
             raise TransientError("it changed while it was read")
         return before, data
 
@@ -58,7 +59,7 @@ class FsspecReader:
         if len(data) == stop - start and not match:
             return data
         info = self.head(key)
-        if match and info.etag != match:
+        if match and not may_be_same(info.etag, match):
             raise ConditionFailedError("another object is there")
         if len(data) == stop - start:
             return data

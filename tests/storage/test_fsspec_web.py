@@ -1,0 +1,101 @@
+"""Checkpoints on a web server: what it says of them, and what it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fsspec.asyn
+import pytest
+import torch
+from safetensors.torch import save
+
+from ckptio import Engine
+from ckptio.conversion.convert import run_convert
+from ckptio.errors import CheckpointExistsError
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.fsspec import FsspecStore
+from ckptio.storage.store import ConditionFailedError
+from tests.rig import config_with
+from tests.storage.web import Web, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("aiohttp")
+
+CONFIG = config_with(max_retries=1, retry_timeout_s=1e-6)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    """Run a server."""
+    fsspec.asyn.get_loop()  # a thread that stays
+    with serving() as made:
+        yield made
+
+
+def two_tensors(*, swapped: bool = False) -> bytes:
+    """Give a file of two tensors, in either order; of one size."""
+    data = save({"a": torch.zeros(10), "b": torch.ones(10)})
+    if not swapped:
+        return data
+    half = len(data) - 40
+    first = data[: half - 40].replace(b"[0,40]", b"[?]").replace(b"[40,80]", b"[0,40]")
+    return first.replace(b"[?]", b"[40,80]") + data[half:] + data[half - 40 : half]
+
+
+async def test_a_file_that_was_replaced_is_read_anew(web: Web) -> None:
+    """By its time alone, where a server has no etags: another file of the same size."""
+    assert len(two_tensors()) == len(two_tensors(swapped=True))
+    async with Engine(CONFIG) as engine:
+        for second, swapped in enumerate((False, True)):
+            web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
+            state = await engine.load(f"{web.url}/m.safetensors")
+            assert torch.equal(state["a"], torch.zeros(10))
+            assert torch.equal(state["b"], torch.ones(10))
+
+
+async def test_a_checkpoint_that_was_replaced_is_read_anew(web: Web, tmp_path: Path) -> None:
+    """Its old manifest names files that are gone."""
+    async with Engine(CONFIG) as engine:
+        for second in range(2):
+            path = tmp_path / str(second)
+            await engine.save({"a": torch.full((5,), second)}, path)
+            web.files.clear()
+            for file in path.iterdir():
+                web.put(f"/run/{file.name}", file.read_bytes(), second=second)
+            state = await engine.load(f"{web.url}/run")
+            assert torch.equal(state["a"], torch.full((5,), second))
+    assert f"/run/{MANIFEST_NAME}" in web.files
+
+
+def test_what_was_converted_of_another_file_is_not_whole_already(web: Web, tmp_path: Path) -> None:
+    """It would be told as done, and hold the old weights."""
+    target = tmp_path / "m.safetensors"
+    was_there: list[bool | None] = []
+    for second in (0, 0, 1):
+        web.put("/m.safetensors", save({"a": torch.full((9,), second)}), second=second)
+        try:
+            (file,) = run_convert(
+                f"{web.url}/m.safetensors", target, to="safetensors", select=None, strip="",
+                overwrite=False, drop_values=False, max_shard_nbytes=None, config=CONFIG,
+                progress=None,
+            ).files  # fmt: skip
+        except CheckpointExistsError:
+            was_there.append(None)
+        else:
+            was_there.append(file.was_there)
+    assert was_there == [False, True, None]
+
+
+async def test_a_range_of_another_file_is_told(web: Web) -> None:
+    """Else a load would be of two."""
+    store = FsspecStore(fsspec.filesystem("http"), "http", 1)
+    web.put("/a", b"one")
+    seen = await store.head(f"{web.url}/a")
+    await store.get_into(f"{web.url}/a", 0, memoryview(bytearray(2)), match=seen.etag)
+    web.put("/a", b"two", second=1)
+    with pytest.raises(ConditionFailedError):
+        await store.get_into(f"{web.url}/a", 0, memoryview(bytearray(2)), match=seen.etag)
+    await store.close()
