@@ -24,7 +24,7 @@ from fsspec.utils import tokenize
 
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError
-from ckptio.storage.fsspec_answers import how_to_create, secrets_of, told
+from ckptio.storage.fsspec_answers import how_to_create, reason_of, secrets_of, told
 from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
@@ -178,7 +178,7 @@ class FsspecStore:
             inner = inner.fs
         self._is_local = isinstance(inner, LocalFileSystem)
         self._bucket = BucketLook(fs, protocol)
-        self._reader = FsspecReader(fs, self._bucket)
+        self._reader = FsspecReader(fs, protocol, self._bucket)
         self._renames = self._is_local or protocol in _RENAMING
         self._creating = how_to_create(fs, protocol)
         self._traits = StoreTraits(
@@ -211,15 +211,14 @@ class FsspecStore:
         except asyncio.CancelledError:
             self._note(key, future)
             raise
-        except FileNotFoundError:
-            failure: StoreError = ObjectMissingError("there is no such object")
         except FileExistsError:
-            failure = ConditionFailedError("it is there already")
+            failure: StoreError = ConditionFailedError("it is there already")
         except StoreError:
             raise
         except Exception as error:
             failure, is_clean = told(error, self._hidden)
-            cause = error if is_clean else None
+            is_missing = isinstance(failure, ObjectMissingError)
+            cause = error if is_clean and not is_missing else None
         raise failure from cause
 
     def _note(self, key: str, future: Future[Any]) -> None:
@@ -269,8 +268,8 @@ class FsspecStore:
         def put() -> str:
             if match and not may_be_same(self._reader.head(key).etag, match):
                 raise ConditionFailedError("it was changed meanwhile")
-            if absent and not self._creating and self.fs.exists(key):
-                raise FileExistsError(key)
+            if absent and not self._creating:
+                self._require_absent(key)
             try:
                 self._write(key, own, self._creating if absent else {})
             except FileNotFoundError:  # its directory went with what another save removed
@@ -279,6 +278,16 @@ class FsspecStore:
             return self._reader.head(key).etag
 
         return await self.call(key, put)
+
+    def _require_absent(self, key: str) -> None:
+        """Look for an object before it is created; `exists` takes every failure for a no."""
+        try:
+            self._reader.head(key)
+        except FileNotFoundError as error:
+            if reason_of(error) is not None:
+                raise
+        else:
+            raise FileExistsError(key)
 
     def _write(self, key: str, data: bytes, options: Mapping[str, Any]) -> None:
         parent = self.make_parent(key)

@@ -78,11 +78,18 @@ _HOPELESS = (
     errno.EINVAL,
     errno.ENAMETOOLONG,
 )
-_NOT_FOUND = 404
+_FORBIDDEN = 403
+_GONE = (404, 410)
 _REQUEST_TIMEOUT = 408
 _PRECONDITION_FAILED = 412
 _THROTTLED = (429, 503)
 _FIRST_SERVER_ERROR = 500
+#: Of a server: what it has no way to do.
+_NEVER = (501, 505)
+#: How FTP says that a file is not there, if that is what was asked; 450 of what is listed.
+_GONE_IN_FTP = ("450", "550")
+#: Of the web; whatever they raise is none of a file system's own looking.
+_WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
 _SECRET = re.compile(
     r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
@@ -130,6 +137,35 @@ def _seconds(value: object) -> float:
     return seconds if 0.0 < seconds < math.inf else 0.0
 
 
+def reason_of(error: FileNotFoundError) -> Exception | None:
+    """Say why something was not found, if that is not because there is nothing.
+
+    fsspec's web client says of every failure that nothing was found: of a server that is
+    down, of one that wants a password. Who begins anew where nothing is has to know. A file
+    system may have looked elsewhere when it was refused something; what it was only handling
+    as it said so counts where nobody has answered.
+    """
+    cause = error.__cause__
+    context = None if error.__suppress_context__ else error.__context__
+    found = cause if cause is not None else context
+    if not isinstance(found, Exception) or isinstance(found, NotADirectoryError):
+        return None
+    if isinstance(found, FileNotFoundError):
+        return reason_of(found)
+    status = _status_of(found)
+    where = type(found).__module__.partition(".")[0]
+    if status in _GONE or (where == "ftplib" and str(found)[:3] in _GONE_IN_FTP):
+        return None
+    if status in _THROTTLED or status >= _FIRST_SERVER_ERROR:
+        return found
+    if isinstance(found, (ConnectionError, TimeoutError, EOFError)):
+        return found
+    if not status and where in _WEB_CLIENTS:
+        return found
+    is_refused = bool(status) or getattr(found, "errno", None) not in (None, errno.ENOENT)
+    return found if is_refused and cause is not None else None
+
+
 def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:
     """Say what a failure means, and whether what it says itself may be shown.
 
@@ -141,6 +177,11 @@ def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool
     is_clean = all(_shown(str(part), hidden) == str(part) for part in _chain(error))
     if _is_forbidden(error):  # what is missing stands in the second line
         return RefusedError(" ".join(lines)[:_MAX_LENGTH]), is_clean
+    if isinstance(error, FileNotFoundError):
+        reason = reason_of(error)
+        if reason is None:
+            return ObjectMissingError("there is no such object"), is_clean
+        return told(reason, hidden)[0], is_clean
     return _judged(error, lines[0][:_MAX_LENGTH]), is_clean
 
 
@@ -170,22 +211,27 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
+def _status_of(error: Exception) -> int:
+    """Give the number with which a server has answered; 0 if there is none."""
+    if type(error).__module__ == "ftplib":  # in numbers of its own, below 500 what will pass
+        return _FORBIDDEN if type(error).__name__ == "error_perm" else _FIRST_SERVER_ERROR
+    for where in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            if isinstance(value := getattr(where, name, None), int):
+                return value
+    return 0
+
+
 def _judged(error: Exception, problem: str) -> StoreError:
-    status = next(
-        (
-            value
-            for name in ("status", "status_code", "code")
-            if isinstance(value := getattr(error, name, None), int)
-        ),
-        0,
-    )
+    status = _status_of(error)
     if status in _THROTTLED:
         return TransientError(problem, slow_down=True)
-    if status == _NOT_FOUND:
+    if status in _GONE:
         return ObjectMissingError(problem)
     if status == _PRECONDITION_FAILED:
         return ConditionFailedError(problem)
-    if 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT:
+    is_ours = 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT
+    if is_ours or status in _NEVER:
         return RefusedError(problem)
     if isinstance(error, OSError) and error.errno in _HOPELESS:
         return RefusedError(problem)

@@ -1,11 +1,16 @@
-"""What is read of a file system of fsspec. All of it blocks."""
+"""What is read of a file system of fsspec. All of it blocks.
+
+Web servers need most of the care. One that refuses to say what is missing, as
+object stores behind it do to those who may not list them, is believed about what would lie
+below a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ckptio.storage.fsspec_answers import info_of
+from ckptio.storage.fsspec_answers import info_of, reason_of
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -17,32 +22,57 @@ from ckptio.storage.store import (
 if TYPE_CHECKING:
     from ckptio.storage.fsspec_bucket import BucketLook
 
+_WEB = ("http", "https")
+
 
 class FsspecReader:
     """Looks at objects and reads them.
 
     Args:
         fs: The file system.
+        protocol: What it is.
         bucket: Looks for the bucket.
     """
 
-    def __init__(self, fs: Any, bucket: BucketLook) -> None:
+    def __init__(self, fs: Any, protocol: str, bucket: BucketLook) -> None:
         self._fs = fs
+        self._is_web = protocol in _WEB
         self._bucket = bucket
 
     def head(self, key: str) -> ObjectInfo:
         """Look at an object.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is none, or whatever `reason_of` it says.
+            RefusedError: Nobody says how large it is.
         """
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
             self._fs.invalidate_cache(key)
             self._fs.invalidate_cache(self._fs._parent(key))  # noqa: SLF001  # fsspec's public practice
-        info = self._fs.info(key)
+        try:
+            info = self._fs.info(key)
+        except NotADirectoryError:
+            raise FileNotFoundError(key) from None
+        except FileNotFoundError as error:
+            if reason_of(error) is not None and self._is_below_file(key):
+                raise FileNotFoundError(key) from None
+            raise
         if info["type"] != "file":
             raise FileNotFoundError(key)
+        if info.get("size") is None:
+            raise RefusedError("nobody says how many bytes it has")
         return info_of(key, info)
+
+    def _is_below_file(self, key: str) -> bool:
+        """Whether a web server has a file, no page, where the directory of a key would be."""
+        if not self._is_web:
+            return False
+        try:
+            info = self._fs.info(key.rpartition("/")[0])
+        except Exception:  # who asked has an answer of its own
+            return False
+        is_page = info.get("mimetype") == "text/html" or str(info.get("url")).endswith("/")
+        return info.get("size") is not None and not is_page
 
     def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""
@@ -69,7 +99,11 @@ class FsspecReader:
 
     def _read(self, key: str, start: int, stop: int) -> bytes:
         """Read a range, or less of it."""
-        return bytes(self._fs.cat_file(key, start, stop))
+        try:
+            data = bytes(self._fs.cat_file(key, start, stop))
+        except NotADirectoryError:
+            raise FileNotFoundError(key) from None
+        return data
 
     def list(self, prefix: str, *, below: bool) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
@@ -80,7 +114,11 @@ class FsspecReader:
                 infos = list(self._fs.find(top, detail=True).values())
             else:
                 infos = self._fs.ls(top, detail=True)
-        except FileNotFoundError:
+        except NotADirectoryError:
+            infos = []
+        except FileNotFoundError as error:
+            if reason_of(error) is not None:
+                raise
             infos = []
         if not infos:
             self._bucket.check(prefix)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from ckptio import Engine
+from ckptio import Checkpointer, Engine
 from ckptio.conversion.convert import run_convert
-from ckptio.errors import CheckpointExistsError
+from ckptio.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.fsspec import FsspecStore
 from ckptio.storage.store import ConditionFailedError
 from tests.rig import config_with
+from tests.s3.servers import free_port
 from tests.storage.web import Web, serving
 
 if TYPE_CHECKING:
@@ -99,3 +100,42 @@ async def test_a_range_of_another_file_is_told(web: Web) -> None:
     with pytest.raises(ConditionFailedError):
         await store.get_into(f"{web.url}/a", 0, memoryview(bytearray(2)), match=seen.etag)
     await store.close()
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+async def test_a_server_that_refuses_does_not_say_that_there_is_nothing(
+    web: Web, status: int
+) -> None:
+    """After that, a run would begin anew."""
+    web.status = status
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(StorageError, match=str(status)) as caught:
+            await engine.load(f"{web.url}/run")
+        assert not isinstance(caught.value, CheckpointNotFoundError)
+    async with Checkpointer(f"{web.url}/run", config=CONFIG) as run:
+        with pytest.raises(StorageError, match=str(status)):
+            await run.latest()
+
+
+@pytest.mark.parametrize("status", [404, 410])
+async def test_a_server_says_that_there_is_nothing(web: Web, status: int) -> None:
+    """In its numbers."""
+    web.status = status
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(CheckpointNotFoundError):
+            await engine.load(f"{web.url}/run")
+
+
+async def test_a_server_that_is_down_does_not_say_that_there_is_nothing() -> None:
+    """It says nothing at all."""
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(StorageError, match="Cannot connect"):
+            await engine.load(f"http://127.0.0.1:{free_port()}/run")
+
+
+async def test_a_file_is_found_on_a_server_that_does_not_say_what_is_missing(web: Web) -> None:
+    """As an object store says who may not list it: nothing lies below a file."""
+    web.status = 403
+    web.put("/m.safetensors", two_tensors())
+    async with Engine(CONFIG) as engine:
+        assert len(await engine.load(f"{web.url}/m.safetensors")) == 2
