@@ -1,6 +1,7 @@
 """What is read of a file system of fsspec. All of it blocks.
 
-Web servers need most of the care. One that refuses to say what is missing, as
+Web servers need most of the care. One that sends no ranges sends all of a file for each: what
+it sends is read as it comes, and given up at once. One that refuses to say what is missing, as
 object stores behind it do to those who may not list them, is believed about what would lie
 below a file.
 """
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from ckptio.storage.fsspec_bucket import BucketLook
 
 _WEB = ("http", "https")
+_NO_RANGES = (
+    "the server sends no ranges of a file, only all of it; have it served by one that does, or"
+    " download it first"
+)
 
 
 class FsspecReader:
@@ -98,12 +103,32 @@ class FsspecReader:
         raise TransientError(f"{len(data)} bytes came instead of {stop - start}")
 
     def _read(self, key: str, start: int, stop: int) -> bytes:
-        """Read a range, or less of it."""
+        """Read a range, or less of it.
+
+        Raises:
+            RefusedError: More came.
+        """
         try:
-            data = bytes(self._fs.cat_file(key, start, stop))
+            if self._is_web:
+                data = self._stream(key, start, stop)
+            else:
+                data = bytes(self._fs.cat_file(key, start, stop))
         except NotADirectoryError:
             raise FileNotFoundError(key) from None
+        if len(data) > stop - start:
+            raise RefusedError(_NO_RANGES)
         return data
+
+    def _stream(self, key: str, start: int, stop: int) -> bytes:
+        """Read a range of what a web server has, and no more if it sends more."""
+        with self._fs.open(key, "rb", cache_type="none", size=stop) as file:
+            file.seek(start)
+            try:
+                return bytes(file.read(stop - start))
+            except ValueError as error:
+                if "range" in str(error):
+                    raise RefusedError(_NO_RANGES) from error
+                raise
 
     def list(self, prefix: str, *, below: bool) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""

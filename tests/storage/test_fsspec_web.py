@@ -139,3 +139,17 @@ async def test_a_file_is_found_on_a_server_that_does_not_say_what_is_missing(web
     web.put("/m.safetensors", two_tensors())
     async with Engine(CONFIG) as engine:
         assert len(await engine.load(f"{web.url}/m.safetensors")) == 2
+
+
+async def test_a_server_without_ranges_is_told_at_once(web: Web) -> None:
+    """Before it has sent all of a file for each of them; from the beginning it is read."""
+    web.has_ranges = False
+    web.put("/m.safetensors", save({"a": torch.ones(300_000), "b": torch.ones(10)}))
+    async with Engine(config_with(max_retries=2)) as engine:
+        with pytest.raises(StorageError, match="the server sends no ranges"):
+            await engine.load_slice(f"{web.url}/m.safetensors", "b", slice(0, 1))
+    store = FsspecStore(fsspec.filesystem("http"), "http", 1)
+    room = bytearray(8)
+    await store.get_into(f"{web.url}/m.safetensors", 0, memoryview(room))
+    assert room == web.files["/m.safetensors"][0][:8]
+    await store.close()
