@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.conversion.own import make_own_dirs, remove_empty, sync_kept, take_lock
+from ckptio.conversion.own import make_own_dirs, open_file, remove_empty, sync_kept, take_lock
 from ckptio.conversion.safetensors import (
     Shard,
     Written,
@@ -188,7 +188,7 @@ def _listed(path: str) -> set[str]:
 
 def _read(path: str) -> bytes | None:
     try:
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             return file.read()
     except FileNotFoundError:
         return None
