@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+#: What writers of such folders call the files of an index, and we, with a tag.
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?\.safetensors")
+_PARTIAL = re.compile(rf"\.{_SHARD.pattern}\.partial")
 
 
 def write_folder(
@@ -204,14 +208,16 @@ def _index_of(shards: Sequence[Shard], names: Sequence[str]) -> bytes:
 
 
 def _others(path: str, ours: set[str]) -> list[str]:
-    """List files that a reader would take for a part of what is written; first what it looks at."""
+    """List files of an earlier checkpoint, first what a reader looks at; no others of the user."""
+    listed = _listed(path)
     found = [
         name
         for name in os.listdir(path)
         if name not in ours
         and (
             name in (_INDEX, _SINGLE)
-            or (name.startswith("model-") and name.endswith(".safetensors"))
+            or _SHARD.fullmatch(name)
+            or (name in listed and name.endswith(".safetensors"))
         )
     ]
     return sorted(found, key=lambda name: (name not in (_INDEX, _SINGLE), name))
@@ -220,7 +226,7 @@ def _others(path: str, ours: set[str]) -> list[str]:
 def _sweep(path: str) -> None:
     """Remove what conversions that were killed had begun and nobody goes on with."""
     for name in os.listdir(path):
-        if name.startswith(".model-") and name.endswith(".safetensors.partial"):
+        if _PARTIAL.fullmatch(name):
             with contextlib.suppress(OSError):  # it is in nobody's way
                 os.unlink(f"{path}/{name}")
 
