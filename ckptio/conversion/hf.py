@@ -31,7 +31,7 @@ from ckptio.conversion.safetensors import (
     write_all,
     write_shard,
 )
-from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError
+from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.safetensors import Index
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles
@@ -233,8 +233,6 @@ def _sweep(path: str) -> None:
 
 def _share_out(leaves: Sequence[Leaf], max_nbytes: int) -> list[list[Leaf]]:
     """Fill files up to a size, in order."""
-    if max_nbytes <= 0:
-        raise ConfigError(f"max_shard_nbytes must be positive, not {max_nbytes}")
     shards: list[list[Leaf]] = [[]]
     nbytes = 0
     for leaf in leaves:

@@ -515,7 +515,8 @@ def test_files_of_the_user_stay_in_a_folder_that_is_replaced(tmp_path: Path) -> 
     old = ("model-00001-of-00002.safetensors", "part-1.safetensors")
     for name in (*old, "unlisted.safetensors"):
         (target / name).write_bytes(b"old")
-    for options in ({"max_shard_nbytes": 1000}, {}):
+    cases: list[dict[str, Any]] = [{"max_shard_nbytes": 1000}, {}]
+    for options in cases:
         listed = {"a": old[1], "b": "../source/manifest.json", "c": "part-2.safetensors"}
         (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
         with pytest.raises(CheckpointExistsError):
@@ -536,7 +537,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         {"to": "zip"},
         {"to": "dcp", "drop_values": True},
         {"to": "dcp", "max_shard_nbytes": 5},
-        {"to": "hf", "max_shard_nbytes": -5},
+        {"to": None},
+        *({"to": "hf", "max_shard_nbytes": nbytes} for nbytes in (-5, 0, "5GB", 1e9, True)),
+        *({"to": "hf", "strip": strip} for strip in (5, None, b"embed")),
         {"to": "hf", "strip": "embed.weight"},
     ]
     for options in cases:
