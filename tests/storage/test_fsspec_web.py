@@ -153,3 +153,11 @@ async def test_a_server_without_ranges_is_told_at_once(web: Web) -> None:
     await store.get_into(f"{web.url}/m.safetensors", 0, memoryview(room))
     assert room == web.files["/m.safetensors"][0][:8]
     await store.close()
+
+
+@pytest.mark.parametrize("query", ["?download=true", "?signature=a/b", "#fragment"])
+async def test_a_file_with_a_query_is_not_its_own_manifest(web: Web, query: str) -> None:
+    """Of which a server takes no notice, nor of what stands behind it."""
+    web.put("/m.safetensors", two_tensors())
+    async with Engine(CONFIG) as engine:
+        assert len(await engine.load(f"{web.url}/m.safetensors{query}")) == 2

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Web(http.server.ThreadingHTTPServer):
     """Serves files, each with the time when it was written and nothing else that tells it apart.
 
+    It takes no notice of queries.
+
     Attributes:
         files: Contents and `Last-Modified` by path.
         status: Of answers about what is not there.
@@ -54,7 +56,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self) -> bytes:
         self.server.requests.append((self.command, self.path))
-        found = self.server.files.get(self.path)
+        found = self.server.files.get(self.path.partition("?")[0])
         if found is None:
             self.send_response(self.server.status)
             self.send_header("Content-Length", "0")
