@@ -122,7 +122,8 @@ def run_convert(
             arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
             `overwrite`; of `"ckptio"` and `"dcp"` what is right, byte by byte, is not written
             again, but is compared with the source, which is read again. In object stores it
-            begins anew.
+            begins anew, and so it does where the source is on a file system that says of files
+            neither when they were written nor anything else that tells them apart.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
         config: Options; the defaults if not given. In every format what is made has the modes

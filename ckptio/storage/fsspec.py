@@ -340,8 +340,13 @@ class FsspecStore:
 
         def delete() -> None:
             for key in keys:
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     self.fs.rm_file(key)
+                except NotADirectoryError:
+                    continue
+                except FileNotFoundError as error:
+                    if reason_of(error) is not None:
+                        raise
             if self._is_local or self._protocol in _WITH_DIRS:
                 for parent in {self.fs._parent(key) for key in keys}:  # noqa: SLF001  # as above
                     with contextlib.suppress(OSError):  # it holds something

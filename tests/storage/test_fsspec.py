@@ -615,13 +615,18 @@ class Shaky(SyncFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         raise ConnectionResetError(path)
 
+    def rm_file(self, path: str) -> None:
+        raise FileNotFoundError(path) from ConnectionResetError(path)
 
-async def test_what_may_be_there_is_not_written_over() -> None:
+
+async def test_what_may_be_there_is_neither_written_over_nor_told_to_be_removed() -> None:
     """Whoever cannot look at it does not know that nothing is."""
     store = FsspecStore(Shaky(), "shaky", 1)
     Shaky.put_bytes("shaky/a", b"old")
     with pytest.raises(TransientError):
         await store.put("shaky/a", b"new", absent=True)
+    with pytest.raises(TransientError):
+        await store.delete(["shaky/a"])
     assert Shaky.read("shaky/a", None, None) == b"old"
     Shaky.remove("shaky/a")
     await store.close()
