@@ -122,7 +122,8 @@ def run_convert(
             arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
             `overwrite`; of `"ckptio"` and `"dcp"` what is right, byte by byte, is not written
             again, but is compared with the source, which is read again. In object stores it
-            begins anew.
+            begins anew, and so it does where the source is on a file system that says of files
+            neither when they were written nor anything else that tells them apart.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
         config: Options; the defaults if not given. In every format what is made has the modes
@@ -142,7 +143,7 @@ def run_convert(
     """
     require_bool("overwrite", overwrite)
     require_bool("drop_values", drop_values)
-    _check_options(to, max_shard_nbytes, drops_values=drop_values)
+    _check_options(to, strip, max_shard_nbytes, drops_values=drop_values)
     target = _target_of(path, to)
     _require_no_other(target, to)
     with solo_engine(config) as core:
@@ -162,7 +163,7 @@ def run_convert(
             to,
             overwrite=overwrite,
             drop_values=drop_values,
-            max_shard_nbytes=max_shard_nbytes or MAX_SHARD_NBYTES,
+            max_shard_nbytes=MAX_SHARD_NBYTES if max_shard_nbytes is None else max_shard_nbytes,
             config=core.config,
             advance=meter.advance,
         )
@@ -185,13 +186,21 @@ def _require_no_other(target: str, to: str) -> None:
         )
 
 
-def _check_options(to: str, max_shard_nbytes: int | None, *, drops_values: bool) -> None:
+def _check_options(
+    to: object, strip: object, max_shard_nbytes: object, *, drops_values: bool
+) -> None:
     """Refuse a format that nobody knows, and what has no effect with the one that is given."""
     if to not in FORMATS:
         raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {shown(to)}")
+    if not isinstance(strip, str):
+        raise ConfigError(f"strip= is a name, not {shown(strip)}")
     if drops_values and to not in ("safetensors", "hf"):
         raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
-    if max_shard_nbytes is not None and to != "hf":
+    if max_shard_nbytes is None:
+        return
+    if type(max_shard_nbytes) is not int or max_shard_nbytes < 1:
+        raise ConfigError(f"max_shard_nbytes must be a positive int, not {shown(max_shard_nbytes)}")
+    if to != "hf":
         raise ConfigError(f"max_shard_nbytes has no effect with to={to!r}")
 
 

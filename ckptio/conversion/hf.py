@@ -16,11 +16,12 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptio.conversion.own import make_own_dirs, remove_empty, sync_kept, take_lock
+from ckptio.conversion.own import make_own_dirs, open_file, remove_empty, sync_kept, take_lock
 from ckptio.conversion.safetensors import (
     Shard,
     Written,
@@ -30,7 +31,7 @@ from ckptio.conversion.safetensors import (
     write_all,
     write_shard,
 )
-from ckptio.errors import CheckpointError, CheckpointExistsError, ConfigError
+from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.safetensors import Index
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.files import PosixFiles
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+#: What writers of such folders call the files of an index, and we, with a tag.
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?\.safetensors")
+_PARTIAL = re.compile(rf"\.{_SHARD.pattern}\.partial")
 
 
 def write_folder(
@@ -188,7 +192,7 @@ def _listed(path: str) -> set[str]:
 
 def _read(path: str) -> bytes | None:
     try:
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             return file.read()
     except FileNotFoundError:
         return None
@@ -204,14 +208,16 @@ def _index_of(shards: Sequence[Shard], names: Sequence[str]) -> bytes:
 
 
 def _others(path: str, ours: set[str]) -> list[str]:
-    """List files that a reader would take for a part of what is written; first what it looks at."""
+    """List files of an earlier checkpoint, first what a reader looks at; no others of the user."""
+    listed = _listed(path)
     found = [
         name
         for name in os.listdir(path)
         if name not in ours
         and (
             name in (_INDEX, _SINGLE)
-            or (name.startswith("model-") and name.endswith(".safetensors"))
+            or _SHARD.fullmatch(name)
+            or (name in listed and name.endswith(".safetensors"))
         )
     ]
     return sorted(found, key=lambda name: (name not in (_INDEX, _SINGLE), name))
@@ -220,15 +226,13 @@ def _others(path: str, ours: set[str]) -> list[str]:
 def _sweep(path: str) -> None:
     """Remove what conversions that were killed had begun and nobody goes on with."""
     for name in os.listdir(path):
-        if name.startswith(".model-") and name.endswith(".safetensors.partial"):
+        if _PARTIAL.fullmatch(name):
             with contextlib.suppress(OSError):  # it is in nobody's way
                 os.unlink(f"{path}/{name}")
 
 
 def _share_out(leaves: Sequence[Leaf], max_nbytes: int) -> list[list[Leaf]]:
     """Fill files up to a size, in order."""
-    if max_nbytes <= 0:
-        raise ConfigError(f"max_shard_nbytes must be positive, not {max_nbytes}")
     shards: list[list[Leaf]] = [[]]
     nbytes = 0
     for leaf in leaves:

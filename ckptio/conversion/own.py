@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 from ckptio.errors import CommitConflictError
@@ -59,6 +60,19 @@ def remove_empty(made: Sequence[str]) -> None:
             os.rmdir(directory)
 
 
+def open_file(path: str) -> int:
+    """Open a regular file for reading, through links; a FIFO would be waited for.
+
+    Raises:
+        OSError: As the system gives it, or it is something else.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
+
+
 def sync_file(fd: int, config: CheckpointConfig) -> None:
     """Make a file's bytes durable, unless nothing is to be."""
     if config.durability != "none":
@@ -83,7 +97,7 @@ def sync_kept(path: str, config: CheckpointConfig) -> None:
         if os.path.isdir(path):
             sync_dir(path, config)
             return
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(path)
         try:
             sync_file(fd, config)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import msgspec
 
 from ckptio.conversion.own import (
     make_own_dirs,
+    open_file,
     remove_empty,
     rename_new,
     sync_dir,
@@ -195,16 +197,31 @@ def write_shard(
         return Written(name, shard.nbytes, was_there=True)
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
+    _require_file(path)
     replace_file(
         path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite, config=config
     )
     return Written(name, shard.nbytes, was_there=False)
 
 
+def _require_file(path: str) -> None:
+    """Refuse to replace what only looks like a file.
+
+    Raises:
+        StorageError: It is a FIFO, a device, a socket.
+    """
+    try:
+        mode = os.stat(path, follow_symlinks=False).st_mode
+    except OSError:  # nothing is there, or whoever writes says why not
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+        raise StorageError("there is something that is no file; it stays", path=path)
+
+
 def is_there(path: str, shard: Shard) -> bool:
     """Whether a file is the very one: its header says what it was made of."""
     try:
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             return (
                 os.fstat(file.fileno()).st_size == shard.nbytes
                 and file.read(len(shard.header)) == shard.header
@@ -268,7 +285,7 @@ def replace_file(
     fd = -1
     try:
         # not cut before it is locked: another conversion may be writing it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(aside, flags, config.file_mode)
         take_lock(fd, aside, path)
         try:

@@ -24,8 +24,9 @@ from fsspec.utils import tokenize
 
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError
-from ckptio.storage.fsspec_answers import how_to_create, info_of, secrets_of, told
+from ckptio.storage.fsspec_answers import how_to_create, reason_of, secrets_of, told
 from ckptio.storage.fsspec_bucket import BucketLook
+from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -34,7 +35,7 @@ from ckptio.storage.store import (
     RefusedError,
     StoreError,
     StoreTraits,
-    TransientError,
+    may_be_same,
 )
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class FsspecStore:
             inner = inner.fs
         self._is_local = isinstance(inner, LocalFileSystem)
         self._bucket = BucketLook(fs, protocol)
+        self._reader = FsspecReader(fs, protocol, self._bucket)
         self._renames = self._is_local or protocol in _RENAMING
         self._creating = how_to_create(fs, protocol)
         self._traits = StoreTraits(
@@ -209,15 +211,14 @@ class FsspecStore:
         except asyncio.CancelledError:
             self._note(key, future)
             raise
-        except FileNotFoundError:
-            failure: StoreError = ObjectMissingError("there is no such object")
         except FileExistsError:
-            failure = ConditionFailedError("it is there already")
+            failure: StoreError = ConditionFailedError("it is there already")
         except StoreError:
             raise
         except Exception as error:
             failure, is_clean = told(error, self._hidden)
-            cause = error if is_clean else None
+            is_missing = isinstance(failure, ObjectMissingError)
+            cause = error if is_clean and not is_missing else None
         raise failure from cause
 
     def _note(self, key: str, future: Future[Any]) -> None:
@@ -245,49 +246,16 @@ class FsspecStore:
 
     async def head(self, key: str) -> ObjectInfo:
         """Look at an object; see `store.ObjectStore`."""
-        return await self.call(key, lambda: self._head(key))
-
-    def _head(self, key: str) -> ObjectInfo:
-        with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
-            self.fs.invalidate_cache(key)
-            self.fs.invalidate_cache(self.fs._parent(key))  # noqa: SLF001  # fsspec's public practice
-        info = self.fs.info(key)
-        if info["type"] != "file":
-            raise FileNotFoundError(key)
-        return info_of(key, info)
+        return await self.call(key, lambda: self._reader.head(key))
 
     async def get(self, key: str, limit: int) -> tuple[ObjectInfo, bytes]:
         """Read an object; see `store.ObjectStore`."""
-
-        def get() -> tuple[ObjectInfo, bytes]:
-            before = self._head(key)
-            nbytes = min(limit, before.nbytes)
-            data = bytes(self.fs.cat_file(key, 0, nbytes)) if nbytes else b""
-            if self._head(key) != before or len(data) != nbytes:
-                raise TransientError("it changed while it was read")
-            return before, data
-
-        return await self.call(key, get)
+        return await self.call(key, lambda: self._reader.get(key, limit))
 
     async def get_into(self, key: str, start: int, room: memoryview, *, match: str = "") -> None:
         """Read a range; see `store.ObjectStore`."""
         stop = start + len(room)
-
-        def get() -> bytes:
-            data: bytes = self.fs.cat_file(key, start, stop)
-            if len(data) == stop - start and not match:
-                return data
-            info = self._head(key)
-            if match and info.etag != match:
-                raise ConditionFailedError("another object is there")
-            if len(data) == stop - start:
-                return data
-            nbytes = info.nbytes
-            if nbytes < stop:
-                raise RefusedError(f"it ends at byte {nbytes}")
-            raise TransientError(f"{len(data)} bytes came instead of {stop - start}")
-
-        room[:] = await self.call(key, get)
+        room[:] = await self.call(key, lambda: self._reader.range(key, start, stop, match))
 
     async def put(
         self, key: str, data: bytes | memoryview, *, absent: bool = False, match: str = ""
@@ -298,18 +266,28 @@ class FsspecStore:
             await self.settled(key)
 
         def put() -> str:
-            if match and self._head(key).etag != match:
+            if match and not may_be_same(self._reader.head(key).etag, match):
                 raise ConditionFailedError("it was changed meanwhile")
-            if absent and not self._creating and self.fs.exists(key):
-                raise FileExistsError(key)
+            if absent and not self._creating:
+                self._require_absent(key)
             try:
                 self._write(key, own, self._creating if absent else {})
             except FileNotFoundError:  # its directory went with what another save removed
                 self._bucket.check(key, again=True)
                 self._write(key, own, self._creating if absent else {})
-            return self._head(key).etag
+            return self._reader.head(key).etag
 
         return await self.call(key, put)
+
+    def _require_absent(self, key: str) -> None:
+        """Look for an object before it is created; `exists` takes every failure for a no."""
+        try:
+            self._reader.head(key)
+        except FileNotFoundError as error:
+            if reason_of(error) is not None:
+                raise
+        else:
+            raise FileExistsError(key)
 
     def _write(self, key: str, data: bytes, options: Mapping[str, Any]) -> None:
         parent = self.make_parent(key)
@@ -346,28 +324,7 @@ class FsspecStore:
 
     async def list(self, prefix: str, *, below: bool = True) -> list[ObjectInfo]:
         """List objects; see `store.ObjectStore`."""
-
-        def find() -> list[ObjectInfo]:
-            self.fs.invalidate_cache()
-            top = prefix.rstrip("/")
-            try:
-                if below:
-                    infos = list(self.fs.find(top, detail=True).values())
-                else:
-                    infos = self.fs.ls(top, detail=True)
-            except FileNotFoundError:
-                infos = []
-            if not infos:
-                self._bucket.check(prefix)
-            found = []
-            for info in infos:
-                is_file = info["type"] == "file"
-                key = str(info["name"]).rstrip("/") + ("" if is_file else "/")
-                if key.startswith(prefix) and key != prefix:
-                    found.append(info_of(key, info))
-            return sorted(found, key=lambda info: info.key)
-
-        return await self.call(prefix, find)
+        return await self.call(prefix, lambda: self._reader.list(prefix, below=below))
 
     async def uploads(self, prefix: str) -> Sequence[UploadInfo]:
         """Nothing: fsspec has no word for it."""
@@ -383,8 +340,13 @@ class FsspecStore:
 
         def delete() -> None:
             for key in keys:
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     self.fs.rm_file(key)
+                except NotADirectoryError:
+                    continue
+                except FileNotFoundError as error:
+                    if reason_of(error) is not None:
+                        raise
             if self._is_local or self._protocol in _WITH_DIRS:
                 for parent in {self.fs._parent(key) for key in keys}:  # noqa: SLF001  # as above
                     with contextlib.suppress(OSError):  # it holds something

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import datetime as dt
 import errno
 import inspect
+import math
 import re
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptio.storage.store import (
@@ -17,6 +20,7 @@ from ckptio.storage.store import (
     RefusedError,
     StoreError,
     TransientError,
+    untold_etag,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +29,44 @@ if TYPE_CHECKING:
 #: Protocols.
 GOOGLE = ("gs", "gcs")
 AZURE = ("az", "abfs", "abfss", "adl")
-_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+#: Names of what tells contents apart, and of times, in small letters and without what joins
+#: words; the first one counts. Not of what changes by itself: when it was read, how often.
+_ETAGS = (
+    "etag",
+    "generation",
+    "contentmd5",
+    "digest",
+    "blobid",
+    "xethash",
+    "contenthash",
+    "sha",
+    "hex",
+    "md5hash",
+    "md5checksum",
+    "md5",
+    "checksum",
+    "hash",
+    "crc",
+)
+_TIMES = (
+    "lastmodified",
+    "updated",
+    "mtime",
+    "modified",
+    "modify",
+    "modificationtime",
+    "modifiedtime",
+    "modifiedat",
+    "servermodified",
+    "datetime",
+    "uploadedat",
+    "created",
+)
+_NUMBERS = ("ino", "unique", "fileid")
+_NO_WORD = re.compile(r"[^a-z0-9]")
+_FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
+#: As seconds, in the year 5138; as thousandths, in 1973.
+_LAST_S = 1e11
 _HOPELESS = (
     errno.EACCES,
     errno.EPERM,
@@ -37,11 +78,18 @@ _HOPELESS = (
     errno.EINVAL,
     errno.ENAMETOOLONG,
 )
-_NOT_FOUND = 404
+_FORBIDDEN = 403
+_GONE = (404, 410)
 _REQUEST_TIMEOUT = 408
 _PRECONDITION_FAILED = 412
 _THROTTLED = (429, 503)
 _FIRST_SERVER_ERROR = 500
+#: Of a server: what it has no way to do.
+_NEVER = (501, 505)
+#: How FTP says that a file is not there, if that is what was asked; 450 of what is listed.
+_GONE_IN_FTP = ("450", "550")
+#: Of the web; whatever they raise is none of a file system's own looking.
+_WEB_CLIENTS = ("aiohttp", "requests", "httpx", "urllib3")
 _MAX_LENGTH = 300
 _SECRET = re.compile(
     r"key|secret|token|password|passphrase|sas|credential|connection", re.IGNORECASE
@@ -51,27 +99,71 @@ _QUERY = re.compile(r"(?<=\S)\?\S+=[^\s'\")]*")
 
 
 def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    """Make one of what fsspec says."""
-    modified_s = next((found for name in _TIMES if (found := _seconds(info.get(name)))), 0.0)
+    """Make one of what fsspec says.
+
+    Each file system has names of its own for what tells one content of a file from another.
+    `ukey` was rejected: where a file system has no idea, that is the same for all of them.
+    """
+    known = {_NO_WORD.sub("", str(name).lower()): value for name, value in info.items()}
+    modified_s = next((found for name in _TIMES if (found := _seconds(known.get(name)))), 0.0)
     nbytes = int(info.get("size") or 0)
-    etag = next((info[name] for name in ("ETag", "etag", "generation") if info.get(name)), None)
-    return ObjectInfo(
-        key=key,
-        nbytes=nbytes,
+    etag = next((str(known[name]) for name in _ETAGS if known.get(name)), "")
+    if not (etag or modified_s):
+        etag = untold_etag(nbytes)
+    elif not etag:
         # a file that was replaced within one tick of the clock has another inode
-        etag=str(etag or f"{modified_s!r}-{nbytes}-{info.get('ino', '')}"),
-        modified_s=modified_s,
-    )
+        number = next((known[name] for name in _NUMBERS if name in known), "")
+        etag = f"{modified_s!r}-{nbytes}-{number}"
+    return ObjectInfo(key=key, nbytes=nbytes, etag=etag, modified_s=modified_s)
 
 
 def _seconds(value: object) -> float:
     """Give a time as seconds since 1970; 0 for what is none."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = dt.datetime.fromisoformat(value)
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if isinstance(value, tuple):  # as in archives, where nobody knows whose time it is
+            value = calendar.timegm(value)
+        elif isinstance(value, str) and _FTP_TIME.fullmatch(value):
+            day, _, fraction = value.partition(".")
+            value = dt.datetime.strptime(f"{day} +0000", "%Y%m%d%H%M%S %z")
+            value = value.timestamp() + float(f"0.{fraction or 0}")
+        elif isinstance(value, str):
+            is_http = "," in value
+            value = parsedate_to_datetime(value) if is_http else dt.datetime.fromisoformat(value)
     if isinstance(value, dt.datetime):
         return value.timestamp()
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    seconds = float(value) if isinstance(value, (int, float)) else 0.0
+    while _LAST_S < seconds < math.inf:  # it counts thousandths, or less
+        seconds /= 1000
+    return seconds if 0.0 < seconds < math.inf else 0.0
+
+
+def reason_of(error: FileNotFoundError) -> Exception | None:
+    """Say why something was not found, if that is not because there is nothing.
+
+    fsspec's web client says of every failure that nothing was found: of a server that is
+    down, of one that wants a password. Who begins anew where nothing is has to know. A file
+    system may have looked elsewhere when it was refused something; what it was only handling
+    as it said so counts where nobody has answered.
+    """
+    cause = error.__cause__
+    context = None if error.__suppress_context__ else error.__context__
+    found = cause if cause is not None else context
+    if not isinstance(found, Exception) or isinstance(found, NotADirectoryError):
+        return None
+    if isinstance(found, FileNotFoundError):
+        return reason_of(found)
+    status = _status_of(found)
+    where = type(found).__module__.partition(".")[0]
+    if status in _GONE or (where == "ftplib" and str(found)[:3] in _GONE_IN_FTP):
+        return None
+    if status in _THROTTLED or status >= _FIRST_SERVER_ERROR:
+        return found
+    if isinstance(found, (ConnectionError, TimeoutError, EOFError)):
+        return found
+    if not status and where in _WEB_CLIENTS:
+        return found
+    is_refused = bool(status) or getattr(found, "errno", None) not in (None, errno.ENOENT)
+    return found if is_refused and cause is not None else None
 
 
 def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool]:
@@ -85,6 +177,11 @@ def told(error: Exception, hidden: Sequence[str] = ()) -> tuple[StoreError, bool
     is_clean = all(_shown(str(part), hidden) == str(part) for part in _chain(error))
     if _is_forbidden(error):  # what is missing stands in the second line
         return RefusedError(" ".join(lines)[:_MAX_LENGTH]), is_clean
+    if isinstance(error, FileNotFoundError):
+        reason = reason_of(error)
+        if reason is None:
+            return ObjectMissingError("there is no such object"), is_clean
+        return told(reason, hidden)[0], is_clean
     return _judged(error, lines[0][:_MAX_LENGTH]), is_clean
 
 
@@ -114,22 +211,27 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
+def _status_of(error: Exception) -> int:
+    """Give the number with which a server has answered; 0 if there is none."""
+    if type(error).__module__ == "ftplib":  # in numbers of its own, below 500 what will pass
+        return _FORBIDDEN if type(error).__name__ == "error_perm" else _FIRST_SERVER_ERROR
+    for where in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            if isinstance(value := getattr(where, name, None), int):
+                return value
+    return 0
+
+
 def _judged(error: Exception, problem: str) -> StoreError:
-    status = next(
-        (
-            value
-            for name in ("status", "status_code", "code")
-            if isinstance(value := getattr(error, name, None), int)
-        ),
-        0,
-    )
+    status = _status_of(error)
     if status in _THROTTLED:
         return TransientError(problem, slow_down=True)
-    if status == _NOT_FOUND:
+    if status in _GONE:
         return ObjectMissingError(problem)
     if status == _PRECONDITION_FAILED:
         return ConditionFailedError(problem)
-    if 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT:
+    is_ours = 0 < status < _FIRST_SERVER_ERROR and status != _REQUEST_TIMEOUT
+    if is_ours or status in _NEVER:
         return RefusedError(problem)
     if isinstance(error, OSError) and error.errno in _HOPELESS:
         return RefusedError(problem)

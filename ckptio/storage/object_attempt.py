@@ -288,8 +288,7 @@ class ObjectAttempt:
 
     def _is_ours_perhaps(self, found: Present | None, commit: Commit) -> bool:
         """Whether what was read is damaged, perhaps on the way, and new."""
-        old = commit.replaced
-        return found is not None and not found.save_id and (old is None or found.etag != old.etag)
+        return found is not None and not found.save_id and not found.may_be(commit.replaced)
 
     def _go_on(self, found: Present | None, commit: Commit) -> None:
         """Judge what is there instead of ours: try again, or give up.

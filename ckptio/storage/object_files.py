@@ -12,6 +12,7 @@ from ckptio.storage.store import (
     ObjectMissingError,
     StoreError,
     TransientError,
+    may_be_same,
 )
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
@@ -250,7 +251,7 @@ class ObjectSource(AwaitedSource):
             )
         except (StorageError, StoreError):
             return  # the caller has the error that came first
-        if self._etag and info.etag != self._etag:
+        if self._etag and not may_be_same(info.etag, self._etag):
             raise CheckpointChangedError(self._url)
         if info.nbytes < stop:
             raise CorruptionError(

@@ -24,7 +24,7 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
 from ckptio.storage.object_commit import join_key, read_commit
-from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError
+from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, may_be_same
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -51,6 +51,10 @@ class Present:
     etag: str
     save_id: str
     names: tuple[str, ...]
+
+    def may_be(self, other: Present | None) -> bool:
+        """Whether it may be the one that was there at another time."""
+        return other is not None and may_be_same(self.etag, other.etag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from ckptio.storage.interface import Found
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.requests import Requests
-from ckptio.storage.store import ObjectMissingError
+from ckptio.storage.store import ObjectMissingError, may_be_same, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ class ObjectRoot:
                 info = await requests.run("look at", key, lambda: store.head(key))
             except ObjectMissingError:
                 return Found(name=name, version=None)
-            return Found(name=name, version=(info.etag, info.nbytes, info.modified_s))
+            return Found(name=name, version=version_of(info))
 
         found: list[Found] = []
         for start in range(0, len(names), _MAX_LOOKS):
@@ -206,7 +206,7 @@ class _Removal:
                 now = await self._store.head(key)
             except ObjectMissingError:
                 return is_sent
-            if (now.etag, now.nbytes) != (read.etag, read.nbytes):
+            if now.nbytes != read.nbytes or not may_be_same(now.etag, read.etag):
                 raise StorageError(
                     "another save was committed there just now; it stays",
                     path=self._url,

@@ -26,7 +26,7 @@ from ckptio.storage.object_commit import join_key, read_commit
 from ckptio.storage.object_files import ObjectNote, ObjectSource
 from ckptio.storage.object_place import ObjectPlace
 from ckptio.storage.requests import Requests
-from ckptio.storage.store import ObjectMissingError
+from ckptio.storage.store import ObjectMissingError, version_of
 
 if TYPE_CHECKING:
     import random
@@ -97,7 +97,7 @@ class ObjectStorage:
             info = await requests.run("look at", self._manifest, lambda: store.head(self._manifest))
         except ObjectMissingError:
             raise CheckpointNotFoundError(self._url) from None
-        return info.etag, info.nbytes, info.modified_s
+        return version_of(info)
 
     async def read_manifest(self) -> tuple[Version, bytes]:
         """Read the manifest, and what tells just these bytes apart."""
@@ -108,7 +108,7 @@ class ObjectStorage:
             raise CheckpointNotFoundError(self._url) from None
         except FormatError as error:
             raise type(error)(f"{self._url!r}: {error}") from None
-        return (info.etag, info.nbytes, info.modified_s), manifest
+        return version_of(info), manifest
 
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""

@@ -12,11 +12,16 @@ who asked knows what to do about them: `ObjectMissingError`, `ConditionFailedErr
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+#: How an etag begins that tells only sizes apart.
+_UNTOLD = "untold-"
 
 
 class StoreError(Exception):
@@ -67,7 +72,8 @@ class ObjectInfo:
         key: Its key; of a listing by level also what stands for all keys below, with `/` at
             its end.
         nbytes: Its size in bytes.
-        etag: Tells its contents apart from others; empty where a store has none.
+        etag: Tells its contents apart from others; empty where a store has none, or
+            `untold_etag()`.
         modified_s: When it was written, in seconds since 1970; 0 where nobody knows.
     """
 
@@ -75,6 +81,27 @@ class ObjectInfo:
     nbytes: int
     etag: str = ""
     modified_s: float = 0.0
+
+
+def untold_etag(nbytes: int) -> str:
+    """Give an etag for one look at an object of which only the size is known.
+
+    The next look gives another one, so nobody takes what was seen before for what is there.
+    """
+    return f"{_UNTOLD}{nbytes}-{secrets.token_hex(8)}"
+
+
+def may_be_same(etag: str, other: str) -> bool:
+    """Whether two etags are equal, or of one size where nothing else is known."""
+    if not (etag.startswith(_UNTOLD) and other.startswith(_UNTOLD)):
+        return etag == other
+    return etag.rpartition("-")[0] == other.rpartition("-")[0]
+
+
+def version_of(info: ObjectInfo) -> tuple[str, int, float]:
+    """Give what is equal for two looks at an object only if nobody wrote to it in between."""
+    etag = info.etag or ("" if info.modified_s else untold_etag(info.nbytes))
+    return etag, info.nbytes, info.modified_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -503,6 +503,33 @@ def test_others_get_the_types_that_their_safetensors_knows(kind: str, tmp_path: 
     }
 
 
+def test_files_of_the_user_stay_in_a_folder_that_is_replaced(tmp_path: Path) -> None:
+    """Only what an index lists goes, and what has the name of a shard."""
+    source = save_as("ours", tmp_path / "source", make_weights())
+    target = tmp_path / "target"
+    target.mkdir()
+    mine = ("model-ema.safetensors", ".model-ema.safetensors.partial", "model-00001.safetensors")
+    for name in mine:
+        (target / name).write_bytes(b"mine")
+    sync.convert(source, target, to="hf", config=SMALL)
+    old = ("model-00001-of-00002.safetensors", "part-1.safetensors")
+    for name in (*old, "unlisted.safetensors"):
+        (target / name).write_bytes(b"old")
+    cases: list[dict[str, Any]] = [{"max_shard_nbytes": 1000}, {}]
+    for options in cases:
+        listed = {"a": old[1], "b": "../source/manifest.json", "c": "part-2.safetensors"}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+        with pytest.raises(CheckpointExistsError):
+            sync.convert(source, target, to="hf", config=SMALL, **options)
+        report = sync.convert(source, target, to="hf", overwrite=True, config=SMALL, **options)
+        left = {file.name for file in report.files} | {*mine, "unlisted.safetensors"}
+        assert set(os.listdir(target)) == left
+        assert all((target / name).read_bytes() == b"mine" for name in mine)
+        for name in old:
+            (target / name).write_bytes(b"old")
+    assert_same_state(sync.load(source), sync.load(target))
+
+
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     """Before anything is read."""
     source = save_as("ours", tmp_path / "source", make_weights())
@@ -510,7 +537,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         {"to": "zip"},
         {"to": "dcp", "drop_values": True},
         {"to": "dcp", "max_shard_nbytes": 5},
-        {"to": "hf", "max_shard_nbytes": -5},
+        {"to": None},
+        *({"to": "hf", "max_shard_nbytes": nbytes} for nbytes in (-5, 0, "5GB", 1e9, True)),
+        *({"to": "hf", "strip": strip} for strip in (5, None, b"embed")),
         {"to": "hf", "strip": "embed.weight"},
     ]
     for options in cases:

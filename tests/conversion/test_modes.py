@@ -227,3 +227,20 @@ def test_a_conversion_that_fails_leaves_no_directory(
         with pytest.raises(StorageError, match="no space"):
             sync.convert(source, tmp_path / "new" / "target", to=to, config=SMALL)
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_only_looks_like_a_file_is_neither_waited_for_nor_replaced(
+    *, name: str, overwrite: bool, source: Path, tmp_path: Path
+) -> None:
+    """Nobody writes to a FIFO that nobody reads."""
+    fifo = tmp_path / "target" / name
+    fifo.parent.mkdir(exist_ok=True)
+    os.mkfifo(fifo)
+    options: dict[str, Any] = {"to": "hf" if name else "safetensors"}
+    if name.endswith(".json"):
+        options["max_shard_nbytes"] = 800
+    with pytest.raises(StorageError):
+        sync.convert(source, tmp_path / "target", overwrite=overwrite, config=SMALL, **options)
+    assert fifo.is_fifo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ftplib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import fsspec.asyn
 import pytest
+import torch
 
 from ckptio import Checkpointer, Engine
 from ckptio._aio import Threads
@@ -306,6 +308,7 @@ def test_failures_are_told_in_the_words_of_a_store(error: Exception, kind: type)
         (412, ConditionFailedError),
         (429, TransientError),
         (500, TransientError),
+        (501, RefusedError),
         (503, TransientError),
     ],
 )
@@ -551,3 +554,79 @@ async def test_a_store_that_refuses_ends_a_save_with_an_error(tmp_path: Path) ->
     async with Engine(CheckpointConfig(storage_options=options)) as engine:
         with pytest.raises(StorageError, match="taken/step-1"):
             await engine.save(random_state([10]), "dir://taken/step-1")
+
+
+async def test_what_others_wrote_is_loaded_from_a_directory(tmp_path: Path) -> None:
+    """A file has no manifest below it, by whichever error a file system says so."""
+    (tmp_path / "sub").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "sub" / "m.pt")
+    options = {"path": str(tmp_path), "target_protocol": "file"}
+    async with Engine(config_with(storage_options=options)) as engine:
+        assert torch.equal((await engine.load("dir://sub/m.pt"))["w"], torch.ones(2))
+        with pytest.raises(CheckpointNotFoundError):
+            await engine.load("dir://sub/m.pt/below")
+
+
+def answer(status: int) -> Exception:
+    error = Exception("the server said so")
+    error.status = status  # type: ignore[attr-defined]  # as web clients have it
+    return error
+
+
+def of_ftp(kind: str, text: str) -> Exception:
+    made: Exception = getattr(ftplib, kind)(text)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "in_passing"),
+    [
+        (answer(403), RefusedError, ObjectMissingError),
+        (answer(404), ObjectMissingError, ObjectMissingError),
+        (answer(503), TransientError, TransientError),
+        (ConnectionResetError(), TransientError, TransientError),
+        (TimeoutError(), TransientError, TransientError),
+        (PermissionError(13, "no"), RefusedError, ObjectMissingError),
+        (OSError("[Errno 2] it does not exist"), ObjectMissingError, ObjectMissingError),
+        (NotADirectoryError(20, "a file"), ObjectMissingError, ObjectMissingError),
+        (KeyError("a"), ObjectMissingError, ObjectMissingError),
+        (of_ftp("error_perm", "550 not found"), ObjectMissingError, ObjectMissingError),
+        (of_ftp("error_perm", "530 log in first"), RefusedError, ObjectMissingError),
+        (of_ftp("error_temp", "421 too many users"), TransientError, TransientError),
+    ],
+)
+def test_what_is_not_found_is_missing_if_nothing_else_was_the_reason(
+    reason: Exception, kind: type, in_passing: type
+) -> None:
+    """Refusals count where they are the cause, and not where a file system looked elsewhere."""
+    for name, expected in (("__cause__", kind), ("__context__", in_passing)):
+        error, wrapped = FileNotFoundError("a"), FileNotFoundError("b")
+        setattr(error, name, reason)
+        wrapped.__cause__ = error
+        assert type(told(error)[0]) is type(told(wrapped)[0]) is expected
+
+
+class Shaky(SyncFileSystem):
+    """Cannot say what is there."""
+
+    protocol = "shaky"
+    cachable = False
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        raise ConnectionResetError(path)
+
+    def rm_file(self, path: str) -> None:
+        raise FileNotFoundError(path) from ConnectionResetError(path)
+
+
+async def test_what_may_be_there_is_neither_written_over_nor_told_to_be_removed() -> None:
+    """Whoever cannot look at it does not know that nothing is."""
+    store = FsspecStore(Shaky(), "shaky", 1)
+    Shaky.put_bytes("shaky/a", b"old")
+    with pytest.raises(TransientError):
+        await store.put("shaky/a", b"new", absent=True)
+    with pytest.raises(TransientError):
+        await store.delete(["shaky/a"])
+    assert Shaky.read("shaky/a", None, None) == b"old"
+    Shaky.remove("shaky/a")
+    await store.close()

@@ -1,0 +1,163 @@
+"""Checkpoints on a web server: what it says of them, and what it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fsspec.asyn
+import pytest
+import torch
+from safetensors.torch import save
+
+from ckptio import Checkpointer, Engine
+from ckptio.conversion.convert import run_convert
+from ckptio.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.fsspec import FsspecStore
+from ckptio.storage.store import ConditionFailedError
+from tests.rig import config_with
+from tests.s3.servers import free_port
+from tests.storage.web import Web, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("aiohttp")
+
+CONFIG = config_with(max_retries=1, retry_timeout_s=1e-6)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    """Run a server."""
+    fsspec.asyn.get_loop()  # a thread that stays
+    with serving() as made:
+        yield made
+
+
+def two_tensors(*, swapped: bool = False) -> bytes:
+    """Give a file of two tensors, in either order; of one size."""
+    data = save({"a": torch.zeros(10), "b": torch.ones(10)})
+    if not swapped:
+        return data
+    half = len(data) - 40
+    first = data[: half - 40].replace(b"[0,40]", b"[?]").replace(b"[40,80]", b"[0,40]")
+    return first.replace(b"[?]", b"[40,80]") + data[half:] + data[half - 40 : half]
+
+
+async def test_a_file_that_was_replaced_is_read_anew(web: Web) -> None:
+    """By its time alone, where a server has no etags: another file of the same size."""
+    assert len(two_tensors()) == len(two_tensors(swapped=True))
+    async with Engine(CONFIG) as engine:
+        for second, swapped in enumerate((False, True)):
+            web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
+            state = await engine.load(f"{web.url}/m.safetensors")
+            assert torch.equal(state["a"], torch.zeros(10))
+            assert torch.equal(state["b"], torch.ones(10))
+
+
+async def test_a_checkpoint_that_was_replaced_is_read_anew(web: Web, tmp_path: Path) -> None:
+    """Its old manifest names files that are gone."""
+    async with Engine(CONFIG) as engine:
+        for second in range(2):
+            path = tmp_path / str(second)
+            await engine.save({"a": torch.full((5,), second)}, path)
+            web.files.clear()
+            for file in path.iterdir():
+                web.put(f"/run/{file.name}", file.read_bytes(), second=second)
+            state = await engine.load(f"{web.url}/run")
+            assert torch.equal(state["a"], torch.full((5,), second))
+    assert f"/run/{MANIFEST_NAME}" in web.files
+
+
+def test_what_was_converted_of_another_file_is_not_whole_already(web: Web, tmp_path: Path) -> None:
+    """It would be told as done, and hold the old weights."""
+    target = tmp_path / "m.safetensors"
+    was_there: list[bool | None] = []
+    for second in (0, 0, 1):
+        web.put("/m.safetensors", save({"a": torch.full((9,), second)}), second=second)
+        try:
+            (file,) = run_convert(
+                f"{web.url}/m.safetensors", target, to="safetensors", select=None, strip="",
+                overwrite=False, drop_values=False, max_shard_nbytes=None, config=CONFIG,
+                progress=None,
+            ).files  # fmt: skip
+        except CheckpointExistsError:
+            was_there.append(None)
+        else:
+            was_there.append(file.was_there)
+    assert was_there == [False, True, None]
+
+
+async def test_a_range_of_another_file_is_told(web: Web) -> None:
+    """Else a load would be of two."""
+    store = FsspecStore(fsspec.filesystem("http"), "http", 1)
+    web.put("/a", b"one")
+    seen = await store.head(f"{web.url}/a")
+    await store.get_into(f"{web.url}/a", 0, memoryview(bytearray(2)), match=seen.etag)
+    web.put("/a", b"two", second=1)
+    with pytest.raises(ConditionFailedError):
+        await store.get_into(f"{web.url}/a", 0, memoryview(bytearray(2)), match=seen.etag)
+    await store.close()
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+async def test_a_server_that_refuses_does_not_say_that_there_is_nothing(
+    web: Web, status: int
+) -> None:
+    """After that, a run would begin anew."""
+    web.status = status
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(StorageError, match=str(status)) as caught:
+            await engine.load(f"{web.url}/run")
+        assert not isinstance(caught.value, CheckpointNotFoundError)
+    async with Checkpointer(f"{web.url}/run", config=CONFIG) as run:
+        with pytest.raises(StorageError, match=str(status)):
+            await run.latest()
+
+
+@pytest.mark.parametrize("status", [404, 410])
+async def test_a_server_says_that_there_is_nothing(web: Web, status: int) -> None:
+    """In its numbers."""
+    web.status = status
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(CheckpointNotFoundError):
+            await engine.load(f"{web.url}/run")
+
+
+async def test_a_server_that_is_down_does_not_say_that_there_is_nothing() -> None:
+    """It says nothing at all."""
+    async with Engine(CONFIG) as engine:
+        with pytest.raises(StorageError, match="Cannot connect"):
+            await engine.load(f"http://127.0.0.1:{free_port()}/run")
+
+
+async def test_a_file_is_found_on_a_server_that_does_not_say_what_is_missing(web: Web) -> None:
+    """As an object store says who may not list it: nothing lies below a file."""
+    web.status = 403
+    web.put("/m.safetensors", two_tensors())
+    async with Engine(CONFIG) as engine:
+        assert len(await engine.load(f"{web.url}/m.safetensors")) == 2
+
+
+async def test_a_server_without_ranges_is_told_at_once(web: Web) -> None:
+    """Before it has sent all of a file for each of them; from the beginning it is read."""
+    web.has_ranges = False
+    web.put("/m.safetensors", save({"a": torch.ones(300_000), "b": torch.ones(10)}))
+    async with Engine(config_with(max_retries=2)) as engine:
+        with pytest.raises(StorageError, match="the server sends no ranges"):
+            await engine.load_slice(f"{web.url}/m.safetensors", "b", slice(0, 1))
+    store = FsspecStore(fsspec.filesystem("http"), "http", 1)
+    room = bytearray(8)
+    await store.get_into(f"{web.url}/m.safetensors", 0, memoryview(room))
+    assert room == web.files["/m.safetensors"][0][:8]
+    await store.close()
+
+
+@pytest.mark.parametrize("query", ["?download=true", "?signature=a/b", "#fragment"])
+async def test_a_file_with_a_query_is_not_its_own_manifest(web: Web, query: str) -> None:
+    """Of which a server takes no notice, nor of what stands behind it."""
+    web.put("/m.safetensors", two_tensors())
+    async with Engine(CONFIG) as engine:
+        assert len(await engine.load(f"{web.url}/m.safetensors{query}")) == 2
