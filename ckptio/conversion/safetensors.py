@@ -161,7 +161,8 @@ def tensors_of(source: Source, *, drop_values: bool) -> list[Leaf]:
         more = f" and {len(lost) - _MAX_SHOWN} more" if len(lost) > _MAX_SHOWN else ""
         raise ConfigError(
             f"safetensors files hold tensors alone, and {source.path!r} has other values: {shown}"
-            f"{more}; select tensors, or drop the values"
+            f"{more}; strip= takes what is below one name, as 'model', select= what has some names,"
+            " and drop_values= the tensors of all of it"
         )
     if not taken:
         raise ConfigError(f"there is no tensor to write in {source.path!r}")

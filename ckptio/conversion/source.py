@@ -123,7 +123,7 @@ class Source:
         if select is not None:
             tree = prune(tree, make_predicate(select))
             if tree == {}:
-                where = f" below {strip!r}" if strip else ""
+                where = f" below {strip!r}, which names do not begin with then," if strip else ""
                 raise TargetError(f"{select!r} selects nothing{where} in checkpoint {self.path!r}")
         self.tree = tree
 
