@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Key of the facts in a reference to a tensor.
 MARK = "mark"
 #: Kinds of facts, and what is said of them.
-_KINDS = {"of": "of {!r}", "mesh": "spread over {}", "crc32c": "crc32c {}"}
+_KINDS = {"of": "of {!r}", "crc32c": "crc32c {}"}
 
 
 def unmarked(node: dict[str, Any]) -> dict[str, Any]:

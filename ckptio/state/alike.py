@@ -10,11 +10,12 @@ checkpoint is made of them.
 
     bytes, arrays, tensors of uint8 that are no module's    a checksum
     what an optimizer keeps by a parameter's number         the parameter's name, if that is saved,
-                                                            too; of a DTensor else its mesh; of
-                                                            others a checksum
+                                                            too; and a checksum
 
 Long tensors and arrays are summed up in part. What is on a device is not read: the caller's stream
-would have to be waited for. Nor are parts of DTensors: trees of ranks would all be different.
+would have to be waited for. Nor are parts of DTensors: trees of ranks would all be different. The
+mesh of a DTensor says nothing: where two dimensions cut a model, what one of them leaves whole is
+on a mesh of its own in each row, and the same in all.
 
 What modules and optimizers give is told by its form in the tree, whoever called `state_dict()`.
 """
@@ -27,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.errors import name_ranks
 from ckptio.format.checksum import crc32c
 from ckptio.format.encode import TAG
 from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS
@@ -133,7 +133,7 @@ class Alike:
                 ahead += _containers_in(item)
                 one = tensors.get(id(item))
                 if isinstance(one, Held):
-                    _mark(item, **({"of": name} if name else {"mesh": _mesh_of(one.owner)}))
+                    _mark(item, of=name)
                 elif one is not None:
                     summed = _checksum(one.tensor, _MAX_MOMENT_NBYTES) if is_summed else ""
                     _mark(item, of=name, crc32c=summed)
@@ -167,12 +167,6 @@ def _mark(node: dict[str, Any], **facts: str) -> None:
     known = {fact: value for fact, value in facts.items() if value}
     if known:
         node[MARK] = {**node.get(MARK, {}), **known}
-
-
-def _mesh_of(tensor: Any) -> str:
-    """Name the ranks that hold a DTensor; empty for what is none."""
-    mesh = getattr(tensor, "device_mesh", None)
-    return "" if mesh is None else name_ranks(mesh.mesh.flatten().tolist(), max_runs=4)
 
 
 def _place_of(tensor: Any) -> int:
