@@ -26,6 +26,7 @@ from ckptio.foreign.folder import OverlapError, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
+from ckptio.foreign.rules import allowed, made_otherwise, number_of, numbered, outline_of
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.state.numbered import numbered_below
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.contents import Item
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
+    from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import AwaitedSource, Source
 
 METADATA = ".metadata"
@@ -70,12 +72,17 @@ class DcpReader:
         self._block_nbytes = block_nbytes
         self._starts: dict[str, int | None] = {}
         self._values: dict[str, Any] = {}
+        self._apart: dict[str, tuple[FlatState, str]] = {}
         self._refused: dict[str, Refusal] | None = None
 
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        return self._folder.version(METADATA)
+        return self._folder.version(METADATA), self._allowed
+
+    @functools.cached_property
+    def _allowed(self) -> Hashable:
+        return allowed()
 
     @functools.cached_property
     def _contents(self) -> Contents:
@@ -103,7 +110,7 @@ class DcpReader:
 
     def manifest(self) -> Manifest:
         """Read the metadata, and the values that are no tensors."""
-        version = self.version
+        version = self._folder.version(METADATA)
         status = self._folder.status(METADATA)
         contents = self._contents
         try:
@@ -149,14 +156,23 @@ class DcpReader:
             chunk = Chunk(len(files) - 1, 0)
             tensors.append(TensorEntry(item.fqn, "uint8", (nbytes,), (chunk,)))
             return Encoded({TAG: "bytes", "t": len(tensors) - 1})
-        flat = values.take_apart(self._loaded(name))
+        flat, outline = self._taken(name)
         return values.add_flat(
             flat,
             lambda inner: f"{item.fqn}.{inner}",
-            lambda number: f"{name}#{number}",
+            lambda number: f"{name}#{numbered(number, outline)}",
             files,
             tensors,
         )
+
+    def _taken(self, name: str) -> tuple[FlatState, str]:
+        """Take a value apart, once, and sum up what it is; see `rules`."""
+        from ckptio.foreign.values import take_apart  # noqa: PLC0415  # imports torch
+
+        if name not in self._apart:
+            flat = take_apart(self._loaded(name))
+            self._apart[name] = flat, outline_of(flat)
+        return self._apart[name]
 
     def _loaded(self, name: str) -> Any:
         """Load a value, once."""
@@ -193,13 +209,13 @@ class DcpReader:
 
     def _reason(self, name: str) -> Refusal | None:
         """Say why an item cannot be loaded; `None` if it can."""
-        from ckptio.foreign.values import UnportableError, take_apart  # noqa: PLC0415  # imports torch
+        from ckptio.foreign.values import UnportableError  # noqa: PLC0415  # imports torch
 
         unknown = self._contents.unknown.get(name)
         if unknown is not None:
             return Refusal(unknown, is_portable=False)
         try:
-            take_apart(self._loaded(name))
+            self._taken(name)
         except UnpicklingError as error:
             return Refusal(first_sentence(error))
         except UnportableError as error:
@@ -268,11 +284,16 @@ class DcpReader:
             raise self._bad(item, error) from None
 
     def _inner(self, name: str) -> Any:
-        """Give a tensor inside a value."""
-        from ckptio.foreign.values import take_apart  # noqa: PLC0415  # imports torch
+        """Give a tensor inside a value.
 
+        Raises:
+            CheckpointChangedError: It is of what was made under another rule.
+        """
         item, _, number = name.rpartition("#")
-        return take_apart(self._loaded(item)).sources[int(number)]
+        if item not in self._contents.values or item in self._refusals():
+            raise made_otherwise(self._folder.root)
+        flat, outline = self._taken(item)
+        return flat.sources[number_of(number, outline, self._folder.root)]
 
     def _start_of(self, name: str, item: Item) -> int | None:
         """Find the bytes of a chunk in its item; `None` if torch has to load it whole."""
