@@ -26,7 +26,15 @@ from ckptio.foreign.folder import OverlapError, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
-from ckptio.foreign.rules import allowed, made_otherwise, number_of, numbered, outline_of
+from ckptio.foreign.rules import (
+    allowed,
+    is_big,
+    made_otherwise,
+    number_of,
+    numbered,
+    outline_of,
+    under,
+)
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.state.numbered import numbered_below
@@ -65,11 +73,13 @@ class DcpReader:
     Args:
         folder: The directory.
         block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, block_nbytes: int) -> None:
+    def __init__(self, folder: Folder, block_nbytes: int, order: Any = None) -> None:
         self._folder = folder
         self._block_nbytes = block_nbytes
+        self._order = order
         self._starts: dict[str, int | None] = {}
         self._values: dict[str, Any] = {}
         self._apart: dict[str, tuple[FlatState, str]] = {}
@@ -191,7 +201,8 @@ class DcpReader:
 
         file, start, nbytes = self._checked(name)
         try:
-            return load_bytes(self._folder.read(file, start, start + nbytes))
+            with under(self._order):
+                return load_bytes(self._folder.read(file, start, start + nbytes))
         except FormatError as error:
             raise FormatError(f"bytes [{start}, {start + nbytes}) of {file!r}: {error}") from None
 
@@ -304,7 +315,9 @@ class DcpReader:
                 return self._folder.read(file, first + start, first + stop)
 
             try:
-                self._starts[name] = find_tensor(read, nbytes, item.dtype, item.shape)
+                self._starts[name] = find_tensor(
+                    read, nbytes, item.dtype, item.shape, is_big=is_big(self._order)
+                )
             except FormatError as error:
                 self._require_no_safetensors(file, first)
                 raise self._bad(item, error) from None

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
@@ -18,6 +18,7 @@ from ckptio.foreign.archive import ZIP
 from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.objects import ObjectFolder
+from ckptio.foreign.rules import byte_order
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
@@ -68,6 +69,7 @@ class AnyStorage:
         self._config = config
         self._executor = executor
         self._bridge = Bridge(min(config.max_requests, _MAX_THREADS))
+        self._byte_order = byte_order()  # as it was said where this is made: by the caller
         self._reader: ForeignReader | None = None
         self._is_known = False
 
@@ -185,7 +187,9 @@ class AnyStorage:
         if isinstance(self._inner, ObjectStorage):
             find = await self._find_in_store(self._inner)
         else:
-            find = functools.partial(find_reader, self._inner.path, self._config.block_nbytes)
+            find = functools.partial(
+                find_reader, self._inner.path, self._config.block_nbytes, self._byte_order
+            )
         self._reader = await self._run(find)
         self._is_known = True
         return self._reader
@@ -200,8 +204,8 @@ class AnyStorage:
 
         def find() -> ForeignReader | None:
             if beside is not None and beside.status(name) is not None:
-                return _find_in_file(beside, name, self._config.block_nbytes)
-            return _find_in_folder(below, self._config.block_nbytes)
+                return _find_in_file(beside, name, self._config.block_nbytes, self._byte_order)
+            return _find_in_folder(below, self._config.block_nbytes, self._byte_order)
 
         return find
 
@@ -218,8 +222,13 @@ def split_last(url: str) -> tuple[str, str]:
     return (url, "") if above.endswith("/") or not above else (above, name)
 
 
-def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
+def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:
     """Recognise what is at a path. Blocks.
+
+    Args:
+        path: It.
+        block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
 
     Returns:
         What reads it; `None` if it is nothing that is known.
@@ -235,19 +244,19 @@ def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
     except OSError as error:
         raise storage_error(error, path, "cannot stat it") from error
     if stat.S_ISDIR(mode):
-        return _find_in_folder(LocalFolder(path), block_nbytes)
+        return _find_in_folder(LocalFolder(path), block_nbytes, order)
     if stat.S_ISREG(mode):
         folder = LocalFolder(os.path.dirname(path))
-        return _find_in_file(folder, os.path.basename(path), block_nbytes)
+        return _find_in_file(folder, os.path.basename(path), block_nbytes, order)
     return None
 
 
-def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
+def _find_in_folder(folder: Folder, block_nbytes: int, order: Any) -> ForeignReader | None:
     """Recognise a directory."""
     if folder.status(".metadata") is not None:
         from ckptio.foreign.dcp import DcpReader  # noqa: PLC0415  # where there is one
 
-        return DcpReader(folder, block_nbytes)
+        return DcpReader(folder, block_nbytes, order)
     for stem in STEMS:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         if folder.status(single) is not None:  # first, as in Hugging Face's libraries
@@ -287,7 +296,7 @@ def _of_torch(folder: Folder, name: str) -> str:
     return f"{folder.root!r} has {name!r}, which torch.save wrote; give its own path"
 
 
-def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader:
+def _find_in_file(folder: Folder, name: str, block_nbytes: int, order: Any) -> ForeignReader:
     """Recognise a file.
 
     Raises:
@@ -302,7 +311,7 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader
     if head.startswith((ZIP, _OLD_TORCH)):
         from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
-        return TorchSaveReader(folder, name, block_nbytes)
+        return TorchSaveReader(folder, name, block_nbytes, order)
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)

@@ -23,7 +23,7 @@ import io
 import os
 import zipfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,7 @@ from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, 
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
-from ckptio.foreign.rules import allowed, number_of, numbered, outline_of
+from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, under
 from ckptio.foreign.scan import Scanned, scan_pickle, together
 from ckptio.foreign.standins import (
     Taken,
@@ -75,6 +75,7 @@ _MAX_MEMBER_NBYTES = 1 << 30
 _MAX_DIRECTORY_NBYTES = 1 << 28
 #: Of the names that tensors have in the manifest.
 _PREFIX = "tensor-"
+_OTHER_ORDER = "its bytes are in another order than this machine's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,14 @@ class TorchSaveReader:
         folder: Its directory.
         name: Its name there.
         block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, name: str, block_nbytes: int) -> None:
+    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any = None) -> None:
         self._folder = folder
         self._name = name
         self._block_nbytes = block_nbytes
+        self._order = order
 
     @property
     def version(self) -> Hashable:
@@ -146,17 +149,22 @@ class TorchSaveReader:
         self._memory: list[tuple[int, int, int]] = []
         self._scanned: list[Scanned] = []
         try:
-            try:
-                return self._load_outline(status.nbytes)
-            except (_NotByRangesError, NoRoomError):
-                if not isinstance(self._folder, LocalFolder):
-                    raise
-            self._memory = []
-            return take_apart_data(load_whole(path))
+            with under(self._order):
+                return self._load(path, status.nbytes)
         except UnpicklingError as error:
             raise of_pickle(path, error) from None
         except FormatError as error:
             raise at(path, error) from None
+
+    def _load(self, path: str, nbytes: int) -> Taken:
+        """Load it by ranges, or as a whole where that cannot be."""
+        try:
+            return self._load_outline(nbytes)
+        except (_NotByRangesError, NoRoomError):
+            if not isinstance(self._folder, LocalFolder):
+                raise
+        self._memory = []
+        return take_apart_data(load_whole(path))
 
     def _load_outline(self, nbytes: int) -> Taken:
         """Load a state of tensors without bytes; one of before 1.6 is loaded as a whole.
@@ -232,6 +240,8 @@ class TorchSaveReader:
     def _outline(self, archive: zipfile.ZipFile, fd: int, nbytes: int) -> None:
         """Write everything but tensors."""
         members, stops = require_stored(archive, nbytes), stops_of(archive)
+        if is_big(self._order) and not any(name.endswith("/byteorder") for name in members):
+            raise _NotByRangesError(_OTHER_ORDER)
         start = archive.start_dir
         write_at(fd, self._read(start, nbytes), start)
         for name, info in members.items():
@@ -255,7 +265,7 @@ class TorchSaveReader:
             if is_pickle(name):
                 self._scanned.append(scan_pickle(io.BytesIO(data)))
             if name.endswith("/byteorder") and data != b"little":
-                raise _NotByRangesError("its bytes are in another order than this machine's")
+                raise _NotByRangesError(_OTHER_ORDER)
             write_at(fd, data, start)
         self._members.sort(key=lambda member: member.start)
 
