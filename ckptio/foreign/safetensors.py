@@ -11,7 +11,7 @@ from ckptio.foreign.folder import range_name, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest
 from ckptio.format.bucket import decode_header, header_nbytes
 from ckptio.format.encode import TAG
-from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.format.manifest import MAX_DIMS, Chunk, TensorEntry
 from ckptio.layout import DTYPES
 
 if TYPE_CHECKING:
@@ -181,11 +181,11 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, metadata = decode_header(header, status.nbytes - start)
+            stored, metadata = decode_header(header, status.nbytes - start, is_foreign=True)
         except FormatError as error:
             self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None
-        return status, start, stored, _names_said(metadata)
+        return status, start, list(map(_within_limits, stored)), _names_said(metadata)
 
     def _check_map(self, homes: dict[str, str]) -> None:
         """Check that the index and the files say the same."""
@@ -206,6 +206,14 @@ class SafetensorsReader:
             start=0,
             stop=0,
         )
+
+
+def _within_limits(tensor: StoredTensor) -> StoredTensor:
+    """Give a tensor; one that is known and that no manifest takes as one that is not known."""
+    if len(tensor.shape) <= MAX_DIMS:
+        return tensor
+    unknown = f"{tensor.dtype} of {len(tensor.shape)} dimensions"
+    return tensor._replace(dtype="uint8", shape=(tensor.nbytes,), unknown=unknown)
 
 
 def _names_said(metadata: dict[str, str]) -> str:

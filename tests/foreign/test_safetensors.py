@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptio import sync
 from ckptio.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
@@ -175,6 +175,34 @@ def test_a_tensor_of_an_unknown_type_is_left_out_if_nobody_wants_it(tmp_path: Pa
                     engine.load(path, select=select)
             with pytest.raises(FormatError, match="F6_E2M3"):
                 engine.load_slice(path, "a", slice(0, 1))
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x@1+2"])
+def test_a_file_that_the_library_takes_is_taken(tmp_path: Path, name: str) -> None:
+    """With `null` for its metadata, or more of a tensor than is known, or another's note."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    data = torch.ones(2).numpy().tobytes()
+    for header in (
+        {"w": entry, "__metadata__": None},
+        {"w": {**entry, "more": [1]}},
+        {"w": entry, "__metadata__": {"ckptio.dtype.w": "float8_e8m0fnu"}},
+        {"w": entry, "__metadata__": {"ckptio.dtype.w": "of later"}},
+    ):
+        path = write(tmp_path / name, header, data)
+        assert_same_state(load_file(path), {"w": torch.ones(2)})
+        assert_same_state(sync.load(path, config=SMALL), {"w": torch.ones(2)})
+
+
+def test_a_tensor_of_too_many_dimensions_does_not_cost_the_rest(tmp_path: Path) -> None:
+    """It is refused by its name."""
+    header = {
+        "a": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]},
+        "w": {"dtype": "F32", "shape": [1] * 64, "data_offsets": [4, 8]},
+    }
+    path = write(tmp_path / "x.safetensors", header, torch.ones(2).numpy().tobytes())
+    assert sync.load(path, select="w", config=SMALL)["w"].shape == (1,) * 64
+    with pytest.raises(FormatError, match=r"x\.safetensors.*'a' \(float32 of 65 dimensions\)"):
+        sync.load(path, config=SMALL)
 
 
 HOSTILE = {
