@@ -51,8 +51,12 @@ _TORCH_FILES = (
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
-#: How `torch.save` began before it wrote zip files: a pickled magic number.
-_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+#: How `torch.save` began before it wrote zip files: a pickled magic number, of any protocol that is
+#: not text; from the fourth on in a frame, which torch does not read, and says so.
+_OLD_TORCH = re.compile(
+    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
+)
+_HEAD_NBYTES = 32
 
 
 class AnyStorage:
@@ -303,12 +307,12 @@ def _find_in_file(folder: Folder, name: str, block_nbytes: int, order: Any) -> F
         UnknownFormatError: It is of no known format: it is not "not there", after which a run would
             begin anew.
     """
-    head = folder.read(name, 0, 16)
+    head = folder.read(name, 0, _HEAD_NBYTES)
     if not head:
         raise UnknownFormatError(f"{folder.join(name)!r} is empty: nothing was written to it")
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
-    if head.startswith((ZIP, _OLD_TORCH)):
+    if head.startswith(ZIP) or _OLD_TORCH.match(head):
         from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
         return TorchSaveReader(folder, name, block_nbytes, order)
