@@ -127,8 +127,9 @@ class DcpReader:
             files = [(name, item.nbytes) for name, item in contents.chunks.items()]
             tensors = list(contents.tensors)
             state: dict[str, Encoded] = {t.name: place(i) for i, t in enumerate(tensors)}
+            names = set(contents.names)
             for name, item in contents.values.items():
-                state[item.fqn] = self._value(name, item, files, tensors)
+                state[item.fqn] = self._value(name, item, files, tensors, names)
             return make_manifest(
                 writer="torch.distributed.checkpoint",
                 version=version,
@@ -154,9 +155,22 @@ class DcpReader:
         return {_COMMON: f"{self._folder.join(_COMMON)}: {note}"}
 
     def _value(
-        self, name: str, item: Item, files: list[tuple[str, int]], tensors: list[TensorEntry]
+        self,
+        name: str,
+        item: Item,
+        files: list[tuple[str, int]],
+        tensors: list[TensorEntry],
+        names: set[str],
     ) -> Encoded:
-        """Load a value, or make one that cannot be opened of it."""
+        """Load a value, or make one that cannot be opened of it.
+
+        Args:
+            name: The range that has it.
+            item: What is there.
+            files: Takes a file for each tensor in it.
+            tensors: Takes the tensors.
+            names: Of all tensors and values; takes those of the tensors in it.
+        """
         from ckptio.foreign import values  # noqa: PLC0415  # imports torch
 
         reason = self._refusals().get(name)
@@ -169,7 +183,7 @@ class DcpReader:
         flat, outline = self._taken(name)
         return values.add_flat(
             flat,
-            lambda inner: f"{item.fqn}.{inner}",
+            lambda inner: _distinct(f"{item.fqn}.{inner}", names),
             lambda number: f"{name}#{numbered(number, outline)}",
             files,
             tensors,
@@ -346,6 +360,15 @@ class DcpReader:
             stop=start + nbytes,
             fqns=[item.fqn],
         )
+
+
+def _distinct(name: str, names: set[str]) -> str:
+    """Give a name that nothing else has, and add it: a tensor may be called as one in a dict is."""
+    found, number = name, 2
+    while found in names:
+        found, number = f"{name}~{number}", number + 1
+    names.add(found)
+    return found
 
 
 def _split(name: str) -> tuple[str, int, int]:
