@@ -251,7 +251,10 @@ class FsspecStore:
         with contextlib.suppress(AttributeError):  # a listing that is kept shows the past
             self.fs.invalidate_cache(key)
             self.fs.invalidate_cache(self.fs._parent(key))  # noqa: SLF001  # fsspec's public practice
-        info = self.fs.info(key)
+        try:
+            info = self.fs.info(key)
+        except NotADirectoryError:  # what is above it is a file
+            raise FileNotFoundError(key) from None
         if info["type"] != "file":
             raise FileNotFoundError(key)
         return info_of(key, info)
