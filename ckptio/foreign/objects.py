@@ -44,17 +44,17 @@ class ObjectFolder(Folder):
 
     Args:
         root: Its URL; for messages.
-        prefix: Of the keys, without a slash at the end.
+        start: What their keys begin with; nothing, or with a slash at the end.
         store: Where they are.
         requests: Tries requests.
         bridge: Takes calls to the store's loop.
     """
 
     def __init__(
-        self, root: str, prefix: str, store: ObjectStore, requests: Requests, bridge: Bridge
+        self, root: str, start: str, store: ObjectStore, requests: Requests, bridge: Bridge
     ) -> None:
         super().__init__(root)
-        self._prefix = prefix
+        self._start = start
         self._store = store
         self._requests = requests
         self._bridge = bridge
@@ -152,7 +152,7 @@ class ObjectFolder(Folder):
         return self._bridge.each(function, values)
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return self._start + name
 
 
 class AwaitedPart(AwaitedSource):

@@ -22,6 +22,7 @@ from ckptio.foreign.rules import byte_order
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.fsspec_answers import AZURE, GOOGLE
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Where the first part of a key is a bucket.
+_BUCKETED = GOOGLE + AZURE
 #: What libraries of models called their files before they wrote safetensors.
 _INDEX_SUFFIX = ".bin.index.json"
 _TORCH_FILES = (
@@ -201,10 +204,16 @@ class AnyStorage:
     async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
         """Give what looks for an object, or for several under a prefix."""
         store, requests, prefix = await inner.reach()
-        url, name = split_last(inner.path)
-        above = prefix.rpartition("/")[0]
-        beside = ObjectFolder(url, above, store, requests, self._bridge) if name else None
-        below = ObjectFolder(inner.path, prefix, store, requests, self._bridge)
+        above, slash, name = prefix.rpartition("/")
+        url, start = above_of(inner.path), above + slash
+        is_bucket = not start and inner.path.partition("://")[0] in _BUCKETED
+        beside = (
+            ObjectFolder(url, start, store, requests, self._bridge)
+            if name and not is_bucket
+            else None
+        )
+        start = f"{prefix}/" if prefix else ""
+        below = ObjectFolder(inner.path, start, store, requests, self._bridge)
 
         def find() -> ForeignReader | None:
             if beside is not None and beside.status(name) is not None:
@@ -220,10 +229,13 @@ class AnyStorage:
         return await run_blocking(self._executor, function)
 
 
-def split_last(url: str) -> tuple[str, str]:
-    """Cut the last part of a URL's path off; there is none in `s3://bucket`."""
-    above, _, name = url.rpartition("/")
-    return (url, "") if above.endswith("/") or not above else (above, name)
+def above_of(url: str) -> str:
+    """Cut the last part of a URL's path off, for messages: it may be the one behind `://`.
+
+    What lies there is found by its key alone: file systems cut hosts off, or nothing.
+    """
+    above = url.rpartition("/")[0]
+    return f"{above}/" if above.endswith("/") else above
 
 
 def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:
