@@ -216,9 +216,14 @@ class AnyStorage:
         below = ObjectFolder(inner.path, start, store, requests, self._bridge)
 
         def find() -> ForeignReader | None:
-            if beside is not None and beside.status(name) is not None:
-                return _find_in_file(beside, name, self._config.block_nbytes, self._byte_order)
-            return _find_in_folder(below, self._config.block_nbytes, self._byte_order)
+            nbytes, order = self._config.block_nbytes, self._byte_order
+            status = None if beside is None else beside.status(name)
+            found = None
+            if status is None or not status.nbytes:  # some tools mark a directory by such an object
+                found = _find_in_folder(below, nbytes, order)
+            if found is None and beside is not None and status is not None:
+                found = _find_in_file(beside, name, nbytes, order)
+            return found
 
         return find
 

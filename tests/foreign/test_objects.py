@@ -271,6 +271,35 @@ def test_what_is_not_there_is_not_found(store: CountedFileSystem) -> None:
         sync.load("counted://top/a.safetensors", config=config_with(max_retries=1))
 
 
+@pytest.mark.parametrize("kind", ["single", "dcp"])
+def test_an_object_that_marks_a_directory_does_not_hide_it(
+    kind: str, tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """An object and what is below it have one name, where tools show directories."""
+    path, state = save_as(kind, tmp_path)
+    url = put(store, path)
+    marker = {"name": f"/top/{path.name}", "size": 0, "type": "file", "created": 0}
+
+    class MarkedFileSystem(CountedFileSystem):
+        """One with such an object."""
+
+        protocol = "marked"
+
+        def info(self, path: str, **kwargs: Any) -> Any:
+            return marker if path == marker["name"] else super().info(path, **kwargs)
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.replace("marked://", "memory://")))
+
+    fsspec.register_implementation("marked", MarkedFileSystem, clobber=True)
+    found = sync.load(url.replace("counted", "marked"), config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(state.items())))
+    store.rm(f"/top/{path.name}", recursive=True)
+    with pytest.raises(FormatError, match="is empty"):
+        sync.load(url.replace("counted", "marked"), config=SMALL)
+
+
 class RootFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Files of a directory behind a host; their paths begin with what `slash` says."""
 
