@@ -49,9 +49,13 @@ _TORCH_FILES = (
     "diffusion_pytorch_model.bin",
     "adapter_model.bin",
 )
-#: What DCP's writer for them calls a part that a rank wrote. `model-00001-of-00002.safetensors` is
-#: not looked for: without an index it is of a checkpoint that was not finished, and is none.
+#: What DCP's writer for them calls a part that a rank wrote.
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+#: Other files of tensors. `model-00001-of-00002.safetensors` is not looked for: without an index it
+#: is of a checkpoint that was not finished, and is none; nor is a data file of ours, for the same.
+_WEIGHTS = re.compile(
+    r"(?!\.|data-[0-9a-f]+-\d+-\d+\.safetensors|.*-\d+-of-\d+\.safetensors).+\.safetensors"
+)
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
 #: How `torch.save` began before it wrote zip files: a pickled magic number, of any protocol that is
@@ -304,6 +308,11 @@ def _require_nothing_known(folder: Folder) -> None:
             f"{folder.root!r} has parts of tensors as ranks of torch.distributed.checkpoint wrote"
             f" them ({shards[0]!r}), and no index; have it consolidate them"
             " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
+        )
+    if files := folder.matching(_WEIGHTS):
+        raise UnknownFormatError(
+            f"{folder.root!r} has {files[0]!r}, which is not what a checkpoint's only file, or its"
+            " index, is called; give the file's own path"
         )
 
 

@@ -297,6 +297,9 @@ def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) ->
         ("pytorch_model.bin.index.json", "each of them by its own path"),
         ("adapter_model.bin", "give its own path"),
         ("shard-00001-model-00001-of-00001.safetensors", "consolidate them"),
+        ("model.fp16.safetensors", "give the file's own path"),
+        ("consolidated.safetensors", "give the file's own path"),
+        ("data-1.safetensors", "give the file's own path"),
     ],
 )
 def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
@@ -313,6 +316,7 @@ def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
 def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     """Its data files are safetensors files, too; and what has an index, the index makes one."""
     (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00002.safetensors").rename(folder / ".model.safetensors")
     with pytest.raises(CheckpointNotFoundError):
         sync.load(folder, config=SMALL)
     sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)
