@@ -48,13 +48,21 @@ class ObjectFolder(Folder):
         store: Where they are.
         requests: Tries requests.
         bridge: Takes calls to the store's loop.
+        query: What their keys end with, behind their names; see `storage.keys`.
     """
 
     def __init__(
-        self, root: str, start: str, store: ObjectStore, requests: Requests, bridge: Bridge
+        self,
+        root: str,
+        start: str,
+        store: ObjectStore,
+        requests: Requests,
+        bridge: Bridge,
+        query: str = "",
     ) -> None:
         super().__init__(root)
         self._start = start
+        self._query = query
         self._store = store
         self._requests = requests
         self._bridge = bridge
@@ -152,7 +160,7 @@ class ObjectFolder(Folder):
         return self._bridge.each(function, values)
 
     def _key(self, name: str) -> str:
-        return self._start + name
+        return f"{self._start}{name}{self._query}"
 
 
 class AwaitedPart(AwaitedSource):

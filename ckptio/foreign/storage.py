@@ -6,11 +6,12 @@ recognised by its names and its first bytes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
@@ -23,11 +24,12 @@ from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.fsspec_answers import AZURE, GOOGLE
+from ckptio.storage.keys import split_query
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -66,6 +68,12 @@ _OLD_TORCH = re.compile(
 _HEAD_NBYTES = 32
 
 
+class _Other(NamedTuple):
+    """What others wrote."""
+
+    reader: ForeignReader
+
+
 class AnyStorage:
     """A place, read in whichever format is there, and written in ours.
 
@@ -101,25 +109,49 @@ class AnyStorage:
 
     async def version(self) -> Hashable:
         """Tell manifests apart; see `storage.interface.Storage`."""
-        try:
-            found = await self._inner.version()
-        except CheckpointNotFoundError:
-            reader = await self._recognise()
-            if reader is None:
-                raise
+        found = await self._look(self._inner.version)
+        if isinstance(found, _Other):
+            reader = found.reader
             return await self._run(lambda: reader.version)
-        self._is_ours()
         return found
 
     async def read_manifest(self) -> tuple[Hashable, bytes | Manifest]:
         """Read our manifest, or make one of what is there."""
+        found = await self._look(self._inner.read_manifest)
+        if isinstance(found, _Other):
+            reader = found.reader
+            return await self._run(lambda: (reader.version, reader.manifest()))
+        return found
+
+    async def _look(self, ask: Callable[[], Awaitable[T]]) -> T | _Other:
+        """Ask for ours, and look for what others wrote where there is none.
+
+        What a server gives for a URL with a query may be one file, whatever name is put before
+        that: there, what is at the URL itself comes first, if it is of a known format.
+
+        Raises:
+            CheckpointNotFoundError: There is neither.
+            UnknownFormatError: There is something else.
+        """
+        is_queried = bool(split_query(self._inner.path)[1])
+        unknown: UnknownFormatError | None = None
+        if is_queried:
+            try:
+                reader = await self._recognise()
+            except UnknownFormatError as error:
+                unknown = error
+            else:
+                if reader is not None:
+                    return _Other(reader)
         try:
-            found = await self._inner.read_manifest()
+            found = await ask()
         except CheckpointNotFoundError:
-            reader = await self._recognise()
+            if unknown is not None:
+                raise unknown from None
+            reader = None if is_queried else await self._recognise()
             if reader is None:
                 raise
-            return await self._run(lambda: (reader.version, reader.manifest()))
+            return _Other(reader)
         self._is_ours()
         return found
 
@@ -185,12 +217,8 @@ class AnyStorage:
     async def _recognised(self) -> ForeignReader | None:
         """Give the reader of what is there; `None` for ours, or nothing."""
         if not self._is_known:
-            try:
-                await self._inner.version()
-            except CheckpointNotFoundError:
-                await self._recognise()
-            else:
-                self._is_ours()
+            with contextlib.suppress(CheckpointNotFoundError):
+                await self._look(self._inner.version)
         return self._reader
 
     async def _recognise(self) -> ForeignReader | None:
@@ -208,16 +236,17 @@ class AnyStorage:
     async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
         """Give what looks for an object, or for several under a prefix."""
         store, requests, prefix = await inner.reach()
-        above, slash, name = prefix.rpartition("/")
-        url, start = above_of(inner.path), above + slash
-        is_bucket = not start and inner.path.partition("://")[0] in _BUCKETED
-        beside = (
-            ObjectFolder(url, start, store, requests, self._bridge)
-            if name and not is_bucket
-            else None
-        )
-        start = f"{prefix}/" if prefix else ""
-        below = ObjectFolder(inner.path, start, store, requests, self._bridge)
+        (key, query), (url, _) = split_query(prefix), split_query(inner.path)
+        above, slash, name = key.rpartition("/")
+        is_bucket = not slash and url.partition("://")[0] in _BUCKETED
+
+        def folder(root: str, start: str, query: str) -> ObjectFolder:
+            return ObjectFolder(root, start, store, requests, self._bridge, query)
+
+        beside = None
+        if name and not is_bucket:
+            beside = folder(above_of(url), above + slash, query)
+        below = folder(url, f"{key}/" if key else "", query.lstrip("/"))
 
         def find() -> ForeignReader | None:
             nbytes, order = self._config.block_nbytes, self._byte_order
