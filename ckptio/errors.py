@@ -305,10 +305,14 @@ class CheckpointExistsError(StorageError, FileExistsError):
 class CheckpointChangedError(StorageError):
     """The checkpoint was overwritten or removed while it was being read."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        problem: str = "the checkpoint was overwritten or removed while it was being read",
+    ) -> None:
         """Say that `path` changed under a reader."""
         super().__init__(
-            "the checkpoint was overwritten or removed while it was being read; load it again",
+            f"{problem}; load it again",
             path=path,
             code=errno.ESTALE,
         )

@@ -35,6 +35,7 @@ from ckptio.plan.exchange import (
 )
 from ckptio.plan.explain import explain, explain_text
 from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -70,7 +71,7 @@ class Course:
 
     def __init__(self, key: str, path: PathLike) -> None:
         self._key = key
-        self.title = f"load of {str(path)!r}"
+        self.title = f"load of {shown_url(str(path))!r}"
         self.next_session = self.of("manifest")
 
     def of(self, phase: str) -> str:

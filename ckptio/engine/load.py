@@ -57,7 +57,11 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
     require_slabs(reading.manifest, context)
     reading.storage.recall(reading.manifest)
     entries = [reading.manifest.files[i] for i in files]
-    sizes = await reading.storage.sizes([entry.name for entry in entries])
+    try:
+        sizes = await reading.storage.sizes([entry.name for entry in entries])
+    except CheckpointChangedError:
+        context.cache.forget(reading.storage)  # what is kept is none for who reads now
+        raise
     if any(size != entry.nbytes for entry, size in zip(entries, sizes, strict=True)):
         # a checkpoint that was overwritten since looks just like a damaged one
         now = await context.cache.get(reading.storage, fresh=True)

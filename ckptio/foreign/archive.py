@@ -95,7 +95,12 @@ class Window(io.RawIOBase):
 
 
 def find_tensor(
-    read: Callable[[int, int], bytes], nbytes: int, dtype: str, shape: tuple[int, ...]
+    read: Callable[[int, int], bytes],
+    nbytes: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    is_big: bool = False,
 ) -> int | None:
     """Find the row-major bytes of a tensor.
 
@@ -104,6 +109,7 @@ def find_tensor(
         nbytes: Its size.
         dtype: Element type that the tensor should have.
         shape: Shape that it should have.
+        is_big: Whether an archive that does not say its byte order is of the other one.
 
     Returns:
         Where its first byte is; `None` if it does not lie there in one piece.
@@ -114,7 +120,7 @@ def find_tensor(
     window = Window(read, nbytes)
     try:
         with zipfile.ZipFile(window) as archive:
-            found = _find(archive, window, dtype, shape)
+            found = _find(archive, window, dtype, shape, is_big=is_big)
     except FormatError:
         raise
     except Exception as error:  # a damaged archive raises anything
@@ -261,7 +267,7 @@ def is_pickle(name: str) -> bool:
 
 
 def _find(
-    archive: zipfile.ZipFile, window: Window, dtype: str, shape: tuple[int, ...]
+    archive: zipfile.ZipFile, window: Window, dtype: str, shape: tuple[int, ...], *, is_big: bool
 ) -> int | None:
     members = require_stored(archive, window.nbytes)
     pickles = [name for name in members if name.endswith("/data.pkl")]
@@ -269,9 +275,11 @@ def _find(
         raise FormatError("not a tensor as torch.save writes it")
     prefix = pickles[0].removesuffix("data.pkl")
     order = members.get(f"{prefix}byteorder")
-    if order is not None and (
-        order.file_size > _WINDOW_NBYTES or read_member(archive, order) != b"little"
-    ):
+    if order is None:
+        is_little = not is_big
+    else:
+        is_little = order.file_size <= _WINDOW_NBYTES and read_member(archive, order) == b"little"
+    if not is_little:
         return None
     described = read_tensor(read_member(archive, members[pickles[0]]))
     storage = None if described is None else _simple(described, dtype, shape)

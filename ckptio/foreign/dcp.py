@@ -26,6 +26,15 @@ from ckptio.foreign.folder import OverlapError, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
+from ckptio.foreign.rules import (
+    allowed,
+    is_big,
+    made_otherwise,
+    number_of,
+    numbered,
+    outline_of,
+    under,
+)
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.state.numbered import numbered_below
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.contents import Item
     from ckptio.foreign.folder import Folder
     from ckptio.format.manifest import Manifest
+    from ckptio.state.flatten import FlatState
     from ckptio.storage.streams import AwaitedSource, Source
 
 METADATA = ".metadata"
@@ -63,19 +73,26 @@ class DcpReader:
     Args:
         folder: The directory.
         block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, block_nbytes: int) -> None:
+    def __init__(self, folder: Folder, block_nbytes: int, order: Any = None) -> None:
         self._folder = folder
         self._block_nbytes = block_nbytes
+        self._order = order
         self._starts: dict[str, int | None] = {}
         self._values: dict[str, Any] = {}
+        self._apart: dict[str, tuple[FlatState, str]] = {}
         self._refused: dict[str, Refusal] | None = None
 
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        return self._folder.version(METADATA)
+        return self._folder.version(METADATA), self._allowed
+
+    @functools.cached_property
+    def _allowed(self) -> Hashable:
+        return allowed()
 
     @functools.cached_property
     def _contents(self) -> Contents:
@@ -103,15 +120,16 @@ class DcpReader:
 
     def manifest(self) -> Manifest:
         """Read the metadata, and the values that are no tensors."""
-        version = self.version
+        version = self._folder.version(METADATA)
         status = self._folder.status(METADATA)
         contents = self._contents
         try:
             files = [(name, item.nbytes) for name, item in contents.chunks.items()]
             tensors = list(contents.tensors)
             state: dict[str, Encoded] = {t.name: place(i) for i, t in enumerate(tensors)}
+            names = set(contents.names)
             for name, item in contents.values.items():
-                state[item.fqn] = self._value(name, item, files, tensors)
+                state[item.fqn] = self._value(name, item, files, tensors, names)
             return make_manifest(
                 writer="torch.distributed.checkpoint",
                 version=version,
@@ -137,9 +155,22 @@ class DcpReader:
         return {_COMMON: f"{self._folder.join(_COMMON)}: {note}"}
 
     def _value(
-        self, name: str, item: Item, files: list[tuple[str, int]], tensors: list[TensorEntry]
+        self,
+        name: str,
+        item: Item,
+        files: list[tuple[str, int]],
+        tensors: list[TensorEntry],
+        names: set[str],
     ) -> Encoded:
-        """Load a value, or make one that cannot be opened of it."""
+        """Load a value, or make one that cannot be opened of it.
+
+        Args:
+            name: The range that has it.
+            item: What is there.
+            files: Takes a file for each tensor in it.
+            tensors: Takes the tensors.
+            names: Of all tensors and values; takes those of the tensors in it.
+        """
         from ckptio.foreign import values  # noqa: PLC0415  # imports torch
 
         reason = self._refusals().get(name)
@@ -149,14 +180,23 @@ class DcpReader:
             chunk = Chunk(len(files) - 1, 0)
             tensors.append(TensorEntry(item.fqn, "uint8", (nbytes,), (chunk,)))
             return Encoded({TAG: "bytes", "t": len(tensors) - 1})
-        flat = values.take_apart(self._loaded(name))
+        flat, outline = self._taken(name)
         return values.add_flat(
             flat,
-            lambda inner: f"{item.fqn}.{inner}",
-            lambda number: f"{name}#{number}",
+            lambda inner: _distinct(f"{item.fqn}.{inner}", names),
+            lambda number: f"{name}#{numbered(number, outline)}",
             files,
             tensors,
         )
+
+    def _taken(self, name: str) -> tuple[FlatState, str]:
+        """Take a value apart, once, and sum up what it is; see `rules`."""
+        from ckptio.foreign.values import take_apart  # noqa: PLC0415  # imports torch
+
+        if name not in self._apart:
+            flat = take_apart(self._loaded(name))
+            self._apart[name] = flat, outline_of(flat)
+        return self._apart[name]
 
     def _loaded(self, name: str) -> Any:
         """Load a value, once."""
@@ -175,7 +215,8 @@ class DcpReader:
 
         file, start, nbytes = self._checked(name)
         try:
-            return load_bytes(self._folder.read(file, start, start + nbytes))
+            with under(self._order):
+                return load_bytes(self._folder.read(file, start, start + nbytes))
         except FormatError as error:
             raise FormatError(f"bytes [{start}, {start + nbytes}) of {file!r}: {error}") from None
 
@@ -193,13 +234,13 @@ class DcpReader:
 
     def _reason(self, name: str) -> Refusal | None:
         """Say why an item cannot be loaded; `None` if it can."""
-        from ckptio.foreign.values import UnportableError, take_apart  # noqa: PLC0415  # imports torch
+        from ckptio.foreign.values import UnportableError  # noqa: PLC0415  # imports torch
 
         unknown = self._contents.unknown.get(name)
         if unknown is not None:
             return Refusal(unknown, is_portable=False)
         try:
-            take_apart(self._loaded(name))
+            self._taken(name)
         except UnpicklingError as error:
             return Refusal(first_sentence(error))
         except UnportableError as error:
@@ -268,11 +309,16 @@ class DcpReader:
             raise self._bad(item, error) from None
 
     def _inner(self, name: str) -> Any:
-        """Give a tensor inside a value."""
-        from ckptio.foreign.values import take_apart  # noqa: PLC0415  # imports torch
+        """Give a tensor inside a value.
 
+        Raises:
+            CheckpointChangedError: It is of what was made under another rule.
+        """
         item, _, number = name.rpartition("#")
-        return take_apart(self._loaded(item)).sources[int(number)]
+        if item not in self._contents.values or item in self._refusals():
+            raise made_otherwise(self._folder.root)
+        flat, outline = self._taken(item)
+        return flat.sources[number_of(number, outline, self._folder.root)]
 
     def _start_of(self, name: str, item: Item) -> int | None:
         """Find the bytes of a chunk in its item; `None` if torch has to load it whole."""
@@ -283,7 +329,9 @@ class DcpReader:
                 return self._folder.read(file, first + start, first + stop)
 
             try:
-                self._starts[name] = find_tensor(read, nbytes, item.dtype, item.shape)
+                self._starts[name] = find_tensor(
+                    read, nbytes, item.dtype, item.shape, is_big=is_big(self._order)
+                )
             except FormatError as error:
                 self._require_no_safetensors(file, first)
                 raise self._bad(item, error) from None
@@ -312,6 +360,15 @@ class DcpReader:
             stop=start + nbytes,
             fqns=[item.fqn],
         )
+
+
+def _distinct(name: str, names: set[str]) -> str:
+    """Give a name that nothing else has, and add it: a tensor may be called as one in a dict is."""
+    found, number = name, 2
+    while found in names:
+        found, number = f"{name}~{number}", number + 1
+    names.add(found)
+    return found
 
 
 def _split(name: str) -> tuple[str, int, int]:

@@ -80,7 +80,7 @@ class Folder(abc.ABC):
             or not 0 < _encoded_nbytes(name) <= _MAX_NAME_NBYTES
         ):
             raise FormatError(f"{self.root!r} refers to a file {name!r}, which is not inside of it")
-        return f"{self.root}/{name}"
+        return f"{self.root}{name}" if self.root.endswith("/") else f"{self.root}/{name}"
 
     @abc.abstractmethod
     def status(self, name: str) -> Status | None:

@@ -113,7 +113,7 @@ def make_manifest(
 
     Args:
         writer: What wrote the checkpoint.
-        version: Of its files; another version is another save.
+        version: Of its files; another version is another save, and so are other names of files.
         modified_s: When it was written, in seconds since 1970.
         block_nbytes: The unit in which it is read.
         files: Name and size of each file.
@@ -124,11 +124,13 @@ def make_manifest(
     Raises:
         FormatError: Chunks overlap, do not fill their tensors or lie outside of their files.
     """
-    identity = hashlib.blake2b(repr((writer, version)).encode(), digest_size=16).hexdigest()
+    identity = hashlib.blake2b(repr((writer, version)).encode(), digest_size=16)
+    for name, _ in files:
+        identity.update(repr(name).encode())
     manifest = Manifest(
         ckptio=FOREIGN_VERSION,
         writer=writer,
-        save_id=identity,
+        save_id=identity.hexdigest(),
         created=dt.datetime.fromtimestamp(modified_s, dt.UTC).isoformat(timespec="milliseconds"),
         block_nbytes=block_nbytes,
         files=tuple(FileEntry(name, nbytes, b"") for name, nbytes in files),

@@ -44,17 +44,25 @@ class ObjectFolder(Folder):
 
     Args:
         root: Its URL; for messages.
-        prefix: Of the keys, without a slash at the end.
+        start: What their keys begin with; nothing, or with a slash at the end.
         store: Where they are.
         requests: Tries requests.
         bridge: Takes calls to the store's loop.
+        query: What their keys end with, behind their names; see `storage.keys`.
     """
 
     def __init__(
-        self, root: str, prefix: str, store: ObjectStore, requests: Requests, bridge: Bridge
+        self,
+        root: str,
+        start: str,
+        store: ObjectStore,
+        requests: Requests,
+        bridge: Bridge,
+        query: str = "",
     ) -> None:
         super().__init__(root)
-        self._prefix = prefix
+        self._start = start
+        self._query = query
         self._store = store
         self._requests = requests
         self._bridge = bridge
@@ -152,7 +160,7 @@ class ObjectFolder(Folder):
         return self._bridge.each(function, values)
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self._start}{name}{self._query}"
 
 
 class AwaitedPart(AwaitedSource):

@@ -11,7 +11,7 @@ from ckptio.foreign.folder import range_name, split_range
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest
 from ckptio.format.bucket import decode_header, header_nbytes
 from ckptio.format.encode import TAG
-from ckptio.format.manifest import Chunk, TensorEntry
+from ckptio.format.manifest import MAX_DIMS, Chunk, TensorEntry
 from ckptio.layout import DTYPES
 
 if TYPE_CHECKING:
@@ -66,16 +66,15 @@ class SafetensorsReader:
         block_nbytes: int,
     ) -> None:
         self._folder = folder
-        self._names = names
+        self._names = dict.fromkeys(names)
         self._index = index
         self._weight_map = weight_map
         self._block_nbytes = block_nbytes
-        self._unknown: dict[str, str] = {}
 
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        files = [self._index, *self._names] if self._index is not None else self._names
+        files = [self._index, *self._names] if self._index is not None else list(self._names)
         return tuple(self._folder.each(self._folder.version, files))
 
     def manifest(self) -> Manifest:
@@ -87,7 +86,7 @@ class SafetensorsReader:
         state: dict[str, Encoded] = {}
         modified_s = 0.0
         beside: dict[str, str] = {}
-        headers = self._folder.each(self._header, self._names)
+        headers = self._folder.each(self._header, list(self._names))
         for name, (status, start, stored, said) in zip(self._names, headers, strict=True):
             if said:
                 beside[name] = f"{self._folder.join(name)}: its metadata is no part of this: {said}"
@@ -106,10 +105,7 @@ class SafetensorsReader:
                 # no rule of the format forbids it
                 is_odd = bool(first % DTYPES[tensor.dtype].itemsize)
                 if is_odd or tensor.unknown:
-                    part = range_name(name, first, tensor.nbytes)
-                    if tensor.unknown:
-                        self._unknown[part] = f"{tensor.name!r} ({tensor.unknown})"
-                    files.append((part, tensor.nbytes))
+                    files.append((range_name(name, first, tensor.nbytes), tensor.nbytes))
                     file, first = len(files) - 1, 0
                 node = {TAG: "bytes", "t": len(tensors)} if tensor.unknown else {TAG: len(tensors)}
                 state[tensor.name] = Encoded(node)
@@ -117,16 +113,19 @@ class SafetensorsReader:
                     TensorEntry(tensor.name, tensor.dtype, tensor.shape, (Chunk(file, first),))
                 )
         self._check_map(homes)
-        return make_manifest(
-            writer="safetensors",
-            version=version,
-            modified_s=modified_s,
-            block_nbytes=self._block_nbytes,
-            files=files,
-            tensors=tensors,
-            tree=encode_places(state),
-            beside=beside,
-        )
+        try:
+            return make_manifest(
+                writer="safetensors",
+                version=version,
+                modified_s=modified_s,
+                block_nbytes=self._block_nbytes,
+                files=files,
+                tensors=tensors,
+                tree=encode_places(state),
+                beside=beside,
+            )
+        except FormatError as error:
+            raise at(self._folder.join(self._index or next(iter(self._names))), error) from None
 
     def _is_elsewhere(self, tensor: str, name: str) -> bool:
         """Whether the index has a tensor in another file, so that this one's does not count."""
@@ -138,16 +137,29 @@ class SafetensorsReader:
         Raises:
             FormatError: One of them is a tensor of an unknown type.
         """
-        if unknown := [name for name in names if name in self._unknown]:
-            shown = ", ".join(self._unknown[name] for name in unknown[:_MAX_SHOWN])
-            raise FormatError(
-                f"{self._folder.join(unknown[0].rpartition('@')[0])!r} has tensors of element types"
-                f" that are not known: {shown}; leave them out with select="
-            )
+        wanted = {part for part in map(self._part, names) if part is not None}
+        files = sorted({name for name, _, _ in wanted})
+        # a manifest that was kept, or came from another rank, says nothing of it
+        for name, header in zip(files, self._folder.each(self._header, files), strict=True):
+            _, start, stored, _ = header
+            unknown = [
+                f"{tensor.name!r} ({tensor.unknown})"
+                for tensor in stored
+                if tensor.unknown and (name, start + tensor.start, tensor.nbytes) in wanted
+            ]
+            if unknown:
+                raise FormatError(
+                    f"{self._folder.join(name)!r} has tensors of types or shapes that are not"
+                    f" known: {', '.join(unknown[:_MAX_SHOWN])}; leave them out with select="
+                )
         return self._folder.each(self._size, names)
 
+    def _part(self, name: str) -> tuple[str, int, int] | None:
+        """Give file, start and bytes of a range; `None` for a file, whatever it is called."""
+        return None if name in self._names else split_range(name)
+
     def _size(self, name: str) -> int | None:
-        part = split_range(name)
+        part = self._part(name)
         if part is not None:
             return self._folder.part_nbytes(*part)
         status = self._folder.status(name)
@@ -155,7 +167,7 @@ class SafetensorsReader:
 
     def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Open a file, or a range of one."""
-        part = split_range(name)
+        part = self._part(name)
         if part is None:
             return self._folder.open(name, nbytes)
         return self._folder.open(part[0], part[2], part[1])
@@ -169,11 +181,11 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, metadata = decode_header(header, status.nbytes - start)
+            stored, metadata = decode_header(header, status.nbytes - start, is_foreign=True)
         except FormatError as error:
             self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None
-        return status, start, stored, _names_said(metadata)
+        return status, start, list(map(_within_limits, stored)), _names_said(metadata)
 
     def _check_map(self, homes: dict[str, str]) -> None:
         """Check that the index and the files say the same."""
@@ -194,6 +206,14 @@ class SafetensorsReader:
             start=0,
             stop=0,
         )
+
+
+def _within_limits(tensor: StoredTensor) -> StoredTensor:
+    """Give a tensor; one that is known and that no manifest takes as one that is not known."""
+    if len(tensor.shape) <= MAX_DIMS:
+        return tensor
+    unknown = f"{tensor.dtype} of {len(tensor.shape)} dimensions"
+    return tensor._replace(dtype="uint8", shape=(tensor.nbytes,), unknown=unknown)
 
 
 def _names_said(metadata: dict[str, str]) -> str:

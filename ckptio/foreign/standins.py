@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from ckptio.errors import CheckpointChangedError, FormatError
+from ckptio.foreign.archive import require_plain
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.scan import DICT, LIST, MIXED, TENSOR
-from ckptio.foreign.values import Unending, Unkeyed, allowed, copied, take_apart
+from ckptio.foreign.values import Unending, Unkeyed, allowed, copied, load_file, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,8 +48,10 @@ class StandIn:
     Attributes:
         wanted: The class, as the file names it.
         is_module: Whether the object was a module, by what it was to be given.
+        of_ckptio: See `rules.allowed`.
     """
 
+    of_ckptio = True
     wanted = ""
     is_module = False
 
@@ -68,8 +72,10 @@ class StandInTensor(torch.Tensor):
 
     Attributes:
         wanted: The class, as the file names it.
+        of_ckptio: See `rules.allowed`.
     """
 
+    of_ckptio = True
     wanted = ""
 
     def __setstate__(self, _: Any) -> None:
@@ -170,6 +176,29 @@ def load_with_stand_ins(load: Callable[[], Any], scanned: Scanned) -> Any:
             if found is None or name in makers.by_name or len(makers.by_name) >= _MAX_CLASSES:
                 raise
             makers.add(name)
+
+
+def load_whole(path: str) -> Any:
+    """Load a local file into memory, with stand-ins for objects that are more than data.
+
+    A map would be less, but it ends the process if the file is written over in place, as
+    `torch.save` itself does.
+
+    Raises:
+        UnpicklingError: It holds more than data.
+        FormatError: It cannot be loaded.
+        CheckpointChangedError: It is not there any more.
+    """
+    try:
+        with open(path, "rb") as file:
+            scanned = require_plain(file)
+        return load_with_stand_ins(lambda: load_file(path), scanned)
+    except (FormatError, UnpicklingError):
+        raise
+    except FileNotFoundError:
+        raise CheckpointChangedError(path) from None
+    except Exception as error:  # a damaged file raises anything
+        raise FormatError(f"torch.load cannot read it: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

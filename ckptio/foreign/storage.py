@@ -6,11 +6,12 @@ recognised by its names and its first bytes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
@@ -18,14 +19,17 @@ from ckptio.foreign.archive import ZIP
 from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.objects import ObjectFolder
+from ckptio.foreign.rules import byte_order
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.fsspec_answers import AZURE, GOOGLE
+from ckptio.storage.keys import split_query
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Where the first part of a key is a bucket.
+_BUCKETED = GOOGLE + AZURE
 #: What libraries of models called their files before they wrote safetensors.
 _INDEX_SUFFIX = ".bin.index.json"
 _TORCH_FILES = (
@@ -45,13 +51,27 @@ _TORCH_FILES = (
     "diffusion_pytorch_model.bin",
     "adapter_model.bin",
 )
-#: What DCP's writer for them calls a part that a rank wrote. `model-00001-of-00002.safetensors` is
-#: not looked for: without an index it is of a checkpoint that was not finished, and is none.
+#: What DCP's writer for them calls a part that a rank wrote.
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+#: Other files of tensors. `model-00001-of-00002.safetensors` is not looked for: without an index it
+#: is of a checkpoint that was not finished, and is none; nor is a data file of ours, for the same.
+_WEIGHTS = re.compile(
+    r"(?!\.|data-[0-9a-f]+-\d+-\d+\.safetensors|.*-\d+-of-\d+\.safetensors).+\.safetensors"
+)
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
-#: How `torch.save` began before it wrote zip files: a pickled magic number.
-_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+#: How `torch.save` began before it wrote zip files: a pickled magic number, of any protocol that is
+#: not text; from the fourth on in a frame, which torch does not read, and says so.
+_OLD_TORCH = re.compile(
+    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
+)
+_HEAD_NBYTES = 32
+
+
+class _Other(NamedTuple):
+    """What others wrote."""
+
+    reader: ForeignReader
 
 
 class AnyStorage:
@@ -68,6 +88,7 @@ class AnyStorage:
         self._config = config
         self._executor = executor
         self._bridge = Bridge(min(config.max_requests, _MAX_THREADS))
+        self._byte_order = byte_order()  # as it was said where this is made: by the caller
         self._reader: ForeignReader | None = None
         self._is_known = False
 
@@ -88,25 +109,49 @@ class AnyStorage:
 
     async def version(self) -> Hashable:
         """Tell manifests apart; see `storage.interface.Storage`."""
-        try:
-            found = await self._inner.version()
-        except CheckpointNotFoundError:
-            reader = await self._recognise()
-            if reader is None:
-                raise
+        found = await self._look(self._inner.version)
+        if isinstance(found, _Other):
+            reader = found.reader
             return await self._run(lambda: reader.version)
-        self._is_ours()
         return found
 
     async def read_manifest(self) -> tuple[Hashable, bytes | Manifest]:
         """Read our manifest, or make one of what is there."""
+        found = await self._look(self._inner.read_manifest)
+        if isinstance(found, _Other):
+            reader = found.reader
+            return await self._run(lambda: (reader.version, reader.manifest()))
+        return found
+
+    async def _look(self, ask: Callable[[], Awaitable[T]]) -> T | _Other:
+        """Ask for ours, and look for what others wrote where there is none.
+
+        What a server gives for a URL with a query may be one file, whatever name is put before
+        that: there, what is at the URL itself comes first, if it is of a known format.
+
+        Raises:
+            CheckpointNotFoundError: There is neither.
+            UnknownFormatError: There is something else.
+        """
+        is_queried = bool(split_query(self._inner.path)[1])
+        unknown: UnknownFormatError | None = None
+        if is_queried:
+            try:
+                reader = await self._recognise()
+            except UnknownFormatError as error:
+                unknown = error
+            else:
+                if reader is not None:
+                    return _Other(reader)
         try:
-            found = await self._inner.read_manifest()
+            found = await ask()
         except CheckpointNotFoundError:
-            reader = await self._recognise()
+            if unknown is not None:
+                raise unknown from None
+            reader = None if is_queried else await self._recognise()
             if reader is None:
                 raise
-            return await self._run(lambda: (reader.version, reader.manifest()))
+            return _Other(reader)
         self._is_ours()
         return found
 
@@ -172,12 +217,8 @@ class AnyStorage:
     async def _recognised(self) -> ForeignReader | None:
         """Give the reader of what is there; `None` for ours, or nothing."""
         if not self._is_known:
-            try:
-                await self._inner.version()
-            except CheckpointNotFoundError:
-                await self._recognise()
-            else:
-                self._is_ours()
+            with contextlib.suppress(CheckpointNotFoundError):
+                await self._look(self._inner.version)
         return self._reader
 
     async def _recognise(self) -> ForeignReader | None:
@@ -185,7 +226,9 @@ class AnyStorage:
         if isinstance(self._inner, ObjectStorage):
             find = await self._find_in_store(self._inner)
         else:
-            find = functools.partial(find_reader, self._inner.path, self._config.block_nbytes)
+            find = functools.partial(
+                find_reader, self._inner.path, self._config.block_nbytes, self._byte_order
+            )
         self._reader = await self._run(find)
         self._is_known = True
         return self._reader
@@ -193,15 +236,27 @@ class AnyStorage:
     async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
         """Give what looks for an object, or for several under a prefix."""
         store, requests, prefix = await inner.reach()
-        url, name = split_last(inner.path)
-        above = prefix.rpartition("/")[0]
-        beside = ObjectFolder(url, above, store, requests, self._bridge) if name else None
-        below = ObjectFolder(inner.path, prefix, store, requests, self._bridge)
+        (key, query), (url, _) = split_query(prefix), split_query(inner.path)
+        above, slash, name = key.rpartition("/")
+        is_bucket = not slash and url.partition("://")[0] in _BUCKETED
+
+        def folder(root: str, start: str, query: str) -> ObjectFolder:
+            return ObjectFolder(root, start, store, requests, self._bridge, query)
+
+        beside = None
+        if name and not is_bucket:
+            beside = folder(above_of(url), above + slash, query)
+        below = folder(url, f"{key}/" if key else "", query.lstrip("/"))
 
         def find() -> ForeignReader | None:
-            if beside is not None and beside.status(name) is not None:
-                return _find_in_file(beside, name, self._config.block_nbytes)
-            return _find_in_folder(below, self._config.block_nbytes)
+            nbytes, order = self._config.block_nbytes, self._byte_order
+            status = None if beside is None else beside.status(name)
+            found = None
+            if status is None or not status.nbytes:  # some tools mark a directory by such an object
+                found = _find_in_folder(below, nbytes, order)
+            if found is None and beside is not None and status is not None:
+                found = _find_in_file(beside, name, nbytes, order)
+            return found
 
         return find
 
@@ -212,14 +267,22 @@ class AnyStorage:
         return await run_blocking(self._executor, function)
 
 
-def split_last(url: str) -> tuple[str, str]:
-    """Cut the last part of a URL's path off; there is none in `s3://bucket`."""
-    above, _, name = url.rpartition("/")
-    return (url, "") if above.endswith("/") or not above else (above, name)
+def above_of(url: str) -> str:
+    """Cut the last part of a URL's path off, for messages: it may be the one behind `://`.
+
+    What lies there is found by its key alone: file systems cut hosts off, or nothing.
+    """
+    above = url.rpartition("/")[0]
+    return f"{above}/" if above.endswith("/") else above
 
 
-def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
+def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:
     """Recognise what is at a path. Blocks.
+
+    Args:
+        path: It.
+        block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
 
     Returns:
         What reads it; `None` if it is nothing that is known.
@@ -235,19 +298,19 @@ def find_reader(path: str, block_nbytes: int) -> ForeignReader | None:
     except OSError as error:
         raise storage_error(error, path, "cannot stat it") from error
     if stat.S_ISDIR(mode):
-        return _find_in_folder(LocalFolder(path), block_nbytes)
+        return _find_in_folder(LocalFolder(path), block_nbytes, order)
     if stat.S_ISREG(mode):
         folder = LocalFolder(os.path.dirname(path))
-        return _find_in_file(folder, os.path.basename(path), block_nbytes)
+        return _find_in_file(folder, os.path.basename(path), block_nbytes, order)
     return None
 
 
-def _find_in_folder(folder: Folder, block_nbytes: int) -> ForeignReader | None:
+def _find_in_folder(folder: Folder, block_nbytes: int, order: Any) -> ForeignReader | None:
     """Recognise a directory."""
     if folder.status(".metadata") is not None:
         from ckptio.foreign.dcp import DcpReader  # noqa: PLC0415  # where there is one
 
-        return DcpReader(folder, block_nbytes)
+        return DcpReader(folder, block_nbytes, order)
     for stem in STEMS:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         if folder.status(single) is not None:  # first, as in Hugging Face's libraries
@@ -275,6 +338,11 @@ def _require_nothing_known(folder: Folder) -> None:
             f" them ({shards[0]!r}), and no index; have it consolidate them"
             " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
         )
+    if files := folder.matching(_WEIGHTS):
+        raise UnknownFormatError(
+            f"{folder.root!r} has {files[0]!r}, which is not what a checkpoint's only file, or its"
+            " index, is called; give the file's own path"
+        )
 
 
 def _of_torch(folder: Folder, name: str) -> str:
@@ -287,22 +355,22 @@ def _of_torch(folder: Folder, name: str) -> str:
     return f"{folder.root!r} has {name!r}, which torch.save wrote; give its own path"
 
 
-def _find_in_file(folder: Folder, name: str, block_nbytes: int) -> ForeignReader:
+def _find_in_file(folder: Folder, name: str, block_nbytes: int, order: Any) -> ForeignReader:
     """Recognise a file.
 
     Raises:
         UnknownFormatError: It is of no known format: it is not "not there", after which a run would
             begin anew.
     """
-    head = folder.read(name, 0, 16)
+    head = folder.read(name, 0, _HEAD_NBYTES)
     if not head:
         raise UnknownFormatError(f"{folder.join(name)!r} is empty: nothing was written to it")
     if name.endswith(".safetensors.index.json"):
         return read_index(folder, name, block_nbytes)
-    if head.startswith((ZIP, _OLD_TORCH)):
+    if head.startswith(ZIP) or _OLD_TORCH.match(head):
         from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
 
-        return TorchSaveReader(folder, name, block_nbytes)
+        return TorchSaveReader(folder, name, block_nbytes, order)
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
         return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)

@@ -50,8 +50,14 @@ from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, 
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
+from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, under
 from ckptio.foreign.scan import Scanned, scan_pickle, together
-from ckptio.foreign.standins import Taken, load_with_stand_ins, take_apart_data
+from ckptio.foreign.standins import (
+    Taken,
+    load_whole,
+    load_with_stand_ins,
+    take_apart_data,
+)
 from ckptio.foreign.values import add_flat, load_file, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
@@ -67,6 +73,9 @@ if TYPE_CHECKING:
 #: Of a member that is no tensor: pickled structure.
 _MAX_MEMBER_NBYTES = 1 << 30
 _MAX_DIRECTORY_NBYTES = 1 << 28
+#: Of the names that tensors have in the manifest.
+_PREFIX = "tensor-"
+_OTHER_ORDER = "its bytes are in another order than this machine's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +108,23 @@ class TorchSaveReader:
         folder: Its directory.
         name: Its name there.
         block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, name: str, block_nbytes: int) -> None:
+    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any = None) -> None:
         self._folder = folder
         self._name = name
         self._block_nbytes = block_nbytes
+        self._order = order
 
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        return self._folder.version(self._name)
+        return self._folder.version(self._name), self._allowed
+
+    @functools.cached_property
+    def _allowed(self) -> Hashable:
+        return allowed()
 
     @property
     def _flat(self) -> FlatState:
@@ -134,17 +149,22 @@ class TorchSaveReader:
         self._memory: list[tuple[int, int, int]] = []
         self._scanned: list[Scanned] = []
         try:
-            try:
-                return self._load_outline(status.nbytes)
-            except (_NotByRangesError, NoRoomError):
-                if not isinstance(self._folder, LocalFolder):
-                    raise
-            self._memory = []
-            return take_apart_data(_load_whole(path))
+            with under(self._order):
+                return self._load(path, status.nbytes)
         except UnpicklingError as error:
             raise of_pickle(path, error) from None
         except FormatError as error:
             raise at(path, error) from None
+
+    def _load(self, path: str, nbytes: int) -> Taken:
+        """Load it by ranges, or as a whole where that cannot be."""
+        try:
+            return self._load_outline(nbytes)
+        except (_NotByRangesError, NoRoomError):
+            if not isinstance(self._folder, LocalFolder):
+                raise
+        self._memory = []
+        return take_apart_data(load_whole(path))
 
     def _load_outline(self, nbytes: int) -> Taken:
         """Load a state of tensors without bytes; one of before 1.6 is loaded as a whole.
@@ -169,14 +189,20 @@ class TorchSaveReader:
         self._require_places(taken)
         return taken
 
+    @functools.cached_property
+    def _outlined(self) -> str:
+        """What the names of tensors end with; see `rules`."""
+        return outline_of(self._flat, self._taken.refused)
+
     def manifest(self) -> Manifest:
         """Take the state apart."""
-        version = self.version
+        version = self._folder.version(self._name)
         status = self._folder.status(self._name)
         flat = self._flat
         files: list[tuple[str, int]] = []
         tensors: list[TensorEntry] = []
-        tree = add_flat(flat, str, lambda number: f"tensor-{number}", files, tensors)
+        end = self._outlined
+        tree = add_flat(flat, str, lambda n: _PREFIX + numbered(n, end), files, tensors)
         return make_manifest(
             writer="torch.save",
             version=version,
@@ -214,6 +240,8 @@ class TorchSaveReader:
     def _outline(self, archive: zipfile.ZipFile, fd: int, nbytes: int) -> None:
         """Write everything but tensors."""
         members, stops = require_stored(archive, nbytes), stops_of(archive)
+        if is_big(self._order) and not any(name.endswith("/byteorder") for name in members):
+            raise _NotByRangesError(_OTHER_ORDER)
         start = archive.start_dir
         write_at(fd, self._read(start, nbytes), start)
         for name, info in members.items():
@@ -237,7 +265,7 @@ class TorchSaveReader:
             if is_pickle(name):
                 self._scanned.append(scan_pickle(io.BytesIO(data)))
             if name.endswith("/byteorder") and data != b"little":
-                raise _NotByRangesError("its bytes are in another order than this machine's")
+                raise _NotByRangesError(_OTHER_ORDER)
             write_at(fd, data, start)
         self._members.sort(key=lambda member: member.start)
 
@@ -298,15 +326,19 @@ class TorchSaveReader:
 
         Raises:
             UnknownFormatError: One of them stands for an object that is more than data.
+            CheckpointChangedError: They are of what was made under another rule.
         """
         held_back = self._taken.refused
-        refused = [held_back[n] for n in map(number_of, names) if n in held_back]
-        if refused:
+        numbers = [self._number_of(name) for name in names]
+        if refused := [held_back[n] for n in numbers if n in held_back]:
             raise of_objects(self._folder.join(self._name), refused, self._taken)
-        return list(self._folder.each(self._size, names))
+        return list(self._folder.each(self._size, numbers))
 
-    def _size(self, name: str) -> int:
-        number = number_of(name)
+    def _number_of(self, name: str) -> int:
+        path = self._folder.join(self._name)
+        return number_of(name.removeprefix(_PREFIX), self._outlined, path)
+
+    def _size(self, number: int) -> int:
         nbytes = self._flat.specs[number].nbytes
         found = self._range_of(self._flat.sources[number])
         if found is None:
@@ -347,7 +379,7 @@ class TorchSaveReader:
 
     def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
         """Give the bytes of a tensor."""
-        tensor = self._flat.sources[number_of(name)]
+        tensor = self._flat.sources[self._number_of(name)]
         found = self._range_of(tensor)
         if found is None:
             return source_of(tensor)
@@ -359,33 +391,6 @@ class TorchSaveReader:
         view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         view = torch._neg_view(view) if tensor.is_neg() else view  # noqa: SLF001  # the only way
         return source_of(view.conj() if tensor.is_conj() else view)
-
-
-def _load_whole(path: str) -> Any:
-    """Load a local file into memory.
-
-    A map would be less, but it ends the process if the file is written over in place, as
-    `torch.save` itself does.
-
-    Raises:
-        UnpicklingError: It holds more than data.
-        FormatError: It cannot be loaded.
-    """
-    try:
-        with open(path, "rb") as file:
-            scanned = require_plain(file)
-        return load_with_stand_ins(lambda: load_file(path), scanned)
-    except (FormatError, UnpicklingError):
-        raise
-    except FileNotFoundError:
-        raise CheckpointChangedError(path) from None
-    except Exception as error:  # a damaged file raises anything
-        raise FormatError(f"torch.load cannot read it: {error}") from None
-
-
-def number_of(name: str) -> int:
-    """Give the number of a tensor by the name of its file in the manifest."""
-    return int(name.removeprefix("tensor-"))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ DOCUMENT_NAME = "__torch.distributed.checkpoint__"
 MAX_MANIFEST_NBYTES = 1 << 30
 #: Dimensions, elements and offsets stay below this, so that sums never overflow 64 bits.
 MAX_EXTENT = 1 << 56
-_MAX_DIMS = 64
+MAX_DIMS = 64
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 _HOST = re.compile(r"[\x21-\x7e]{1,255}\Z")
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
@@ -345,7 +345,7 @@ def _check_spans(manifest: Manifest, spans: list[list[tuple[int, int]]]) -> None
 
 def _checked_numel(shape: tuple[int, ...]) -> int:
     """Elements of `shape`, or -1 where torch could not make it."""
-    if len(shape) > _MAX_DIMS:
+    if len(shape) > MAX_DIMS:
         return -1
     count = span = 1
     for extent in shape:

@@ -24,10 +24,17 @@ from fsspec.utils import tokenize
 
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError
-from ckptio.storage.fsspec_answers import how_to_create, reason_of, secrets_of, told
+from ckptio.storage.fsspec_answers import (
+    how_to_create,
+    reason_of,
+    secrets_of,
+    told,
+    unknown_protocol,
+)
 from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
+from ckptio.storage.keys import split_query
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -73,9 +80,10 @@ class FsspecBackend:
         """Take the whole path for a prefix; see `stores.Backend`."""
         kind = self._class()
         try:
-            prefix = str(kind._strip_protocol(url)).rstrip("/")  # noqa: SLF001  # fsspec's public practice
+            prefix, query = split_query(str(kind._strip_protocol(url)))  # noqa: SLF001  # fsspec's public practice
         except (ValueError, TypeError, NotImplementedError):
             raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
+        prefix = prefix.rstrip("/") + query
         if not prefix.strip("/"):
             raise ConfigError(f"{url!r} has to name a place in the store, not all of it")
         own = _with_host(kind, url, options)
@@ -114,19 +122,9 @@ class FsspecBackend:
         try:
             return fsspec.get_filesystem_class(self._protocol)
         except ValueError:
-            raise ConfigError(_unknown(self._protocol)) from None
+            raise ConfigError(unknown_protocol(self._protocol)) from None
         except ImportError as error:
             raise ConfigError(f"{self._protocol}:// needs a package: {error}") from None
-
-
-def _unknown(protocol: str) -> str:
-    """Say that there is no such protocol, and what may have been meant."""
-    if "::" in protocol:
-        return f"{protocol!r} is a chain of protocols; give the URL of the store alone"
-    if protocol != protocol.lower():
-        return f"fsspec knows no protocol {protocol!r}; write {protocol.lower()}://"
-    hint = "; abfss:// comes with the package adlfs" if protocol == "abfss" else ""
-    return f"fsspec knows no protocol {protocol!r}{hint}"
 
 
 def _with_host(kind: Any, url: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,3 +259,13 @@ def how_to_create(fs: Any, protocol: str) -> Mapping[str, Any]:
     if protocol in GOOGLE and "mode" in inspect.signature(fs._pipe_file).parameters:  # noqa: SLF001  # fsspec's public practice
         return {"mode": "create"}
     return {}
+
+
+def unknown_protocol(protocol: str) -> str:
+    """Say that there is no such protocol, and what may have been meant."""
+    if "::" in protocol:
+        return f"{protocol!r} is a chain of protocols; give the URL of the store alone"
+    if protocol != protocol.lower():
+        return f"fsspec knows no protocol {protocol!r}; write {protocol.lower()}://"
+    hint = "; abfss:// comes with the package adlfs" if protocol == "abfss" else ""
+    return f"fsspec knows no protocol {protocol!r}{hint}"

@@ -3,8 +3,7 @@
 Web servers need most of the care. One that sends no ranges sends all of a file for each: what
 it sends is read as it comes, and given up at once. One that refuses to say what is missing, as
 object stores behind it do to those who may not list them, is believed about what would lie
-below a file. One that takes no notice of a query (`?download=true`) gives a file for its own
-manifest.
+below a file.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.fsspec_answers import info_of, reason_of
+from ckptio.storage.keys import split_query
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -68,28 +67,15 @@ class FsspecReader:
             raise FileNotFoundError(key)
         if info.get("size") is None:
             raise RefusedError("nobody says how many bytes it has")
-        found = info_of(key, info)
-        if self._is_as_above(found):
-            raise FileNotFoundError(key)
-        return found
-
-    def _is_as_above(self, found: ObjectInfo) -> bool:
-        """Whether a manifest behind a query is what the server has without its name, too."""
-        above, _, name = found.key.rpartition("/")
-        if not self._is_web or name != MANIFEST_NAME or not ("?" in above or "#" in above):
-            return False
-        try:
-            whole = info_of(above, self._fs.info(above))
-        except Exception:  # it has another answer for that
-            return False
-        return whole.nbytes == found.nbytes and may_be_same(whole.etag, found.etag)
+        return info_of(key, info)
 
     def _is_below_file(self, key: str) -> bool:
         """Whether a web server has a file, no page, where the directory of a key would be."""
         if not self._is_web:
             return False
         try:
-            info = self._fs.info(key.rpartition("/")[0])
+            name, query = split_query(key)
+            info = self._fs.info(name.rpartition("/")[0] + query)
         except Exception:  # who asked has an answer of its own
             return False
         is_page = info.get("mimetype") == "text/html" or str(info.get("url")).endswith("/")

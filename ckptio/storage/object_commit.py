@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
+from ckptio.storage.keys import join_key
 from ckptio.storage.store import ObjectMissingError, TransientError
 
 if TYPE_CHECKING:
@@ -55,11 +56,6 @@ class Commit:
             self.in_doubt = True
             self.in_doubt_if_absent |= self.is_decided and absent
             self.in_doubt_anyhow |= not self.is_decided
-
-
-def join_key(prefix: str, name: str) -> str:
-    """Give the key of something in a checkpoint."""
-    return f"{prefix}/{name}" if prefix else name
 
 
 async def read_commit(

@@ -23,7 +23,8 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
-from ckptio.storage.object_commit import join_key, read_commit
+from ckptio.storage.keys import join_key
+from ckptio.storage.object_commit import read_commit
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, may_be_same
 
 if TYPE_CHECKING:

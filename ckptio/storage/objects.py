@@ -20,9 +20,10 @@ from ckptio.errors import (
 )
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.file_names import NOTE_PREFIX
+from ckptio.storage.keys import join_key
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
-from ckptio.storage.object_commit import join_key, read_commit
+from ckptio.storage.object_commit import read_commit
 from ckptio.storage.object_files import ObjectNote, ObjectSource
 from ckptio.storage.object_place import ObjectPlace
 from ckptio.storage.requests import Requests

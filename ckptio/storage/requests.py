@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptio._aio import shielded
 from ckptio.errors import StorageError
 from ckptio.events import RequestRetried
+from ckptio.storage.keys import shown_url
 from ckptio.storage.store import (
     ConditionFailedError,
     RefusedError,
@@ -200,7 +201,7 @@ class Requests:
                     RequestRetried(
                         path=self.path,
                         operation=what,
-                        object=key,
+                        object=shown_url(key),
                         num_tries=tries,
                         wait_s=wait_s,
                         error=error,
@@ -293,5 +294,5 @@ class Requests:
         often = f" ({tries} tries)" if tries > 1 else ""
         code = errno.ETIMEDOUT if isinstance(error, TransientError) else errno.EIO
         return StorageError(
-            f"cannot {what} {key!r}: {error.problem}{often}", path=self.path, code=code
+            f"cannot {what} {shown_url(key)!r}: {error.problem}{often}", path=self.path, code=code
         )

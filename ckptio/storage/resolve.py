@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError, shown
+from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def resolve_storage(
     from ckptio.storage.objects import ObjectStorage  # noqa: PLC0415  # where there is one
 
     store, prefix = stores.at(url)
-    return ObjectStorage(url, store, prefix, config, emit)
+    return ObjectStorage(shown_url(url), store, prefix, config, emit)
 
 
 def remote_url(path: PathLike) -> str | None:
@@ -64,8 +65,9 @@ def remote_url(path: PathLike) -> str | None:
         return None
     if text.partition("://")[0] in _LOCAL:
         return None
-    protocol, _, rest = text.partition("://")
-    return f"{protocol}://{rest.rstrip('/')}"
+    url, query = split_query(text)
+    protocol, _, rest = url.partition("://")
+    return f"{protocol}://{rest.rstrip('/')}{query}"
 
 
 def local_path(path: PathLike) -> str:

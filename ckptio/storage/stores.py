@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptio._aio import Threads
 from ckptio.errors import ConfigError, StorageError
+from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.options import ENTRY_POINTS, options_for
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import StoreError
@@ -117,8 +118,13 @@ class Stores:
         A bucket itself is no place of a checkpoint, but one of many.
 
         Raises:
-            ConfigError: There is no way to it.
+            ConfigError: There is no way to it, or what its server is asked is for it alone.
         """
+        if split_query(url)[1]:
+            raise ConfigError(
+                f"{shown_url(url)!r} asks for one thing, and not for what is below it; give the"
+                " URL of one checkpoint, or what the query has in storage_options"
+            )
         store, key = self.at(url if url.endswith("://") else f"{url}/x")
         return store, key[:-1]
 

@@ -364,6 +364,27 @@ def test_state_of_planners_that_do_not_nest_is_flat(tmp_path: Path) -> None:
     assert_same_state(sync.load(folder, config=SMALL), state)
 
 
+def test_a_tensor_in_a_value_may_be_called_as_another_is(tmp_path: Path) -> None:
+    """Each has a name of its own in the manifest, and what is loaded is as it was."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: PLC0415
+
+    state: dict[str, Any] = {
+        "a": {"b": torch.zeros(2), "b.c": torch.full((1,), 3.0)},
+        "a.b": {"c": torch.full((1,), 4.0)},
+        "a.b~2": torch.full((5,), 5.0),
+        "c": torch.ones(1),
+    }
+    folder = save_dcp(
+        tmp_path / "flat", state, planner=DefaultSavePlanner(flatten_state_dict=False)
+    )
+    with sync.Engine(SMALL) as engine:
+        for _ in range(2):
+            assert_same_state(engine.load(folder), state)
+            assert_same_state(engine.load(folder, select="c"), {"c": state["c"]})
+    names = {tensor.name for tensor in sync.inspect(folder, config=SMALL).tensors}
+    assert names == {"a.b~3", "a.b.c", "a.b.c~2", "a.b~2", "c"}
+
+
 def test_selecting_nothing_that_is_there_says_so(folder: Path) -> None:
     """As with a checkpoint of ours."""
     with pytest.raises(TargetError, match="select"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 import zipfile
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 from safetensors.torch import save_file
 
 import ckptio
@@ -267,6 +269,81 @@ def test_what_is_not_there_is_not_found(store: CountedFileSystem) -> None:
     store.fails.append("a.safetensors")
     with pytest.raises(StorageError, match="cannot read"):
         sync.load("counted://top/a.safetensors", config=config_with(max_retries=1))
+
+
+@pytest.mark.parametrize("kind", ["single", "dcp"])
+def test_an_object_that_marks_a_directory_does_not_hide_it(
+    kind: str, tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """An object and what is below it have one name, where tools show directories."""
+    path, state = save_as(kind, tmp_path)
+    url = put(store, path)
+    marker = {"name": f"/top/{path.name}", "size": 0, "type": "file", "created": 0}
+
+    class MarkedFileSystem(CountedFileSystem):
+        """One with such an object."""
+
+        protocol = "marked"
+
+        def info(self, path: str, **kwargs: Any) -> Any:
+            return marker if path == marker["name"] else super().info(path, **kwargs)
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.replace("marked://", "memory://")))
+
+    fsspec.register_implementation("marked", MarkedFileSystem, clobber=True)
+    found = sync.load(url.replace("counted", "marked"), config=SMALL)
+    assert_same_state(dict(sorted(found.items())), dict(sorted(state.items())))
+    store.rm(f"/top/{path.name}", recursive=True)
+    with pytest.raises(FormatError, match="is empty"):
+        sync.load(url.replace("counted", "marked"), config=SMALL)
+
+
+class RootFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Files of a directory behind a host; their paths begin with what `slash` says."""
+
+    protocol = "root"
+    cachable = False
+    slash = ""
+    top = ""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return cls.slash + path.removeprefix("root://").removeprefix("host").strip("/")
+
+    def _real(self, path: str) -> str:
+        assert path.startswith("/") == (self.slash == "/")  # else it is another file
+        return f"{self.top}/{path}"
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        status = os.stat(self._real(path))
+        kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
+        return {"name": path, "size": status.st_size, "type": kind, "mtime": status.st_mtime}
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        with open(self._real(path), "rb") as file:
+            return file.read()[start:end]
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_file_at_the_root_of_a_file_system_is_found(
+    tmp_path: Path, slash: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its key: what stands before that in the URL may be nothing, or a host."""
+    fsspec.register_implementation("root", RootFileSystem, clobber=True)
+    monkeypatch.setattr(RootFileSystem, "slash", slash)
+    monkeypatch.setattr(RootFileSystem, "top", str(tmp_path))
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    for name in ("a.pt", "b.safetensors"):
+        for url in (f"root://{name}", f"root://host/{name}"):
+            assert_same_state(sync.load(url, config=SMALL), {"w": torch.ones(2)})
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load("root://none", config=SMALL)
+    (tmp_path / "odd").write_text("odd")
+    with pytest.raises(FormatError, match="'odd' is a file of no known format"):
+        sync.load("root://odd", config=SMALL)
 
 
 def test_an_index_that_leaves_its_folder_is_refused(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptio import sync
 from ckptio.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
@@ -167,10 +167,42 @@ def test_a_tensor_of_an_unknown_type_is_left_out_if_nobody_wants_it(tmp_path: Pa
     }
     data = b"abcd" + torch.ones(2).numpy().tobytes()
     path = write(tmp_path / "x.safetensors", header, data)
-    assert_same_state(sync.load(path, select="w", config=SMALL), {"w": torch.ones(2)})
-    for select in (None, "a"):
-        with pytest.raises(FormatError, match=r"x\.safetensors.*'a' \(F6_E2M3\)"):
-            sync.load(path, select=select, config=SMALL)
+    with sync.Engine(SMALL) as engine:
+        for _ in range(2):  # also by the manifest that the engine keeps
+            assert_same_state(engine.load(path, select="w"), {"w": torch.ones(2)})
+            for select in (None, "a"):
+                with pytest.raises(FormatError, match=r"x\.safetensors.*'a' \(F6_E2M3\)"):
+                    engine.load(path, select=select)
+            with pytest.raises(FormatError, match="F6_E2M3"):
+                engine.load_slice(path, "a", slice(0, 1))
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x@1+2"])
+def test_a_file_that_the_library_takes_is_taken(tmp_path: Path, name: str) -> None:
+    """With `null` for its metadata, or more of a tensor than is known, or another's note."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    data = torch.ones(2).numpy().tobytes()
+    for header in (
+        {"w": entry, "__metadata__": None},
+        {"w": {**entry, "more": [1]}},
+        {"w": entry, "__metadata__": {"ckptio.dtype.w": "float8_e8m0fnu"}},
+        {"w": entry, "__metadata__": {"ckptio.dtype.w": "of later"}},
+    ):
+        path = write(tmp_path / name, header, data)
+        assert_same_state(load_file(path), {"w": torch.ones(2)})
+        assert_same_state(sync.load(path, config=SMALL), {"w": torch.ones(2)})
+
+
+def test_a_tensor_of_too_many_dimensions_does_not_cost_the_rest(tmp_path: Path) -> None:
+    """It is refused by its name."""
+    header = {
+        "a": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]},
+        "w": {"dtype": "F32", "shape": [1] * 64, "data_offsets": [4, 8]},
+    }
+    path = write(tmp_path / "x.safetensors", header, torch.ones(2).numpy().tobytes())
+    assert sync.load(path, select="w", config=SMALL)["w"].shape == (1,) * 64
+    with pytest.raises(FormatError, match=r"x\.safetensors.*'a' \(float32 of 65 dimensions\)"):
+        sync.load(path, config=SMALL)
 
 
 HOSTILE = {
@@ -265,6 +297,9 @@ def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) ->
         ("pytorch_model.bin.index.json", "each of them by its own path"),
         ("adapter_model.bin", "give its own path"),
         ("shard-00001-model-00001-of-00001.safetensors", "consolidate them"),
+        ("model.fp16.safetensors", "give the file's own path"),
+        ("consolidated.safetensors", "give the file's own path"),
+        ("data-1.safetensors", "give the file's own path"),
     ],
 )
 def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
@@ -281,6 +316,7 @@ def test_a_folder_that_is_read_file_by_file_is_not_said_to_be_empty(
 def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     """Its data files are safetensors files, too; and what has an index, the index makes one."""
     (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00002.safetensors").rename(folder / ".model.safetensors")
     with pytest.raises(CheckpointNotFoundError):
         sync.load(folder, config=SMALL)
     sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)

@@ -35,6 +35,21 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_old_files_of_other_protocols_load_as_far_as_torch_loads_them(tmp_path: Path) -> None:
+    """Of the third; the next ones are known for what they are, and why nobody reads them."""
+    state = {"w": torch.arange(3.0), "n": 1}
+    for protocol in (3, 4, 5):
+        torch.save(
+            state, tmp_path / "x", _use_new_zipfile_serialization=False, pickle_protocol=protocol
+        )
+        if protocol == 3:
+            assert_same_state(sync.load(tmp_path / "x", config=SMALL), state)
+            continue
+        with pytest.raises(FormatError, match="Unsupported operand"):
+            sync.load(tmp_path / "x", config=SMALL)
+
+
 @pytest.mark.usefixtures("no_leaks")
 def test_a_state_comes_back(file: Path) -> None:
     """Of both formats that torch has had."""

@@ -177,6 +177,22 @@ def test_a_note_that_contradicts_its_tensor_is_refused(
         decode_header(make(document), nbytes)
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"a": entry(), "__metadata__": None},
+        {"a": {**entry(), "more": 1}},
+        {"a": entry(), "__metadata__": {"ckptio.dtype.a": "bool"}},
+    ],
+)
+def test_what_only_others_write_is_refused_of_ours(document: Any) -> None:
+    """And read over in a file of theirs, as safetensors itself does."""
+    with pytest.raises(FormatError):
+        decode_header(make(document), 4)
+    (tensor,), _ = decode_header(make(document), 4, is_foreign=True)
+    assert tensor == StoredTensor("a", "uint8", (4,), 0)
+
+
 def test_data_behind_the_last_tensor_is_refused() -> None:
     """Nothing can hide in a file."""
     with pytest.raises(FormatError, match="tensors end at 4 and the data at 5"):

@@ -463,6 +463,20 @@ async def test_a_manifest_on_local_files_is_replaced_in_one_step(tmp_path: Path)
     threads.shutdown()
 
 
+async def test_nothing_is_below_a_file(tmp_path: Path) -> None:
+    """Where there are directories, that is told otherwise than that nothing is there."""
+    (tmp_path / "file").touch()
+    threads = Threads(1, "test")
+    options = {"path": str(tmp_path), "target_protocol": "file"}
+    store = await FsspecBackend("dir").open("dir://a", options, CheckpointConfig(), threads)
+    with pytest.raises(ObjectMissingError):
+        await store.head("file/x")
+    with pytest.raises(ObjectMissingError):
+        await store.get("file/x", 9)
+    await store.close()
+    threads.shutdown()
+
+
 BACKEND = """
 from ckptio.testing import MemoryBackend, MemoryStore
 

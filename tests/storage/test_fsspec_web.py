@@ -156,7 +156,7 @@ async def test_a_server_without_ranges_is_told_at_once(web: Web) -> None:
 
 
 @pytest.mark.parametrize("query", ["?download=true", "?signature=a/b", "#fragment"])
-async def test_a_file_with_a_query_is_not_its_own_manifest(web: Web, query: str) -> None:
+async def test_a_file_with_a_query_is_loaded(web: Web, query: str) -> None:
     """Of which a server takes no notice, nor of what stands behind it."""
     web.put("/m.safetensors", two_tensors())
     async with Engine(CONFIG) as engine:

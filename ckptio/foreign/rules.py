@@ -1,0 +1,125 @@
+"""What torch was told that decides what it makes of a file of `torch.save`.
+
+Two things beside the file do. Which classes may be in it is told for the whole process
+(`torch.serialization.safe_globals`): of what is not allowed, a byte is kept that nobody gets,
+and of what is, its tensors. And in which order the bytes of a file are that says nothing of it
+is told, since some version, for a thread (`set_default_load_endianness`): files are read on
+threads of ours, so the caller's word is taken where the caller is, and carried there.
+
+So a manifest that was made under one rule is none for who reads under another, though nobody
+wrote to the file: `allowed` is a part of the version by which a manifest is kept. It may still
+change between one look and the next, and other ranks may have other rules. So the name that a
+tensor has in the manifest ends with a sum of all that was made (`outline_of`), and who opens it
+compares that with what was made there. Rejected: to go by the number of a tensor alone, which
+gives one tensor's bytes under another's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ckptio.errors import CheckpointChangedError
+from ckptio.state.tree import walk
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+    from ckptio.state.flatten import FlatState
+
+#: Long enough that two of one checkpoint are never equal, short enough for each name.
+_SUM_NBYTES = 6
+
+
+def allowed() -> frozenset[Hashable]:
+    """Give what callers have allowed torch to make, and nothing that a load of ours has."""
+    import torch  # noqa: PLC0415  # where there is such a file
+
+    entries = torch.serialization.get_safe_globals()
+    return frozenset(entry for entry in entries if not getattr(entry, "of_ckptio", False))
+
+
+def byte_order() -> Any:
+    """Give what was said on this thread of files that do not say their byte order.
+
+    Returns:
+        torch's own word for it; `None` if nothing was said, or torch was not imported yet.
+    """
+    get = getattr(sys.modules.get("torch.serialization"), "get_default_load_endianness", None)
+    return None if get is None else get()
+
+
+def is_big(order: Any) -> bool:
+    """Whether elements have to be turned around, by what `byte_order` gave."""
+    name = getattr(order, "name", "LITTLE")
+    return (sys.byteorder if name == "NATIVE" else name.lower()) == "big"
+
+
+@contextlib.contextmanager
+def under(order: Any) -> Iterator[None]:
+    """Have torch go by what was said on another thread, on this one."""
+    before = byte_order()
+    if before == order:
+        yield
+        return
+    from torch.serialization import (  # noqa: PLC0415  # somebody has imported it to say so
+        set_default_load_endianness,
+    )
+
+    set_default_load_endianness(order)
+    try:
+        yield
+    finally:
+        set_default_load_endianness(before)
+
+
+def outline_of(flat: FlatState, refused: Iterable[int] = ()) -> str:
+    """Sum up which tensors were made of a file, and where in them each is that is seen.
+
+    The same in every process. Plain values are no part of it: whoever opens a tensor has them
+    from the manifest.
+
+    Args:
+        flat: What was made.
+        refused: Numbers of those that stand for something that is not given.
+    """
+    digest = hashlib.blake2b(digest_size=_SUM_NBYTES)
+    for spec in flat.specs:
+        digest.update(repr((spec.name, spec.dtype, spec.shape)).encode())
+    for found in walk("", flat.tree):
+        digest.update(repr(found).encode())
+    digest.update(repr(sorted(refused)).encode())
+    return digest.hexdigest()
+
+
+def numbered(number: int, outline: str) -> str:
+    """Name a tensor by its number among what was made."""
+    return f"{number}-{outline}"
+
+
+def number_of(name: str, outline: str, path: str) -> int:
+    """Give the number of a tensor by the name that `numbered` gave it.
+
+    Args:
+        name: The name.
+        outline: Of what was made here.
+        path: The checkpoint.
+
+    Raises:
+        CheckpointChangedError: Something else was made when it was named.
+    """
+    number, _, named = name.partition("-")
+    if named != outline:
+        raise made_otherwise(path)
+    return int(number)
+
+
+def made_otherwise(path: str) -> CheckpointChangedError:
+    """Say that a manifest was made under another rule."""
+    return CheckpointChangedError(
+        path,
+        "what torch makes of it is not what it was when it was looked at: other classes are"
+        " allowed (torch.serialization.safe_globals), or are on another rank",
+    )
