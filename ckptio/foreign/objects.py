@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptio.errors import CheckpointChangedError, StorageError
 from ckptio.foreign.folder import Folder, Status
 from ckptio.storage.object_files import ObjectSource
-from ckptio.storage.store import ConditionFailedError, ObjectMissingError
+from ckptio.storage.store import ConditionFailedError, ObjectMissingError, may_be_same
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ class ObjectFolder(Folder):
         except (ObjectMissingError, ConditionFailedError):
             raise CheckpointChangedError(self.root) from None
         except StorageError:
-            if await self._look_at(name) != status:
+            now = await self._look_at(name)
+            is_same_size = now is not None and status is not None and now.nbytes == status.nbytes
+            if now is None or not is_same_size or not may_be_same(str(now.version[0]), etag):
                 raise CheckpointChangedError(self.root) from None
             raise
         return bytes(room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -12,7 +13,7 @@ from safetensors.torch import save
 
 from ckptio import Engine
 from ckptio.conversion.convert import run_convert
-from ckptio.errors import CheckpointExistsError
+from ckptio.errors import CheckpointExistsError, StorageError
 from ckptio.storage.fsspec import FsspecStore
 from ckptio.storage.fsspec_answers import info_of
 from ckptio.storage.store import ConditionFailedError, may_be_same, version_of
@@ -129,3 +130,21 @@ async def test_conditions_of_what_nobody_can_tell_apart_hold_where_the_size_does
     with pytest.raises(ConditionFailedError):
         await store.get_into("untold/a", 0, memoryview(bytearray(2)), match=seen.etag)
     await store.close()
+
+
+async def test_a_read_that_fails_is_no_change_of_what_nobody_can_tell_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its size is what it was, and so the cause is said."""
+    Untold.put_bytes("x/m.safetensors", save({"a": torch.ones(10)}))
+    cat_file = Untold.cat_file
+
+    def refuse(self: Any, path: str, start: int | None = None, *args: Any, **options: Any) -> Any:
+        if path.endswith("m.safetensors"):
+            raise PermissionError(errno.EACCES, "not that")
+        return cat_file(self, path, start, *args, **options)
+
+    monkeypatch.setattr(Untold, "cat_file", refuse)
+    async with Engine(config_with()) as engine:
+        with pytest.raises(StorageError, match="not that"):
+            await engine.load("untold://x/m.safetensors")
