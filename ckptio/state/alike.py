@@ -8,21 +8,23 @@ pipeline from zero on. So these are marked, in the tree that a rank sends, with 
 Where ranks know the same of a tensor, and it is not equal, so are their values not, and no
 checkpoint is made of them.
 
-    bytes, arrays, tensors of uint8 that are no module's    a checksum
-    what an optimizer keeps by a parameter's number         the parameter's name, if that is saved,
-                                                            too; and a checksum
+    bytes and arrays, tensors of uint8 but for a module's   a checksum
+    tensors of an optimizer; of the dict of one those that  a checksum; and the name of the
+    it has by numbers, and in its groups                    parameter, where that is saved, too
 
 Long tensors and arrays are summed up in part. What is on a device is not read: the caller's stream
 would have to be waited for. Nor are parts of DTensors: trees of ranks would all be different. The
 mesh of a DTensor says nothing: where two dimensions cut a model, what one of them leaves whole is
 on a mesh of its own in each row, and the same in all.
 
-What modules and optimizers give is told by its form in the tree, whoever called `state_dict()`.
+What modules and optimizers give is told by its form in the tree, too, whoever called
+`state_dict()`.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ _MAX_SUMMED_NBYTES, _MAX_MOMENT_NBYTES = 1 << 20, 1 << 12
 #: Of what an optimizer keeps the first so many parameters' is summed up: who numbers others has
 #: other ones from the first on.
 _NUM_SUMMED = 64
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Alike:
@@ -61,9 +64,9 @@ class Alike:
 
     def __init__(self) -> None:
         self.owner: Any = None
-        #: Values by their nodes, and how many bytes of each are summed up.
-        self._values: dict[int, tuple[Occurrence, int]] = {}
-        #: Parameters of optimizers, by the nodes of their states.
+        #: Values by their nodes, how many bytes of each are summed up, and whether a module's are.
+        self._values: dict[int, tuple[Occurrence, int, bool]] = {}
+        #: Parameters of optimizers that are there themselves, by the nodes of their states.
         self._parameters: dict[int, list[Any]] = {}
 
     def note(self, found: Occurrence, *, is_value: bool) -> None:
@@ -77,7 +80,7 @@ class Alike:
         if is_value or is_state:
             is_whole = found.node[TAG] in ("bytes", "bytearray")
             longest = sys.maxsize if is_whole else _MAX_SUMMED_NBYTES
-            self._values[id(found.node)] = found, longest
+            self._values[id(found.node)] = found, longest, is_value
 
     def note_optimizer(self, node: Json, optimizer: torch.optim.Optimizer) -> None:
         """Note whose state a node is."""
@@ -106,37 +109,78 @@ class Alike:
         ahead = [(tree, False)]
         while ahead:
             node, is_module = ahead.pop()
-            if id(node) in self._values and not is_module:
-                found, longest = self._values[id(node)]
-                _mark(node, crc32c=_checksum(found.tensor, longest))
-            if type(node) is dict and "param_groups" in node and TAG not in node:
-                self._mark_optimizer(node, tensors, names)
+            if id(node) in self._values:
+                found, longest, is_value = self._values[id(node)]
+                if is_value or not is_module:
+                    _mark(node, crc32c=_checksum(found.tensor, longest))
+            entries = dict(_entries_of(node))
+            if ("param_groups" in entries and "state" in entries) or id(node) in self._parameters:
+                self._mark_optimizer(node, entries, tensors, names)
             is_module |= type(node) is dict and "m" in node and node.get(TAG) == "odict"
             ahead += [(item, is_module) for item in _containers_in(node)]
 
     def _mark_optimizer(
-        self, node: Json, tensors: dict[int, Occurrence | Held], names: dict[int, str]
+        self,
+        node: Json,
+        entries: dict[Any, Json],
+        tensors: dict[int, Occurrence | Held],
+        names: dict[int, str],
     ) -> None:
-        """Mark what an optimizer keeps of its parameters, if it knows them by number."""
-        parameters = self._parameters.get(id(node), [])
-        kept = node.get("state")
-        pairs = kept["v"] if type(kept) is dict and kept.get(TAG) == "dict" else ()
+        """Mark the tensors of an optimizer's state.
+
+        Args:
+            node: The state.
+            entries: What is in it.
+            tensors: All tensors, by their nodes.
+            names: Of tensors, by where they begin.
+        """
+        parameters = self._parameters.get(id(node))
         count = itertools.count()
-        for number, entry in pairs:
-            if type(number) is not int:
+        for key, entry in _entries_of(entries.pop("state", None)):
+            number = int(key) if _NUMBER.fullmatch(str(key)) else -1
+            if number < 0 and parameters is None:  # by names, which are the same on all ranks
                 continue
-            owner = _place_of(parameters[number]) if 0 <= number < len(parameters) else 0
-            name, is_summed = names.get(owner, "") if owner else "", next(count) < _NUM_SUMMED
-            ahead = [entry]
-            while ahead:
-                item = ahead.pop()
-                ahead += _containers_in(item)
-                one = tensors.get(id(item))
-                if isinstance(one, Held):
-                    _mark(item, of=name)
-                elif one is not None:
-                    summed = _checksum(one.tensor, _MAX_MOMENT_NBYTES) if is_summed else ""
-                    _mark(item, of=name, crc32c=summed)
+            is_known = parameters is not None and 0 <= number < len(parameters)
+            owner = _place_of(parameters[number]) if parameters and is_known else 0
+            name = names.get(owner, "") if owner else ""
+            longest = _MAX_MOMENT_NBYTES if next(count) < _NUM_SUMMED else -1
+            for item, one in _tensors_below(entry, tensors):
+                _mark_tensor(item, one, longest, name)
+        for key, entry in entries.items():
+            if parameters is not None or key == "param_groups":
+                for item, one in _tensors_below(entry, tensors):
+                    _mark_tensor(item, one, _MAX_MOMENT_NBYTES)
+
+
+def _tensors_below(
+    node: Json, tensors: dict[int, Occurrence | Held]
+) -> Iterator[tuple[dict[str, Any], Occurrence | Held]]:
+    """Give the nodes of tensors in a node, and the tensors."""
+    ahead = [node]
+    while ahead:
+        item = ahead.pop()
+        ahead += _containers_in(item)
+        if (one := tensors.get(id(item))) is not None:
+            yield item, one
+
+
+def _mark_tensor(
+    node: dict[str, Any], one: Occurrence | Held, longest: int, name: str = ""
+) -> None:
+    """Mark a tensor of an optimizer; not summed up if `longest` is negative."""
+    summed = "" if longest < 0 or isinstance(one, Held) else _checksum(one.tensor, longest)
+    _mark(node, of=name, crc32c=summed)
+
+
+def _entries_of(node: Json) -> Iterator[tuple[Any, Json]]:
+    """Give keys and values of a node that is a dict or a list; nothing of others."""
+    if type(node) is list:
+        yield from enumerate(node)
+    elif type(node) is dict and (TAG not in node or node[TAG] in DICT_TAGS):
+        held = node["v"] if TAG in node else node
+        for key, item in held.items() if type(held) is dict else held:
+            if type(key) in (str, int):
+                yield key, item
 
 
 def _containers_in(node: Json) -> Iterator[Json]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,9 +57,68 @@ def states(rank: int) -> dict[str, Any]:
     return {"o": stepped(Linear(2, 2), rank).state_dict()}
 
 
+def rated(rank: int) -> torch.optim.Optimizer:
+    return torch.optim.Adam(Linear(2, 2).parameters(), lr=torch.tensor(0.1 * (rank + 1)))
+
+
+class Formed(torch.optim.Adam):
+    """Gives its state in a form of its own."""
+
+    def __init__(self, form: Callable[[dict[str, Any]], Any], rank: int) -> None:
+        module = Linear(2, 2)
+        super().__init__(module.parameters())
+        self.state.update(
+            (parameter, {"moment": torch.full((2,), float(rank))})
+            for parameter in module.parameters()
+        )
+        self.form = form
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.form(super().state_dict()))
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "by words": lambda d: {**d, "state": {str(k): v for k, v in d["state"].items()}},
+    "in a list": lambda d: {**d, "state": list(d["state"].values())},
+    "in order": lambda d: {**d, "state": OrderedDict(d["state"])},
+    "without groups": lambda d: {"state": d["state"]},
+    "beside": lambda d: {"state": {}, "slow": [v["moment"] for v in d["state"].values()]},
+    "by names": lambda d: {"state": {"w": d["state"][0]}, "param_groups": []},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_all_that_an_optimizer_has_is_the_same(form: Callable[[dict[str, Any]], Any]) -> None:
+    """In whatever form it says so."""
+    with pytest.raises(PlanError, match=r"is a tensor \(crc32c \w+\) on rank 0"):
+        save(2, lambda rank: {"o": Formed(form, rank)})
+
+
+class Extra(Linear):
+    """Has more than tensors."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("make", [lambda n: bytes(2000) + bytes([n]), lambda n: np.full(9, n)])
+def test_bytes_and_arrays_of_a_module_are_values_too(make: Callable[[int], Any]) -> None:
+    for form in (lambda module: module, lambda module: module.state_dict()):
+        with pytest.raises(PlanError, match="_extra_state' is"):
+            save(2, lambda rank, form=form: {"m": form(Extra(make(rank)))})  # type: ignore[misc]
+
+
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "moments in a dict": (states, r"'o\.state\.0\.exp_avg' is a tensor \(crc32c \w+\) on rank 0"),
     "in a list": (lambda rank: [states(rank)["o"]], r"'0\.state\.0\.exp_avg' is a tensor"),
+    "rates": (lambda rank: {"o": rated(rank)}, r"'o\.param_groups\.0\.lr' is a tensor"),
     "of a stage over a mesh": (stage, r"exp_avg' is a tensor \(of 'stage0\.weight'\) on rank 0"),
 }
 
