@@ -104,6 +104,7 @@ class CheckpointerCore:
         self._watching: Running[None] | None = None
         self._pace = Pace(every)
         self._has_asked = False  # whether `should_save` was called
+        self._has_saved = False
         self._asked_s = 0.0
         self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
@@ -222,6 +223,7 @@ class CheckpointerCore:
             BaseException: Without one: the failure of a save that nobody has seen, and before
                 all others a deadline that was missed.
         """
+        self.preempted  # noqa: B018  # it stays so
         self._engine = None
         if self._upkeep is None:
             return
@@ -248,7 +250,8 @@ class CheckpointerCore:
 
         engine = self.engine
         try:
-            self.upkeep.check()
+            if not self._is_ending:  # the last one is tried, whatever has become of others
+                self.upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
         except Exception as error:  # raised again; the other ranks must not wait for this one
@@ -270,6 +273,7 @@ class CheckpointerCore:
         finally:
             upkeep.busy[step] -= 1
         self._pace.saved(step)
+        self._has_saved = True
         self._asked_s = self.clock()
         upkeep.follow(step, moments)
         return moments
@@ -304,9 +308,11 @@ class CheckpointerCore:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run is to end: at once, where one rank asks itself when to save."""
-        is_asking = self._has_asked or self._engine is None
-        return self._is_preempted or (self._is_ending and not is_asking and self._is_alone)
+        """Whether the run is to end: at once, where one rank saves without asking when."""
+        is_of_its_own = self._has_saved and not self._has_asked
+        if self._engine is not None and self._is_ending and is_of_its_own and self._is_alone:
+            self._is_preempted = True
+        return self._is_preempted
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""

@@ -194,8 +194,8 @@ class Checkpointer:
         """Whether the run is to end: `should_save` has asked for the last save.
 
         It becomes true inside `should_save`, at the same step on all ranks, and never
-        before the state of that step can be saved. Where there is one rank, and it never calls
-        that, at the signal.
+        before the state of that step can be saved. Where there is one rank, which has saved here
+        and never called that, it becomes true at the signal.
         """
         return self._core.preempted
 

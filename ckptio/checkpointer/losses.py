@@ -28,41 +28,44 @@ class Losses:
         self._counted: weakref.WeakSet[SaveMoments] = weakref.WeakSet()
         self._failed: list[tuple[int, SaveMoments]] = []
 
-    def check(self, saves: Iterable[tuple[int, SaveMoments]]) -> None:
-        """Look at how saves have ended, before another one begins.
+    def note(self, saves: Iterable[tuple[int, SaveMoments]]) -> None:
+        """Take note of how saves have ended.
 
         Args:
-            saves: Steps and their saves, as they began: all since the last check, at least.
-
-        Raises:
-            BaseException: How the last of them failed, with a note; it is seen then.
+            saves: Steps and their saves, as they began; each before it is forgotten.
         """
         for step, save in saves:
             if not save.committed.done() or save in self._counted:
                 continue
             self._counted.add(save)
-            if save.committed.error() is None:
-                self._failed.clear()
+            if save.committed.error() is None or not save.is_unsettled():
+                self._failed.clear()  # who has seen this one knows
             else:
                 self._failed.append((step, save))
         self._failed = [(step, save) for step, save in self._failed if save.is_unsettled()]
-        if not self._failed:
+
+    def check(self) -> None:
+        """Look at what was noted, before another save begins.
+
+        Raises:
+            BaseException: How one of them failed, with a note; all are seen then.
+        """
+        again = [each for each in self._failed if _comes_again(each[1].committed.error())]
+        if not again and len(self._failed) < _MAX_IN_A_ROW:
             return
-        step, save = self._failed[-1]
+        step, save = again[-1] if again else self._failed[-1]
         error = save.committed.error()
         assert error is not None  # noqa: S101  # it has failed
-        if len(self._failed) < _MAX_IN_A_ROW and not _comes_again(error):
-            return
-        others = [str(other) for other, _ in self._failed[:-1]]
-        before = f", nor those of {', '.join(others)} before it" if others else ""
-        error.add_note(f"the save of step {step} was not committed{before}; nobody waited for that")
+        others = ", ".join(str(other) for other, _ in self._failed if other != step)
+        more = f", nor were those of {others}" if others else ""
+        error.add_note(f"the save of step {step} was not committed{more}; nobody waited for that")
         for _, failed in self._failed:
             failed.seen()
         self._failed.clear()
         raise error
 
 
-def _comes_again(error: BaseException) -> bool:
+def _comes_again(error: BaseException | None) -> bool:
     """Whether it is the state that was refused, and no store."""
     causes = error.causes.values() if isinstance(error, RankError) else ()
     is_planned = any(cause.startswith(f"{PlanError.__name__}:") for cause in causes)

@@ -94,12 +94,14 @@ class Upkeep:
     def check(self) -> None:
         """Look at how saves have ended, before another one begins; see `Losses.check`."""
         with self._lock:
-            self._losses.check(self.saves)
+            self._losses.note(self.saves)
+            self._losses.check()
 
     def add(self, step: int, moments: SaveMoments) -> None:
         """Take a save that has begun. From any thread, several at a time."""
         with self._lock:
             self._steps.add(step)
+            self._losses.note(self.saves)
             waiting = unsettled(moments for _, moments in self.saves)
             self.saves = [(s, m) for s, m in self.saves if m in waiting] + [(step, moments)]
 

@@ -10,7 +10,7 @@ from ckptio.state.fills import names_of
 from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -98,14 +98,26 @@ def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
+def _above(names: Iterable[str]) -> set[str]:
+    """Give all that names are below."""
+    found: set[str] = set()
+    for name in names:
+        above = name.rpartition(".")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition(".")[0]
+    return found
+
+
 def _empty(target: Any, unexpected: Sequence[str]) -> str:
     """Say so if a target has a dict without anything in the place of what is stored."""
+    above = _above(unexpected)
     ahead = [("", target)]
     while ahead:
         fqn, value = ahead.pop()
         if type(value) is not dict:
             continue
-        if not value and fqn and any(name.startswith(f"{fqn}.") for name in unexpected):
+        if not value and fqn in above:
             return f"{fqn!r} of the target is empty: None in its place takes what is stored"
         ahead += [(join_fqn(fqn, key), item) for key, item in value.items()]
     return ""
@@ -115,7 +127,10 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if the same name stands for other keys: dots may be between them, or in one."""
     both = sorted(set(missing) & set(unexpected))
     if not both:
+        above = _above(unexpected)
         for name in missing:
+            if name not in above:
+                continue
             below = next((n for n in unexpected if n.startswith(f"{name}.")), None)
             if below is not None:
                 held, _, key = name.rpartition(".")
@@ -171,9 +186,10 @@ def _those_in(names: Sequence[str], prefixes: Sequence[str]) -> str:
 
 def _numbers(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if an optimizer was saved by numbers, and the target has the names of parameters."""
+    above = _above(missing)
     for name in unexpected:
         found = _NUMBERED.fullmatch(name)
-        if found is not None and any(n.startswith(f"{found[1]}.") for n in missing):
+        if found is not None and found[1] in above:
             return (
                 f"the checkpoint has what is below {found[1]!r} by numbers of parameters, and the"
                 " target by names: load it into the optimizer itself"
@@ -183,13 +199,11 @@ def _numbers(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 def _older(match: Match) -> str:
     """Say so if a module lacks names of which it may know older ones."""
+    both = _above(match.missing) & _above(match.unexpected)
+    if match.missing and match.unexpected:
+        both.add("")
     for fqn, module in match.modules.items():
-        prefix = f"{fqn}." if fqn else ""
-        is_both = all(
-            any(name.startswith(prefix) for name in names)
-            for names in (match.missing, match.unexpected)
-        )
-        if is_both and any(map(_reads_older, module.modules())):
+        if fqn in both and any(map(_reads_older, module.modules())):
             return (
                 f"{fqn or 'the target'!r} has code that may know these names as older ones: give"
                 " what load() returns for it without into= to its load_state_dict()"

@@ -190,6 +190,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         resizes=request.strict == "raise",
         types=request.types,
         is_exact=manifest.writer != "torch.distributed.checkpoint",  # it drops empty dicts
+        is_alone=request.num_ranks == 1,
     )
     assemble = matcher.merge("", request.into, read_tree(manifest, request.rank))
     match = matcher.match

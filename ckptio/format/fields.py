@@ -18,15 +18,17 @@ CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__"
 LAYOUT = "__layout__"
 #: What classes have whose objects hold elements: arrays and tensors.
 _OF_ELEMENTS = ("__array__", "__setitem__")
-#: And those with a state: objects that are saved, generators of random numbers.
+#: And those with a state: objects that are saved; generators of random numbers.
+_OF_OBJECTS = ("state_dict", "load_state_dict")
 _OF_STATE = (
-    ("state_dict", "load_state_dict"),
+    _OF_OBJECTS,
     ("get_state", "set_state"),
     ("getstate", "setstate"),
     ("bit_generator",),
 )
-#: So many values are looked at, in an attribute that is no field.
+#: So many values are looked at, in an attribute that is no field, beside plain ones.
 _MAX_LOOKED_AT = 10_000
+_PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 _END = object()
 
 
@@ -86,21 +88,22 @@ def _attribute_with_state(value: Any) -> str | None:
 
 
 def holds_objects(item: Any, owner: Any) -> bool:
-    """Whether a value is, or holds, an object with a state: what only follows from others has none.
+    """Whether a value is, or holds, an object that is trained, or counts: it has a `state_dict()`.
 
     Args:
         item: The value.
         owner: The record that has it, as an attribute.
     """
-    return _holds(_has_state, item, owner)
+    return _holds(_is_object, item, owner)
 
 
-def _has_state(cls: type) -> bool:
-    return any(all(hasattr(cls, name) for name in names) for names in _OF_STATE)
+def _is_object(cls: type) -> bool:
+    return all(hasattr(cls, name) for name in _OF_OBJECTS)
 
 
 def _has_elements_or_state(cls: type) -> bool:
-    return all(hasattr(cls, name) for name in _OF_ELEMENTS) or _has_state(cls)
+    kinds = (_OF_ELEMENTS, *_OF_STATE)
+    return any(all(hasattr(cls, name) for name in names) for names in kinds)
 
 
 def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
@@ -109,7 +112,7 @@ def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
     Args:
         is_such: Whether a class is such a one.
         item: The value. What is in other objects than containers and records is not looked at,
-            nor what comes behind many values.
+            nor what comes behind many values that are not plain.
         owner: The record that has it, which is looked at itself.
     """
     seen = {id(owner)}
@@ -121,8 +124,10 @@ def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
         if item is _END:
             ahead.pop()
             continue
-        num_left -= 1
         cls = type(item)
+        if cls in _PLAIN:  # of which there may be millions
+            continue
+        num_left -= 1
         if cls not in known:
             known[cls] = is_such(cls)
         if known[cls]:

@@ -53,7 +53,6 @@ from ckptio.format.encode import TAG, join_fqn
 from ckptio.plan.differences import RANKS_TAG
 from ckptio.shards import PerRank
 from ckptio.state.fills import Blank
-from ckptio.state.parts import has_parts
 from ckptio.state.records import copied
 from ckptio.state.sharded import is_sharded, memory_of
 from ckptio.state.versions import Names, above
@@ -229,7 +228,7 @@ def takes_unasked(target: Any, node: Json) -> bool:
     """Whether an object is given all that is stored, and is not asked what it has."""
     if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
         return False
-    if is_of_torch(target.load_state_dict) or has_parts(target):
+    if is_of_torch(target.load_state_dict) or any(True for _ in _parts_of(target)):
         return False
     is_dict = type(node) is dict and node.get(TAG, "dict") in ("dict", "odict", "counter")
     return is_dict and bool(node.get("v", node)) and _is_plain(node)

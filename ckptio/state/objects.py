@@ -93,7 +93,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
                 values = handed.without_own(values, template)
             self.untouched.reach(start, stop)
             self.untouched.require(values)
-            parts = parts_in(fqn, target, template)
+            parts = parts_in(fqn, target, template) if isinstance(template, dict) else []
             with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
             rebuilder.notes += put_back(parts, is_partial=is_partial)
@@ -107,7 +107,9 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             self.untouched.reach(start, start)
+            parts = parts_in(fqn, target)
             rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
+            rebuilder.notes += put_back(parts, is_partial=False)
             return target
 
         return hand_over

@@ -9,6 +9,7 @@ object its parts was rejected: those that hand states on would give a module to 
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ckptio.format.encode import join_fqn
 from ckptio.state.take import take_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 #: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
 #: but samples or the like; some are inside themselves.
@@ -37,33 +38,34 @@ class Held(NamedTuple):
     value: Any
 
 
-def has_parts(target: Any) -> bool:
-    """Whether any part of an object takes a state itself."""
-    return any(any(True for _ in _parts_of(value)) for _, value in _attributes_of(target))
-
-
-def parts_in(fqn: str, target: Any, template: Any) -> list[Held]:
+def parts_in(fqn: str, target: Any, template: Any = None) -> list[Held]:
     """Note the parts of an object that take states themselves, and the parts of those.
 
     Args:
         fqn: Its name.
         target: The object; modules and optimizers say themselves what they take.
-        template: What its `state_dict()` gives. A part that is not in it is left alone.
+        template: What its `state_dict()` gives, a dict. A part that is not in it is left alone.
+            Where it is not asked, parts are looked for that are attributes themselves: what was
+            in a list of them may be for those that it makes later.
     """
     held: list[Held] = []
     if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
         return held
-    given = {id(part) for part in _parts_of(template, _MAX_DEPTH + 1)}
+    given: set[int] = set()
+    for value in () if template is None else template.values():  # a history takes its own time
+        given.update(map(id, _parts_of(value, _MAX_DEPTH + 1)))
     seen: set[int] = set()
-    ahead = [(fqn, target)] if given else []
+    ahead = [(fqn, target)]
     while ahead:
         fqn, owner = ahead.pop()
         if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) or id(owner) in seen:
             continue
         seen.add(id(owner))
         for attribute, value in _attributes_of(owner):
-            parts = list(_parts_of(value))
-            if parts and (owner is not target or given.intersection(map(id, parts))):
+            parts = list(_parts_of(value, _MAX_DEPTH if template is not None else 0))
+            if template is not None and owner is target:
+                parts = parts if given.intersection(map(id, parts)) else []
+            if parts:
                 name = join_fqn(fqn, attribute)
                 held.append(Held(name, owner, attribute, _copied(value)))
                 ahead += [(name, part) for part in parts]
@@ -97,33 +99,52 @@ def put_back(held: Iterable[Held], *, is_partial: bool) -> list[str]:
     return notes
 
 
-def _put_back(fqn: str, before: Any, after: Any, notes: list[str], *, is_partial: bool) -> Any:
+def _put_back(
+    fqn: str,
+    before: Any,
+    after: Any,
+    notes: list[str],
+    *,
+    is_partial: bool,
+    depth: int = _MAX_DEPTH,
+) -> Any:
     """Give what belongs in the place of what an object has now."""
-    if _is_part(before):
-        if type(after) not in (dict, OrderedDict):
+    if not _is_part(before):
+        is_alike = type(after) is type(before) and bool(after)  # else something else altogether
+        if not (depth and is_alike and any(True for _ in _parts_of(before, depth))):
             return after
-        assigns = False
-        if isinstance(before, torch.nn.Module):
-            assigns = any(t.is_meta for t in (*before.parameters(), *before.buffers()))
-            if is_partial:
-                _complete(fqn, before, after)
-        notes += take_state(fqn, before, after, assigns=assigns)
-        return before
-    if not any(True for _ in _parts_of(before)):
+        put_back = functools.partial(_put_back, notes=notes, is_partial=is_partial, depth=depth - 1)
+        return _put_back_in(fqn, before, after, put_back)
+    if type(after) not in (dict, OrderedDict):
         return after
-    if type(after) is not type(before) or not after or any(True for _ in _parts_of(after)):
-        return after  # handed on, or something else altogether
+    assigns = False
+    if isinstance(before, torch.nn.Module):
+        assigns = any(t.is_meta for t in (*before.parameters(), *before.buffers()))
+        if is_partial:
+            _complete(fqn, before, after)
+    notes += take_state(fqn, before, after, assigns=assigns)
+    return before
+
+
+def _put_back_in(fqn: str, before: Any, after: Any, put_back: Callable[..., Any]) -> Any:
+    """Give a list, tuple or dict with what belongs in the places of its items.
+
+    Raises:
+        TargetError: It has more states than there were parts, or less.
+    """
     pairs, found = _items_of(before), dict(_items_of(after))
     lost = [key for key, value in pairs if key not in found and any(True for _ in _parts_of(value))]
-    if lost or (len(found) > len(pairs) and not isinstance(before, dict)):
+    more = [value for key, value in found.items() if key not in dict(pairs)]
+    if lost or any(not isinstance(before, dict) or isinstance(value, dict) for value in more):
+        if any(True for _ in _parts_of(after)):
+            return after  # it has made others
         raise TargetError(
             f"{fqn!r} has {len(pairs)} objects that take states, and was given {len(found)} states;"
             " leave it out with select=, or have load_state_dict() hand them on"
         )
     for key, value in pairs:
         if key in found:
-            name = join_fqn(fqn, key)
-            found[key] = _put_back(name, value, found[key], notes, is_partial=is_partial)
+            found[key] = put_back(join_fqn(fqn, key), value, found[key])
     return _like(before, found if isinstance(before, dict) else found.values())
 
 

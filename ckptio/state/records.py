@@ -68,7 +68,7 @@ def with_fields(target: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _cached_in(record: Any) -> list[str]:
-    """Name the properties of which a record keeps the values, but for objects with a state."""
+    """Name the properties of which a record keeps the values, but for networks and the like."""
     cls, held = type(record), getattr(record, "__dict__", {})
     cached = [n for n in held if isinstance(getattr(cls, n, None), functools.cached_property)]
     return [name for name in cached if not holds_objects(held[name], record)]

@@ -139,7 +139,7 @@ class Matcher(ObjectMatcher):
             return self._record(fqn, self._own(fqn, target, node), fields)
         if isinstance(target, dict):
             own = self._own(fqn, target, node)
-            if type(target) in _DICTS and not target and fqn and not holds_tensors(node):
+            if type(target) in _DICTS and not target and fqn and self._fills_empty(node):
                 return self._filled(fqn, own, node)  # a placeholder, inside of others
             return self._dict(fqn, own, node, closed=True)
         is_sequence = isinstance(target, (list, tuple)) and not isinstance(target, torch.Size)
@@ -260,11 +260,16 @@ class Matcher(ObjectMatcher):
 
         return update
 
-    def _filled(self, fqn: str, target: dict[Any, Any], node: Json) -> Assemble:
-        """Take all that a dict has in the checkpoint into an empty one.
+    def _fills_empty(self, node: Json) -> bool:
+        """Whether an empty dict of the target takes what is stored.
 
-        Not tensors: a rank of a pipeline may have none of what others have there.
+        Of many ranks one may have nothing of what others have there; and of some checkpoints
+        nobody knows the types of keys.
         """
+        return self._is_alone and self._is_exact and not holds_tensors(node)
+
+    def _filled(self, fqn: str, target: dict[Any, Any], node: Json) -> Assemble:
+        """Take all that a dict has in the checkpoint into an empty one."""
         assemble = self._dict(fqn, target, node, closed=False)
 
         def update(rebuilder: Rebuilder) -> Any:

@@ -52,6 +52,7 @@ class TensorMatcher(Noted):
             takes what fits has it said what does not; an object that refuses is an error.
         types: Classes that may be made beside those of the target.
         is_exact: Whether what is stored has all keys that there were, of the types that they had.
+        is_alone: Whether no other rank has a target of its own.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class TensorMatcher(Noted):
         resizes: bool = True,
         types: Sequence[type] = (),
         is_exact: bool = True,
+        is_alone: bool = True,
     ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._resizes = resizes
         self._hands_over = resizes and is_exact
+        self._is_exact, self._is_alone = is_exact, is_alone
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
         super().__init__(keep, types)
         self._device = device

@@ -129,9 +129,11 @@ def _seconds(value: object) -> float:
         elif isinstance(value, str):
             is_http = "," in value
             value = parsedate_to_datetime(value) if is_http else dt.datetime.fromisoformat(value)
-    if isinstance(value, dt.datetime):
-        return value.timestamp()
-    seconds = float(value) if isinstance(value, (int, float)) else 0.0
+        if isinstance(value, dt.datetime):
+            return value.timestamp()
+    seconds = 0.0
+    with contextlib.suppress(OverflowError):
+        seconds = float(value) if isinstance(value, (int, float)) else 0.0
     while _LAST_S < seconds < math.inf:  # it counts thousandths, or less
         seconds /= 1000
     return seconds if 0.0 < seconds < math.inf else 0.0

@@ -57,7 +57,7 @@ def test_the_third_failure_in_a_row_is_raised_by_the_next_save(tmp_path: Path) -
             with pytest.raises(StorageError, match="No space") as caught:
                 checkpointer.save({"w": torch.ones(3)}, 6)
             (note,) = caught.value.__notes__
-            assert note.startswith("the save of step 5 was not committed, nor those of 3, 4 before")
+            assert note.startswith("the save of step 5 was not committed, nor were those of 3, 4;")
             for step in (6, 7, 8):
                 with pytest.raises(StorageError):
                     await checkpointer.save({"w": torch.ones(3)}, step)

@@ -133,17 +133,29 @@ def test_nothing_stays_registered_for_a_fork(
 
 
 def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
-    """At once, as nobody else has to; one that asks hears of it when it is told to save."""
-    for asks in (False, True):
+    """At once, if it saves; one that asks, or may still, hears of it when it is told to save."""
+    for number, (asks, saves) in enumerate(((False, True), (True, True), (False, False))):
         with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
             assert not asks or not checkpointer.should_save(1)
+            if saves:
+                checkpointer.save({"x": 1}, number)
             signal.raise_signal(USR1)
             while not checkpointer._core._is_ending:
                 os.sched_yield()
-            assert checkpointer.preempted is not asks
-            assert not asks or checkpointer.should_save(2)
+            assert checkpointer.preempted is (saves and not asks)
+            if asks or not saves:
+                assert checkpointer.should_save(2)
             assert checkpointer.preempted
-        assert checkpointer.preempted is asks
+        assert checkpointer.preempted
+
+
+def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
+    with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        signal.raise_signal(USR1)
+        while not checkpointer._core._is_ending:
+            os.sched_yield()
+    assert checkpointer.preempted
 
 
 def test_ranks_are_told_that_nobody_asks_when_to_save(

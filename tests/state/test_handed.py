@@ -309,6 +309,8 @@ class Has:
 
     net: Any
     part: Any
+    n: Any
+    dataset: Any
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
@@ -450,6 +452,50 @@ def test_who_gives_states_makes_of_them_what_it_likes(tmp_path: Path) -> None:
     for target in (Pool(4, 5), Pool(4, 5, 6)):
         sync.load(tmp_path / "c", {"x": target}, config=SMALL)
         assert target.workers == [{"number": number} for number in (1, 2, 3)]
+
+
+def test_parts_beside_a_long_history_stay(tmp_path: Path) -> None:
+    """However long it is, and wherever: what is looked through for parts is bounded."""
+    history = [(i, 0.5) for i in range(1000)]
+    saved = Has(history=history, net=[net_of(1)], n=torch.ones(1))
+    sync.save({"x": saved}, tmp_path / "c", config=SMALL)
+    target = Has(history=history, net=[net_of(0)], n=torch.zeros(1))
+    (net,) = target.net
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net == [net]
+    assert net.weight.eq(1).all()
+
+
+def test_a_state_too_many_is_refused(tmp_path: Path) -> None:
+    """It would be a dict among the parts; a number there is one."""
+    parts = {"a": net_of(1), "b": net_of(1)}
+    sync.save({"x": Has(net=parts)}, tmp_path / "c", config=SMALL)
+    with pytest.raises(TargetError, match=r"'x\.net' has 1 objects .* was given 2 states"):
+        sync.load(tmp_path / "c", {"x": Has(net={"a": net_of(0)})}, config=SMALL)
+    sync.save({"x": Has(net={"a": net_of(1), "n": 3})}, tmp_path / "d", config=SMALL)
+    target = Has(net={"a": net_of(0)})
+    net = target.net["a"]
+    sync.load(tmp_path / "d", {"x": target}, config=SMALL)
+    assert target.net == {"a": net, "n": 3}
+    sync.save({"x": Has(net=[net_of(1), net_of(1)], n=1)}, tmp_path / "e", config=SMALL)
+    both = [net_of(0), net_of(0)]
+    two = Has(net=[*both], n=0)
+    sync.load(tmp_path / "e", {"x": two}, select="x.net.1", config=SMALL)
+    assert two.net == both
+    assert [net.weight.eq(1).all().item() for net in both] == [False, True]
+
+
+def test_who_has_parts_of_its_own_classes_is_not_asked(tmp_path: Path) -> None:
+    """A loader that has a dataset with a state may count on, or begin, when it is asked."""
+
+    class Asked(Has):
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("it was asked")
+
+    sync.save({"x": Has(n=3)}, tmp_path / "c", config=SMALL)
+    target = Asked(n=0, dataset=Counted(1))
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert (target.n, target.dataset.number) == (3, 1)
 
 
 class Refusing(torch.nn.Linear):

@@ -159,9 +159,11 @@ def test_an_empty_dict_inside_takes_all_that_is_plain() -> None:
 
 
 def test_an_empty_dict_takes_no_tensors() -> None:
-    """It may be a rank's that has none of what others have there."""
+    """Nor of many ranks anything, as it may have none of that; nor where keys may be others."""
     match = match_of({"h": {"a": {"b": zeros(2)}, "c": 1}}, {"h": {}})
     assert match.unexpected == ["h.a.b", "h.c"]
+    assert match_of({"h": {"a": 1}}, {"h": {}}, is_alone=False).unexpected == ["h.a"]
+    assert match_of({"h": {"a": 1}}, {"h": {}}, is_exact=False).unexpected == ["h.a"]
     match, result = matched({"h": [1]}, {"h": {}})
     assert [line.split(":")[0] for line in match.mismatched] == ["h"]
     assert result == {"h": {}}

@@ -48,6 +48,12 @@ def test_times_go_by_many_names(name: str, value: object, later: object) -> None
     assert info_of("a", {**info, name: later}).etag != found.etag
 
 
+@pytest.mark.parametrize("value", ["0001-01-01T00:00:00", 10**400, "soon", None])
+def test_a_time_that_is_none_says_nothing(value: object) -> None:
+    found = info_of("a", {"name": "a", "size": 3, "type": "file", "mtime": value})
+    assert found.modified_s == 0.0
+
+
 @pytest.mark.parametrize(
     "name",
     ["ETag", "etag", "e_tag", "generation", "Content-MD5", "blob_id", "xet_hash", "content_hash",
