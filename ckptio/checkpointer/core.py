@@ -105,6 +105,7 @@ class CheckpointerCore:
         self._pace = Pace(every)
         self._has_asked = False  # whether `should_save` was called
         self._has_saved = False
+        self._num_looks = 0  # at `preempted`, since the last save was called for
         self._asked_s = 0.0
         self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
@@ -223,6 +224,7 @@ class CheckpointerCore:
             BaseException: Without one: the failure of a save that nobody has seen, and before
                 all others a deadline that was missed.
         """
+        self._num_looks += 1
         self.preempted  # noqa: B018  # it stays so
         self._engine = None
         if self._upkeep is None:
@@ -308,10 +310,11 @@ class CheckpointerCore:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run is to end: at once, where one rank saves without asking when."""
-        is_of_its_own = self._has_saved and not self._has_asked
-        if self._engine is not None and self._is_ending and is_of_its_own and self._is_alone:
-            self._is_preempted = True
+        """Whether the run is to end; also where one rank saves, looks again, and never asks."""
+        if self._engine is not None and self._is_ending and self._has_saved:
+            self._num_looks += 1
+            is_of_its_own = self._num_looks > 1 and not self._has_asked and self._is_alone
+            self._is_preempted |= is_of_its_own
         return self._is_preempted
 
     def preempt(self, reason: str) -> None:

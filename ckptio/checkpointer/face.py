@@ -195,7 +195,7 @@ class Checkpointer:
 
         It becomes true inside `should_save`, at the same step on all ranks, and never
         before the state of that step can be saved. Where there is one rank, which has saved here
-        and never called that, it becomes true at the signal.
+        and never called that, it becomes true when it is looked at again after the signal.
         """
         return self._core.preempted
 

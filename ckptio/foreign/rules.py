@@ -44,11 +44,21 @@ def allowed() -> frozenset[Hashable]:
 def byte_order() -> Any:
     """Give what was said on this thread of files that do not say their byte order.
 
+    Nothing is imported for it: whoever said something has imported where torch keeps it, and a
+    signal's handler that saves may have interrupted an import.
+
     Returns:
         torch's own word for it; `None` if nothing was said, or torch was not imported yet.
     """
-    get = getattr(sys.modules.get("torch.serialization"), "get_default_load_endianness", None)
-    return None if get is None else get()
+    serialization = sys.modules.get("torch.serialization")
+    kept_in = "torch.utils.serialization.config"
+    if kept_in not in sys.modules and not hasattr(serialization, "_default_load_endian"):
+        return None
+    try:
+        get = getattr(serialization, "get_default_load_endianness", None)
+        return None if get is None else get()
+    except AttributeError:  # it is being imported: nothing was said yet
+        return None
 
 
 def is_big(order: Any) -> bool:

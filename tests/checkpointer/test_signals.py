@@ -133,7 +133,7 @@ def test_nothing_stays_registered_for_a_fork(
 
 
 def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
-    """At once, if it saves; one that asks, or may still, hears of it when it is told to save."""
+    """When it looks again, if it saves; one that asks, or may still, when it is told to save."""
     for number, (asks, saves) in enumerate(((False, True), (True, True), (False, False))):
         with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
             assert not asks or not checkpointer.should_save(1)
@@ -142,6 +142,7 @@ def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
             signal.raise_signal(USR1)
             while not checkpointer._core._is_ending:
                 os.sched_yield()
+            assert not checkpointer.preempted  # it may be about to ask
             assert checkpointer.preempted is (saves and not asks)
             if asks or not saves:
                 assert checkpointer.should_save(2)
