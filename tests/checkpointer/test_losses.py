@@ -68,6 +68,30 @@ def test_the_third_failure_in_a_row_is_raised_by_the_next_save(tmp_path: Path) -
     assert committed_steps(tmp_path) == [2, 9]
 
 
+def test_the_last_save_of_a_run_is_tried_whatever_became_of_others(tmp_path: Path) -> None:
+    """There is no other moment for it; leaving the block tells of them."""
+    disk = Disk()
+
+    async def train(engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path) as checkpointer:
+            for step, disk.is_full in enumerate((True, True, True), 1):
+                assert not await checkpointer.should_save(step)
+                await save(checkpointer, step)
+            disk.is_full = False
+            checkpointer.preempt("going")
+            await asyncio.sleep(1)
+            assert await checkpointer.should_save(4)
+            await save(checkpointer, 4)
+
+    async def scenario() -> None:
+        async with engines(files=disk) as (engine,):
+            with pytest.raises(StorageError, match="step-00000001"):
+                await train(engine)
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == [4]
+
+
 def test_what_ranks_disagree_on_is_raised_by_the_next_save(tmp_path: Path) -> None:
     """It would be refused again, at each step; on all ranks alike."""
 
