@@ -203,7 +203,7 @@ def _older(match: Match) -> str:
     if match.missing and match.unexpected:
         both.add("")
     for fqn, module in match.modules.items():
-        if fqn in both and any(map(_reads_older, module.modules())):
+        if fqn in both and any(_reads_older(part) for _, part in module.named_modules()):
             return (
                 f"{fqn or 'the target'!r} has code that may know these names as older ones: give"
                 " what load() returns for it without into= to its load_state_dict()"
@@ -215,7 +215,7 @@ def _reads_older(module: torch.nn.Module) -> bool:
     """Whether a module changes what it is given: by a hook, or by a method that is not torch's."""
     reads = type(module)._load_from_state_dict  # noqa: SLF001  # made to be overridden
     hooks = getattr(module, "_load_state_dict_pre_hooks", {})
-    return bool(hooks) or not reads.__module__.startswith("torch.")
+    return bool(hooks) or not getattr(reads, "__module__", "").startswith("torch.")
 
 
 def _conversion(match: Match) -> str:

@@ -133,8 +133,9 @@ def _put_back_in(fqn: str, before: Any, after: Any, put_back: Callable[..., Any]
         TargetError: It has more states than there were parts, or less.
     """
     pairs, found = _items_of(before), dict(_items_of(after))
+    keys = {key for key, _ in pairs}
     lost = [key for key, value in pairs if key not in found and any(True for _ in _parts_of(value))]
-    more = [value for key, value in found.items() if key not in dict(pairs)]
+    more = [value for key, value in found.items() if key not in keys]
     if lost or any(not isinstance(before, dict) or isinstance(value, dict) for value in more):
         if any(True for _ in _parts_of(after)):
             return after  # it has made others
@@ -145,6 +146,8 @@ def _put_back_in(fqn: str, before: Any, after: Any, put_back: Callable[..., Any]
     for key, value in pairs:
         if key in found:
             found[key] = put_back(join_fqn(fqn, key), value, found[key])
+    if all(found[key] is value for key, value in _items_of(after)):
+        return after  # handed on: others may have this very list
     return _like(before, found if isinstance(before, dict) else found.values())
 
 

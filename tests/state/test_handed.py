@@ -466,6 +466,22 @@ def test_parts_beside_a_long_history_stay(tmp_path: Path) -> None:
     assert net.weight.eq(1).all()
 
 
+def test_a_list_of_parts_stays_the_very_list_where_states_are_handed_on(tmp_path: Path) -> None:
+    """Others may have it."""
+
+    class Handing(Has):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            for part, held in zip(self.net, state["net"], strict=True):
+                part.load_state_dict(held)
+
+    sync.save({"x": Has(net=[net_of(1)])}, tmp_path / "c", config=SMALL)
+    target = Handing(net=[net_of(0)])
+    nets = target.net
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net is nets
+    assert nets[0].weight.eq(1).all()
+
+
 def test_a_state_too_many_is_refused(tmp_path: Path) -> None:
     """It would be a dict among the parts; a number there is one."""
     parts = {"a": net_of(1), "b": net_of(1)}

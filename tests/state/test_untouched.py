@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptio import TargetError, sync
+from ckptio import MismatchError, TargetError, sync
 from ckptio.state.samples import some_of
 from tests.rig import SMALL
 from tests.state.ranks import as_rank, load, save
@@ -172,6 +172,9 @@ def test_a_module_whose_list_of_modules_has_that_name_is_loaded(tmp_path: Path) 
     sync.save({"m": state}, tmp_path / "x", config=SMALL)
     sync.load(tmp_path / "x", into={"m": target}, config=SMALL)
     assert torch.equal(target.weight, state.weight)
+    sync.save({"m": {"weight": state.weight, "more": 1}}, tmp_path / "y", config=SMALL)
+    with pytest.raises(MismatchError, match=r"'m\.bias'.*'m\.more'"):
+        sync.load(tmp_path / "y", into={"m": target}, config=SMALL)
 
 
 TARGETS: dict[str, Callable[[torch.nn.Module], dict[str, Any]]] = {
