@@ -27,11 +27,14 @@ CEPH_INSTALL = (
 
 
 def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: str = TORCH) -> None:
-    """Install torch, then the package with extras, and dependency groups."""
-    session.install(torch)
+    """Install torch, then the package with extras, and dependency groups.
+
+    Nothing is compiled ahead: of some ten thousand modules a session imports a few.
+    """
+    session.install("--no-compile", torch)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
     # torch is named again, or pip takes a later one where it does not fit what others ask for
-    session.install("-e", f".[{extras}]", torch, *needed)
+    session.install("--no-compile", "-e", f".[{extras}]", torch, *needed)
 
 
 @nox.session
@@ -55,14 +58,46 @@ def compat(session: nox.Session, torch: str) -> None:
 @nox.session
 def real_s3(session: nox.Session) -> None:
     """Run the S3 tests against Ceph and OpenStack Swift; root gets Ceph by apt."""
+    need_ceph(session)
+    install(session, "tests", "real_s3")
+    run_real_s3(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    install(session, "types", "tests")
+    check_types(session)
+
+
+@nox.session
+def beside(session: nox.Session) -> None:
+    """Do what `types` and `real_s3` do in one environment, as the gates do beside the tests."""
+    install(session, "types", "tests", "real_s3")
+    check_types(session)
+    need_ceph(session)
+    run_real_s3(session)
+
+
+def need_ceph(session: nox.Session) -> None:
+    """Skip the session where Ceph neither is nor can be had."""
     if not all(map(shutil.which, CEPH)) and os.geteuid() == 0 and shutil.which("apt-get"):
         env = {"DEBIAN_FRONTEND": "noninteractive"}
         codes = range(256)  # what matters is whether it is there now
         session.run("sh", "-c", CEPH_INSTALL, external=True, env=env, success_codes=codes)
     if not all(map(shutil.which, CEPH)):
         session.skip(f"needs Ceph: {CEPH_INSTALL}")
-    install(session, "tests", "real_s3")
+
+
+def run_real_s3(session: nox.Session) -> None:
+    """Run the S3 tests that want a real server."""
     session.run("python", "-m", "pytest", "-m", "real_s3 and not stress", *session.posargs)
+
+
+def check_types(session: nox.Session) -> None:
+    """Run mypy, on this file too."""
+    session.install("--no-compile", "nox")
+    session.run("mypy")
 
 
 @nox.session
@@ -73,14 +108,6 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports")
-
-
-@nox.session
-def types(session: nox.Session) -> None:
-    """Check types, strictly."""
-    install(session, "types", "tests")
-    session.install("nox")
-    session.run("mypy")
 
 
 @nox.session
