@@ -239,6 +239,24 @@ def test_a_checkpoint_that_is_overwritten_meanwhile_is_noticed(tmp_path: Path) -
     assert not target["w"].any()
 
 
+def test_ranks_that_opened_different_saves_are_told(tmp_path: Path) -> None:
+    """Each opens the checkpoint for itself; the old files may be there for a while."""
+    first, second = (StorageReader(tmp_path / "c", config=QUICK) for _ in range(2))
+    own = LoadPlan([], storage_data="of a planner")
+    save(state_of(1.0), tmp_path / "c")
+    first.read_metadata()
+    second.read_metadata()
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in (first, second)]
+    assert first.prepare_global_plan([*plans, own]) == [*plans, own]
+    assert first.prepare_local_plan(own) is own
+    save(state_of(2.0), tmp_path / "c")
+    second.read_metadata()
+    plans[1] = second.prepare_local_plan(LoadPlan([]))
+    for reader in (first, second):
+        with pytest.raises(CheckpointChangedError, match="while ranks opened it"):
+            reader.prepare_global_plan(plans)
+
+
 def test_four_rows_of_a_large_tensor_read_four_rows_and_two_blocks(tmp_path: Path) -> None:
     """32 MiB in one file; what DCP has to know besides is read too, and is small."""
     config = large_blocks(bucket_nbytes=64 * MiB)

@@ -28,7 +28,7 @@ from ckptio.config import CheckpointConfig, require_bool
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
-from ckptio.errors import ConfigError
+from ckptio.errors import CheckpointChangedError, ConfigError
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.rebuild import torch_dtype
 
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.storage.resolve import PathLike
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seen:
+    """Which save a rank has opened; travels with its plan."""
+
+    save_id: str
 
 
 class StorageReader(dcp.StorageReader):
@@ -152,22 +159,32 @@ class StorageReader(dcp.StorageReader):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Change nothing."""
-        return plan
+        """Say in a plan which save this rank has opened, unless its planner says something."""
+        if plan.storage_data is not None:
+            return plan
+        return dataclasses.replace(plan, storage_data=_Seen(self._under_way()[0].manifest.save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check the sizes of all files that any rank needs, before any rank has a target.
+        """Check, before any rank has a target, that all have the same before them, and whole.
+
+        Each rank opens the checkpoint for itself, and another save may be committed between
+        two of them: without a look some would have the old one, and some the new one.
 
         Raises:
-            CorruptionError: A file is missing or was cut.
+            CorruptionError: A file that any rank needs is missing or was cut.
             CheckpointChangedError: The checkpoint was overwritten meanwhile.
         """
         opened, place = self._under_way()
         if self._is_of_rank:  # others have checkpoints of their own, and look for themselves
             return plans
+        seen = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _Seen)}
         files = files_of(opened, [item for plan in plans for item in plan.items])
         with solo_engine(self._config, self._observer) as core:
             reading = Reading(core.storage(place), opened.manifest)
+            if seen - {_Seen(opened.manifest.save_id)}:
+                raise CheckpointChangedError(
+                    reading.storage.path, "it was overwritten while ranks opened it, one by one"
+                )
             core.call_blocking(lambda context: check_sizes(reading, files, context), "sizes")
         return plans
 
