@@ -230,8 +230,8 @@ class Engine:
         Args:
             path: A checkpoint.
             into: What to fill.
-            then: A second tier, as `save` takes it: read instead, with an event, where the
-                first has no checkpoint, or a file of it is missing or has another size.
+            then: A second tier, as `save` takes it: read instead, with an event, where the first
+                has none or is damaged, or is the older one and owes no copy. See the README.
             device: Where new tensors go: without `into`, and for targets on the meta device.
             dtype: Convert floating-point tensors to this, step counts of optimizers too:
                 `select` what is meant. With `into`: allow targets that have it. Nothing is ever

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import Siblings, run_blocking, shielded, take_back_cancel
+from ckptio.engine.heads import read_head
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import require_slabs
 from ckptio.engine.transfer import find_whole, require_files, transfer
@@ -37,7 +38,6 @@ from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
-    FormatError,
     RankError,
     StorageError,
 )
@@ -51,7 +51,7 @@ from ckptio.events import (
 )
 from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, encode_note
-from ckptio.format.summary import decode_summary, is_newer
+from ckptio.format.summary import is_newer
 from ckptio.ranks.interface import Same
 from ckptio.ranks.solo import SoloRanks
 
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
-    from ckptio.format.summary import Summary
     from ckptio.ranks.interface import Ranks, Session
     from ckptio.storage.interface import Attempt, Note, Storage
 
@@ -302,7 +301,9 @@ class _Copy:
         files = [i for i, entry in enumerate(manifest.files) if is_alone or entry.rank == rank]
         kept: set[int] = set()
         if rank == 0:
-            there = await self._there()
+            # this very checkpoint, if nobody had time to say so; of what is none of ours, `begin`
+            # says what may be done about it
+            there = await read_head(job.target, context)
             self._was_there = there is not None and there.save_id == job.save_id
             # of an earlier run alone: what was saved just now is the newest, whatever clocks say
             is_overtaken = (
@@ -330,18 +331,6 @@ class _Copy:
         await transfer(reading, missing, self._attempt, context, self._written)
         if rank != 0:
             await self._attempt.seal()
-
-    async def _there(self) -> Summary | None:
-        """Look what the second tier has: this very checkpoint, if nobody had time to say so."""
-        try:
-            _, data = await self._job.target.read_manifest()
-            if not isinstance(data, bytes):
-                return None
-            return await run_blocking(self._context.executor, decode_summary, data)
-        except CheckpointNotFoundError:
-            return None
-        except FormatError:  # whatever it is: `begin` says what may be done about it
-            return None
 
     def _announce(self, manifest: Manifest, missing: Sequence[int]) -> None:
         self._total_nbytes = sum(manifest.files[file].nbytes for file in missing)

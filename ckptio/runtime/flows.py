@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
-from ckptio.engine.hints import nothing_fits
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
-from ckptio.engine.nearest import agree_on_tier
+from ckptio.engine.nearest import agree_on_copy, agree_on_tier, is_damage
 from ckptio.engine.places import find_wanted
 from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
 from ckptio.engine.save import SaveJob
+from ckptio.engine.selected import require_selected
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
 from ckptio.errors import (
     CheckpointError,
+    CorruptionError,
     EngineClosedError,
-    TargetError,
+    RankError,
 )
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
@@ -41,8 +42,6 @@ from ckptio.runtime.second_tier import second_tier
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
-from ckptio.state.select import Patterns
-from ckptio.state.tree import names_kept_for_ranks
 from ckptio.storage.resolve import require_order
 
 if TYPE_CHECKING:
@@ -254,9 +253,22 @@ def load_flow(
         second = second_tier(core, storage, then)
         if second is not None:
             storage = yield functools.partial(agree_on_tier, storage, second, course=course)
-        manifest: Manifest = yield lambda context: fetch_manifest(storage, context, course)
-        load = yield from _prepare(core, storage, manifest, request)
-        nbytes: int = yield lambda context: load.read(context, course)
+        manifest: Manifest = yield functools.partial(_fetch, storage, course)
+        try:
+            load, nbytes = yield from _read(core, storage, manifest, request, course)
+        except (CorruptionError, RankError) as error:
+            if second is None or storage is second or not is_damage(error):
+                raise
+            course = _leave(core, course, error)
+            looking = functools.partial(
+                agree_on_copy, storage, second, manifest.save_id, course=course, error=error
+            )
+            if not (yield looking):
+                raise
+            _forget_frames(error)
+            storage = second
+            manifest = yield functools.partial(_fetch, storage, course)
+            load, nbytes = yield from _read(core, storage, manifest, request, course)
     except BaseException as error:  # raised again; the other ranks must not wait for this one
         if course.next_session:
             refuse(core, course.next_session, error)
@@ -281,6 +293,33 @@ def load_flow(
             notes=(*restoration.notes, *notes_of(manifest)),
         ),
     )
+
+
+async def _fetch(storage: Storage, course: Course, context: EngineContext) -> Manifest:
+    return await fetch_manifest(storage, context, course)
+
+
+def _read(
+    core: EngineCore, storage: Storage, manifest: Manifest, request: LoadRequest, course: Course
+) -> Flow[tuple[_Load, int]]:
+    """Match the target, and read; gives the bytes that came, too."""
+    load = yield from _prepare(core, storage, manifest, request)
+    nbytes: int = yield lambda context: load.read(context, course)
+    return load, nbytes
+
+
+def _leave(core: EngineCore, course: Course, error: CheckpointError) -> Course:
+    """Begin anew: the other ranks must not wait for this one where they still may."""
+    if course.next_session:
+        refuse(core, course.next_session, error)
+    return course.again()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of a failure hold: all that was made to be filled."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +361,7 @@ def _prepare(
     ranks = core.context.ranks
     request = dataclasses.replace(request, rank=ranks.rank, num_ranks=ranks.world_size)
     restoration = plan_restoration(manifest, storage.path, request)
-    _require_selected(request, restoration, manifest, storage.path)
+    require_selected(request, restoration, manifest, storage.path)
     reading = Reading(storage, manifest, num_tensors=restoration.num_tensors)
     agrees = restoration.match is None or restoration.match.agrees
     whole = request.keep is None and agrees and manifest.num_ranks == 1
@@ -334,30 +373,3 @@ def _prepare(
     streams = caller_streams(others, core, saving=False)
     reading.target = TargetState(destinations, streams)
     return _Load(restoration, reading, reading.target, wanted, whole)
-
-
-def _require_selected(
-    request: LoadRequest, restoration: Restoration, manifest: Manifest, path: str
-) -> None:
-    """Refuse to load nothing where something was asked for: mostly a mistyped name."""
-    keep = request.keep
-    unmatched = isinstance(keep, Patterns) and keep.unmatched
-    if keep is not None and request.strict == "raise" and (unmatched or restoration.is_empty):
-        # this rank may have none of what others kept for themselves; asking for it may match
-        # patterns that nothing has matched before
-        is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
-        if isinstance(keep, Patterns) and keep.unmatched:
-            names = ", ".join(map(repr, keep.unmatched))
-            whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
-            raise TargetError(
-                f"select= asks for {names}, and no name of {whose} matches;"
-                f" `ckptio show {path}` lists the names"
-            )
-        if restoration.is_empty and not any(is_of_others):
-            raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
-        return
-    if not restoration.is_empty or request.strict == "report":
-        return
-    match = restoration.match
-    if match is not None and (match.missing or match.mismatched):
-        raise TargetError(nothing_fits(match, path, request.into, manifest.writer))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking, shielded
+from ckptio._aio import shielded
+from ckptio.engine.heads import read_head
 from ckptio.engine.tiers import CopyJob, make_copy
-from ckptio.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from ckptio.errors import CheckpointError
 from ckptio.events import CopyFailed
 from ckptio.format.note import decode_note
-from ckptio.format.summary import decode_summary
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -83,7 +83,8 @@ async def _finish(path: str, context: EngineContext) -> str | None:
     save_id = ""
     try:
         storage = context.resolver.storage(path)
-        save_id = await _committed_save(storage, context) or ""
+        head = await read_head(storage, context)
+        save_id = "" if head is None else head.save_id
     except CheckpointError as error:
         _tell(context, path, error)
         raise
@@ -137,16 +138,5 @@ async def _take_owed(
 
 async def is_owed(storage: Storage, context: EngineContext) -> bool:
     """Whether a checkpoint is still to be copied."""
-    save_id = await _committed_save(storage, context)
-    return save_id is not None and await storage.has_note(save_id)
-
-
-async def _committed_save(storage: Storage, context: EngineContext) -> str | None:
-    """Give the id of the save that is committed somewhere; `None` if there is none of ours."""
-    try:
-        _, data = await storage.read_manifest()
-        if not isinstance(data, bytes):
-            return None
-        return (await run_blocking(context.executor, decode_summary, data)).save_id
-    except (CheckpointNotFoundError, FormatError):
-        return None
+    head = await read_head(storage, context)
+    return head is not None and await storage.has_note(head.save_id)

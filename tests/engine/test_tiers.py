@@ -30,6 +30,7 @@ from ckptio.events import (
     SaveCommitted,
     TierPassedOver,
 )
+from ckptio.format.manifest import decode_manifest
 from ckptio.format.note import CopyNote, decode_note, encode_note
 from ckptio.testing import (
     EventLog,
@@ -607,6 +608,103 @@ def test_the_nearest_tier_that_is_whole_is_read() -> None:
 async def load(engine: Engine) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = await engine.load("near/a", then="far/a")
     return state
+
+
+def damage(storage: MemoryStorage, value: int = 1) -> str:
+    """Change the first byte of a tensor; gives the name of the file."""
+    assert storage.manifest is not None
+    manifest = decode_manifest(storage.manifest)
+    chunk = next(chunk for tensor in manifest.tensors for chunk in tensor.chunks)
+    name = manifest.files[chunk.file].name
+    storage.files[name][chunk.start] ^= value
+    return name
+
+
+def test_a_damaged_block_is_made_up_for_by_the_same_save_on_the_second_tier() -> None:
+    """Into new tensors and given ones; of another save, or damaged too, the damage is said."""
+    log = EventLog()
+    state = random_state(SIZES)
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            await engine.save(state, "near/a", then="far/a").durable
+            name = damage(near)
+            assert_same(await load(engine), state)
+            target = {key: tensor.clone().zero_() for key, tensor in state.items()}
+            result = await engine.load_with_report("near/a", into=target, then="far/a")
+            assert_same(target, state)
+            assert result.report.path == "far/a"
+            for event in log.of(TierPassedOver):
+                assert isinstance(event.error, CorruptionError)
+                assert (event.path, event.to, event.error.file) == ("near/a", "far/a", name)
+                assert event.error.__traceback__ is None  # it would hold what was made first
+            assert len(log.of(TierPassedOver)) == 2
+            damage(far, value=2)
+            with pytest.raises(CorruptionError) as raised:
+                await load(engine)
+            assert raised.value.path == "far/a"
+            far.fault = fail_kind("read_manifest")
+            with pytest.raises(CorruptionError) as raised:
+                await load(engine)
+            assert raised.value.path == "near/a"
+            far.fault = None
+            await engine.save(state, "far/a", overwrite=True)
+            await engine.save(state, "near/a", overwrite=True)
+            damage(near)
+            with pytest.raises(CorruptionError) as raised:
+                await load(engine)
+            assert raised.value.path == "near/a"
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_was_saved_again_elsewhere_is_read_from_the_second_tier() -> None:
+    """Another machine has gone on; what owes a copy, or is later itself, is what is read."""
+    log = EventLog()
+    states = [filled_state(SIZES, value) for value in range(4)]
+
+    async def scenario() -> None:
+        storages = two()
+        storages["near/b"] = MemoryStorage("near/b")
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            await engine.save(states[0], "near/a", then="far/a").durable
+            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+            assert_same(await load(engine), states[1])
+            (event,) = log.of(TierPassedOver)
+            assert (event.path, event.to) == ("near/a", "far/a")
+            assert "a later save of it is on the second tier" in str(event.error)
+            await engine.save(states[2], "near/a", overwrite=True)
+            assert_same(await load(engine), states[2])
+            far.fault = fail_kind("commit")
+            with pytest.raises(StorageError):
+                await engine.save(states[3], "near/a", overwrite=True, then="far/a").durable
+            far.fault = None
+            await engine.save(states[1], "near/b", overwrite=True, then="far/a").durable
+            assert near.notes
+            assert_same(await load(engine), states[3])
+        assert len(log.of(TierPassedOver)) == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_second_tier_that_does_not_answer_is_not_waited_for() -> None:
+    """Where the first tier has the checkpoint whole, in seconds."""
+
+    async def scenario() -> None:
+        storages = two(delay_s=0.0)
+        storages["near/b"] = MemoryStorage("near/b")
+        async with inline_engine(storages) as engine:
+            await engine.save(random_state(SIZES), "near/a").durable
+            await engine.save(random_state(SIZES), "near/b", then="far/a").durable
+            memory(storages, "far/a")._max_delay_s = 1e6
+            began_s = asyncio.get_running_loop().time()
+            assert_same(await load(engine), random_state(SIZES))
+            assert asyncio.get_running_loop().time() - began_s < 10
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_where_no_tier_has_it_that_is_said() -> None:

@@ -1,0 +1,52 @@
+"""Look whether anything of what was asked for is there, before a load begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio.engine.hints import nothing_fits
+from ckptio.errors import TargetError
+from ckptio.state.select import Patterns
+from ckptio.state.tree import names_kept_for_ranks
+
+if TYPE_CHECKING:
+    from ckptio.engine.request import LoadRequest
+    from ckptio.engine.restore import Restoration
+    from ckptio.format.manifest import Manifest
+
+
+def require_selected(
+    request: LoadRequest, restoration: Restoration, manifest: Manifest, path: str
+) -> None:
+    """Refuse to load nothing where something was asked for: mostly a mistyped name.
+
+    Args:
+        request: What was asked for.
+        restoration: What there is of it.
+        manifest: Of the checkpoint.
+        path: Where that is.
+
+    Raises:
+        TargetError: There is nothing.
+    """
+    keep = request.keep
+    unmatched = isinstance(keep, Patterns) and keep.unmatched
+    if keep is not None and request.strict == "raise" and (unmatched or restoration.is_empty):
+        # this rank may have none of what others kept for themselves; asking for it may match
+        # patterns that nothing has matched before
+        is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
+        if isinstance(keep, Patterns) and keep.unmatched:
+            names = ", ".join(map(repr, keep.unmatched))
+            whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
+            raise TargetError(
+                f"select= asks for {names}, and no name of {whose} matches;"
+                f" `ckptio show {path}` lists the names"
+            )
+        if restoration.is_empty and not any(is_of_others):
+            raise TargetError(f"select= accepts no name that checkpoint {path!r} and target have")
+        return
+    if not restoration.is_empty or request.strict == "report":
+        return
+    match = restoration.match
+    if match is not None and (match.missing or match.mismatched):
+        raise TargetError(nothing_fits(match, path, request.into, manifest.writer))
