@@ -63,7 +63,12 @@ class Questions:
 
         async def read() -> Sequence[int]:
             first = await self._keeper.newest(count)
-            return first if self._second is None else await self._second.newest(count, first)
+            if self._second is None:
+                return first
+            steps = await self._second.newest(count, first)
+            if count > 1:  # one of them is about to be loaded
+                await self._second.look_back(self._keeper, steps)
+            return steps
 
         call = "latest()" if count == 1 else "load()"  # which also looks at the one before
         found = await agreed_steps(key, context, call, read)

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
+from ckptio.engine.heads import read_head
 from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
     shown,
 )
+from ckptio.events import HigherStepFound
+from ckptio.format.summary import is_newer
 from ckptio.plan.retention import KeepLast
 from ckptio.runtime.owed_copies import is_owed, take_up
 from ckptio.runtime.second_tier import is_copied
@@ -164,10 +167,39 @@ class SecondTier:
         above = first[0] if len(first) == count else -1  # no more can be among them
         return sorted({*first, *await self.keeper.newest(count, above=above)})[-count:]
 
+    async def look_back(self, first: Keeper, steps: Sequence[int]) -> None:
+        """Say that a load takes a step that the run has gone back from, on another machine.
+
+        That one's own disk was the first tier when the step was discarded, so it stayed here.
+        The second tier has lower steps alone, of which the highest was saved later.
+
+        Args:
+            first: Who looks after the first tier.
+            steps: The highest of either tier, lowest first.
+        """
+        there = await self.keeper.newest(1)
+        if not there or not steps or there[0] >= steps[-1]:
+            return
+        storage, context = self.context.resolver.storage, self.context
+        here = storage(first.root.join(step_name(steps[-1])))
+        head = await read_head(here, context)
+        later = await read_head(storage(self.path(there[0])), context)
+        is_left = head is not None and later is not None and is_newer(later.created, head.created)
+        if head is not None and is_left and not await here.has_note(head.save_id):
+            self.engine.emit(
+                HigherStepFound(path=first.root.path, step=there[0], highest=steps[-1])
+            )
+
     async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
-        """Read what is known of the steps that either tier has, lowest first."""
+        """Read what is known of the steps that either tier has, lowest first.
+
+        Of one that was saved again elsewhere, what the later save says, as that is loaded.
+        """
         found = {record.step: record for record in await self.keeper.records()}
-        found |= {record.step: record for record in first}
+        for record in first:
+            other = found.get(record.step)
+            if other is None or other.created <= record.created:
+                found[record.step] = record
         return [found[step] for step in sorted(found)]
 
     async def thin_out(self, first: Keeper, exempt: Callable[[], Collection[int]]) -> None:

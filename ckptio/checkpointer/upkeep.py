@@ -19,6 +19,7 @@ from ckptio.checkpointer.steps import step_name
 from ckptio.errors import FormatError
 from ckptio.events import HigherStepFound, RetentionFailed
 from ckptio.runtime.leaving import end_saves, unsettled
+from ckptio.runtime.owed_copies import is_owed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class Upkeep:
         """Make the copies that are owed, and sweep."""
         second, path = self._second, self._keeper.root.path
         if second is not None:
-            taking = self._engine.submit(lambda _: second.take_up(path), f"take up {path}")
+            taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
             self.passes.append(taking)
         if self._sweep_after_s is not None:
             self.follow(None, None)
@@ -140,20 +141,31 @@ class Upkeep:
         with self._lock:
             self.passes = [*(run for run in self.passes if not run.end.done()), running]
 
+    async def _take_up(self, second: SecondTier, path: str) -> None:
+        """Make what earlier runs owed, and let go of what is not kept of it.
+
+        Not before a step of this run is committed: which one it is about to load, nobody knows.
+        """
+        await second.take_up(path)
+        if self._committed is not None:
+            await self._tidy(second.keeper, is_after_save=True)
+            await self._tidy(self._keeper, is_after_save=True)
+
     async def _pass(self, step: int | None, moments: SaveMoments | None) -> None:
         if moments is not None:
             if not await moments.committed.ended():
                 return
             self._committed = step
-        await self._tidy(self._keeper, moments)
+        is_after_save = moments is not None
+        await self._tidy(self._keeper, is_after_save=is_after_save)
         second = self._second
         if second is None or (moments is not None and not await moments.durable.ended()):
             return
-        await self._tidy(second.keeper, moments)
-        if moments is not None:  # what was still to be copied when the first tier was looked at
-            await self._tidy(self._keeper, moments)
+        await self._tidy(second.keeper, is_after_save=is_after_save)
+        if is_after_save:  # what was still to be copied when the first tier was looked at
+            await self._tidy(self._keeper, is_after_save=True)
 
-    async def _tidy(self, keeper: Keeper, moments: SaveMoments | None) -> None:
+    async def _tidy(self, keeper: Keeper, *, is_after_save: bool) -> None:
         """Look after one tier.
 
         All its steps are looked at only where that is needed: in an object store, it takes a
@@ -161,13 +173,13 @@ class Upkeep:
         """
         async with self._one_pass:
             try:
-                policy = None if moments is None else self._keep
+                policy = self._keep if is_after_save else None
                 sweeps = self._is_sweep_due(keeper)
                 found = await keeper.find() if sweeps or policy is not None else None
                 await self._look_ahead(keeper, found)
                 if policy is not None and found is not None:
                     await self._remove(keeper, policy, found)
-                if self._second is not None and keeper is self._keeper and moments is not None:
+                if self._second is not None and keeper is self._keeper and is_after_save:
                     await self._second.thin_out(keeper, self.exempt)
                 if sweeps and found is not None and not self._is_in_a_hurry():
                     await self._sweep(keeper, found)
@@ -207,12 +219,18 @@ class Upkeep:
         removals = await keeper.plan(policy, self.exempt(), found)
         self._look_for_metrics(keeper, policy)
         for step in removals:
-            second = self._second if keeper is self._keeper else None
-            path = self._keeper.root.join(step_name(step))
-            if second is not None and await second.owes(path):
+            # whether or not this run has a second tier: while that is down, one may do without
+            if keeper is self._keeper and await self._owes(step):
                 continue
             if step not in self.exempt() and not self._is_in_a_hurry():
                 await keeper.remove(step)
+
+    async def _owes(self, step: int) -> bool:
+        """Whether a step of the first tier is still to be copied."""
+        context = self._engine.context
+        return await is_owed(
+            context.resolver.storage(self._keeper.root.join(step_name(step))), context
+        )
 
     def _look_for_metrics(self, keeper: Keeper, policy: Retention) -> None:
         """Say, once, that everything is kept since nothing has the metric that decides."""

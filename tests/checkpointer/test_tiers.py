@@ -26,7 +26,7 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
-from ckptio.events import CopyFailed, CopyStarted, TierPassedOver
+from ckptio.events import CopyFailed, CopyStarted, HigherStepFound, TierPassedOver
 from ckptio.runtime.running import Running
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
@@ -145,6 +145,94 @@ async def test_retention_leaves_what_is_owed(tmp_path: Path, far: str) -> None:
         await ckpt.save(state_of(3), 3).durable
     assert await steps_in(near) == (1, 3)
     assert_same(await asyncio.to_thread(sync.load, near / step_name(1)), state_of(1))
+
+
+async def test_what_is_owed_stays_where_there_is_no_second_tier_for_a_while(
+    tmp_path: Path, far: str
+) -> None:
+    """A run that goes on without `then=`, as the second tier is down, keeps what it is owed."""
+    near = tmp_path / "near"
+    await owe(near, far, 1)
+    async with Checkpointer(near, keep=KeepLast(1), config=SMALL) as ckpt:
+        for step in (2, 3):
+            await ckpt.save(state_of(step), step)
+    assert await steps_in(near) == (1, 3)
+    async with Checkpointer(near, then=far, keep=KeepLast(1), config=SMALL) as ckpt:
+        await ckpt.save(state_of(4), 4).durable
+    assert_same(await asyncio.to_thread(sync.load, near / step_name(4)), state_of(4))
+
+
+async def test_what_was_owed_is_kept_by_the_policy_once_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that takes longer than the save after which the policy was applied last."""
+    near, far, begins = tmp_path / "near", tmp_path / "far", asyncio.Event()
+    for step in (1, 2, 3):
+        await owe(near, str(far), step, stays=True)
+    for step in (1, 2, 3):
+        await remove(far, step)
+    take_up = SecondTier.take_up
+
+    async def late(second: SecondTier, root: str) -> None:
+        await begins.wait()
+        await take_up(second, root)
+
+    monkeypatch.setattr(SecondTier, "take_up", late)
+    async with (
+        engines() as (engine,),
+        checkpointer_on(engine, near, then=far, keep=KeepLast(2)) as ckpt,
+    ):
+        engine._core.context.copies.seen.add(str(near))  # no save takes them up
+        await ckpt.save(state_of(4), 4).durable
+        taking, *others = ckpt._core.upkeep.passes
+        for other in others:
+            await other.end.wrapped()
+        before = await steps_in(near)
+        begins.set()
+        await taking.end.wrapped()
+    assert before == (1, 2, 3, 4)
+    assert await steps_in(near) == await steps_in(far) == (3, 4)
+
+
+async def test_what_was_discarded_from_another_machine_is_told(tmp_path: Path, far: str) -> None:
+    """Its own disk was the first tier there: what is on this one's stays, and is what is loaded."""
+    disks, log = (tmp_path / "a", tmp_path / "b"), EventLog()
+    async with Checkpointer(disks[0], then=far, config=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            await ckpt.save(state_of(step), step, metrics={"disk": 1}).durable
+    async with Checkpointer(disks[1], then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(3))
+        assert await ckpt.discard_after(1) == (2, 3)
+        await ckpt.save(state_of(12), 2, metrics={"disk": 2}).durable
+        assert_same(await ckpt.load(), state_of(12))
+    assert log.of(HigherStepFound) == []
+    async with Checkpointer(disks[0], then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(3))
+        [event] = log.of(HigherStepFound)
+        assert (event.path, event.step, event.highest) == (str(disks[0]), 2, 3)
+        assert_same(await ckpt.load(step=2), state_of(12))
+        assert [record.metrics for record in await ckpt.records()] == [
+            {"disk": 1},
+            {"disk": 2},
+            {"disk": 1},
+        ]
+        await ckpt.discard_after(2)
+        assert_same(await ckpt.load(), state_of(12))
+    assert len(log.of(HigherStepFound)) == 1
+
+
+async def test_steps_that_the_second_tier_never_had_are_loaded_without_a_word(
+    tmp_path: Path, far: str
+) -> None:
+    """Of a run that had no second tier then, or whose copies are owed."""
+    near, log = tmp_path / "near", EventLog()
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1).durable
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        await ckpt.save(state_of(2), 2)
+    async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(2))
+    assert log.of(HigherStepFound) == []
 
 
 async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path: Path) -> None:
