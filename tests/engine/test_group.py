@@ -38,10 +38,10 @@ seeds = st.integers(0, 2**32 - 1)
 ways = st.sampled_from(["kill", "freeze"])
 
 
-def replicated(seed: int = 0, scale: int = 1) -> dict[str, Any]:
+def replicated(seed: int = 0, scale: int = 1, num_small: int = 40) -> dict[str, Any]:
     """Tensors that every rank has: large, small and many."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [30_000 * scale, 9_001, 4_096, *(50 + 7 * i for i in range(40))]
+    sizes = [30_000 * scale, 9_001, 4_096, *(50 + 7 * i for i in range(num_small))]
     return {f"w{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}
 
 
@@ -480,7 +480,7 @@ def test_one_rank_reads_the_manifest_and_none_reads_it_again(
     seed: int, world_size: int, exchange: str
 ) -> None:
     """The others receive it; while it is unchanged, not even that."""
-    states = [replicated(seed)] * world_size
+    states = [replicated(seed, num_small=3)] * world_size
 
     async def scenario() -> None:
         place = MemoryStorage("memory", seed=seed, max_delay_s=0.01)
@@ -492,10 +492,10 @@ def test_one_rank_reads_the_manifest_and_none_reads_it_again(
                 return [storage.counts.num_manifest_reads for storage in ranks.storages]
 
             only_one = [1] + [0] * (world_size - 1)
-            for _ in range(3):
+            for _ in range(2):
                 await load_states(ranks, states)
                 assert reads() == only_one
-            other = [replicated(seed + 1)] * world_size
+            other = [replicated(seed + 1, num_small=3)] * world_size
             await save_states(ranks, other, overwrite=True)
             await load_states(ranks, other)
             assert reads() == [2 * count for count in only_one]
