@@ -11,6 +11,9 @@ part that is an attribute comes back there, too, if it has the very dict now tha
 keeps a dict where an object was has to know what to do with either. But of states in a list of
 parts it makes what it likes: they may be for those that it makes later, and a note says that they
 are there. Where it was not asked, and has just as many as it had parts, each takes its own.
+
+Nor does a part take two states: where the object has handed on what it was given under another
+name of that part (a best model that was the model itself), a dict stays one, and is noted.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ckptio.format.encode import join_fqn
 from ckptio.state.take import take_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
 
 #: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
 #: but samples or the like; some are inside themselves.
@@ -42,6 +45,7 @@ class Held(NamedTuple):
     Attributes:
         is_given: Whether the object gives parts in it as they are.
         is_asked: Whether it was asked what it gives.
+        is_named: Whether it is a part, and the object is given something under its name.
     """
 
     fqn: str
@@ -50,6 +54,12 @@ class Held(NamedTuple):
     value: Any
     is_given: bool
     is_asked: bool
+    is_named: bool
+
+    @property
+    def now(self) -> Any:
+        """What the attribute has now."""
+        return getattr(self.owner, self.attribute, None)
 
 
 class Before(NamedTuple):
@@ -75,11 +85,12 @@ def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> B
     """
     if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
         return Before([], [])
-    held = _held_by(fqn, target, template)
+    names = values if isinstance(values, dict) else ()
+    held = _held_by(fqn, target, names, template)
     return Before(held, list(_dicts_in(values)) if held else [])
 
 
-def _held_by(fqn: str, target: Any, template: Any) -> list[Held]:
+def _held_by(fqn: str, target: Any, names: Container[Any], template: Any) -> list[Held]:
     own = {id(part) for _, value in _attributes_of(target) for part in _parts_of(value)}
     given = [  # a history takes its own time
         part for value in _values_of(template) for part in _parts_of(value, _MAX_DEPTH + 1)
@@ -100,8 +111,10 @@ def _held_by(fqn: str, target: Any, template: Any) -> list[Held]:
             if parts:
                 is_given = is_below or any(id(p) in by_id or type(p) in copied for p in parts)
                 is_given |= not is_asked and _is_part(value)
-                name = join_fqn(fqn, attribute)
-                held.append(Held(name, owner, attribute, _copied(value), is_given, is_asked))
+                is_named = attribute in names or attribute.strip("_") in names
+                is_named = is_named and owner is target and _is_part(value)
+                name, copy = join_fqn(fqn, attribute), _copied(value)
+                held.append(Held(name, owner, attribute, copy, is_given, is_asked, is_named))
                 ahead += [(name, part, is_given and is_asked) for part in parts]
     return held
 
@@ -121,28 +134,39 @@ def put_back(before: Before, *, is_partial: bool) -> list[str]:
     """
     notes: list[str] = []
     states = {id(state) for state in before.states}
+    stay = {id(held.value) for held in before.held if held.is_named and held.now is held.value}
     for held in before.held:
-        made = after = getattr(held.owner, held.attribute, None)
-        if not held.is_given and not _takes_each(held, after, states):
-            is_dict = _is_part(held.value) and type(after) in _DICTS
-            if is_dict or (
-                not any(True for _ in _parts_of(after))
-                and any(id(item) in states for item in _dicts_in(after))
-            ):
-                notes.append(
-                    f"{held.fqn}: has states where there were objects that take them; have"
-                    " load_state_dict() hand them on"
-                )
-            continue
-        try:
-            made = _put_back(held.fqn, held.value, after, notes, is_partial=is_partial)
-        except TargetError:
-            made = held.value
-            raise
-        finally:
-            if made is not after:  # which the class may not allow
-                object.__setattr__(held.owner, held.attribute, made)
+        after = held.now
+        is_elsewhere = after is not held.value and id(held.value) in stay
+        if not is_elsewhere and (held.is_given or _takes_each(held, after, states)):
+            _put_back_one(held, after, notes, is_partial=is_partial)
+        elif _has_states(held, after, states):
+            notes.append(
+                f"{held.fqn}: has states where there were objects that take them; have"
+                " load_state_dict() hand them on"
+            )
     return notes
+
+
+def _put_back_one(held: Held, after: Any, notes: list[str], *, is_partial: bool) -> None:
+    """Let what an attribute had come back."""
+    made = after
+    try:
+        made = _put_back(held.fqn, held.value, after, notes, is_partial=is_partial)
+    except TargetError:
+        made = held.value
+        raise
+    finally:
+        if made is not after:  # which the class may not allow
+            object.__setattr__(held.owner, held.attribute, made)
+
+
+def _has_states(held: Held, after: Any, states: set[int]) -> bool:
+    """Whether an attribute has states of those that were given in the place of all its parts."""
+    if _is_part(held.value):
+        return type(after) in _DICTS
+    is_any = any(id(item) in states for item in _dicts_in(after))
+    return is_any and not any(True for _ in _parts_of(after))
 
 
 def _takes_each(held: Held, after: Any, states: set[int]) -> bool:

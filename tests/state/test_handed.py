@@ -532,6 +532,35 @@ def test_parts_of_who_is_not_asked_take_just_as_many_states(
     assert "counted" not in str(numbers_in(other.part))
 
 
+@pytest.mark.parametrize("make", [Counted, net_of], ids=["not asked", "asked"])
+@pytest.mark.parametrize("gives_parts", [False, True])
+def test_a_part_of_two_names_takes_the_state_of_the_one_that_is_handed_on(
+    tmp_path: Path, make: Callable[[int], Any], *, gives_parts: bool
+) -> None:
+    """The other name, which was for it as yet, has the dict: another state than it has itself."""
+
+    class Best(Has):
+        def state_dict(self) -> dict[str, Any]:
+            held = vars(self).items()
+            return {k: part if gives_parts else part.state_dict() for k, part in held}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.net.load_state_dict(state["net"])
+            self.part = state["part"]
+
+    net = make(7)
+    sync.save({"x": Best(net=make(1), part=make(2))}, tmp_path / "c", config=SMALL)
+    target = Best(net=net, part=net)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net is net
+    assert isinstance(target.part, dict)
+    assert net.number == 1 if isinstance(net, Counted) else net.weight.eq(1).all()
+    both = Has(net=net, part=net)
+    sync.save({"x": Has(net=net, part=net)}, tmp_path / "d", config=SMALL)
+    sync.load(tmp_path / "d", {"x": both}, config=SMALL)
+    assert both.net is both.part is net
+
+
 def test_parts_of_which_some_are_handed_their_states_all_take_them(tmp_path: Path) -> None:
     class Half(Has):
         def load_state_dict(self, state: dict[str, Any]) -> None:
