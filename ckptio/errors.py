@@ -10,6 +10,7 @@
     ├── TargetError (ValueError)              a target tensor cannot be filled
     │   └── MismatchError                     target and checkpoint differ in names or shapes
     ├── PlanError (ValueError)                shards that cannot be laid out
+    │   └── StalePlanError                    a plan that some ranks followed; the next is another
     ├── RankError                             it failed on some rank, so it failed on all
     │   └── PeerLostError (ConnectionError)   a rank died, froze, left or never came
     ├── FormatError (ValueError)              bytes that are not a checkpoint of ours
@@ -168,6 +169,13 @@ class MismatchError(TargetError):
 
 class PlanError(CheckpointError, ValueError):
     """Shards that cannot be laid out: gaps, overlaps or disagreement."""
+
+
+class StalePlanError(PlanError):
+    """A plan that ranks followed fits no more, as blocks of some changed; the next save makes one.
+
+    The states fit each other: the same state, saved again, is no error.
+    """
 
 
 class RankError(CheckpointError):

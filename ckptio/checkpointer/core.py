@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
+from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.losses import missed_deadline
 from ckptio.checkpointer.pace import Pace
@@ -58,6 +59,7 @@ class CheckpointerCore:
     """A checkpointer, but for how one waits for it. See `face.Checkpointer`.
 
     Attributes:
+        ending: Whether the run is to end.
         make_root: Makes the root; tests give another.
         clock: Gives seconds.
     """
@@ -86,7 +88,7 @@ class CheckpointerCore:
                 require_seconds(name, value)
         if remote_url(root) is None:
             local_path(root)
-        self._is_preempted = False
+        self.ending = Ending()
         self.make_root: Callable[..., Root] = resolve_root
         self.clock = time.monotonic
         self._given_root = root
@@ -103,11 +105,7 @@ class CheckpointerCore:
         self._questions: Questions | None = None
         self._watching: Running[None] | None = None
         self._pace = Pace(every)
-        self._has_asked = False  # whether `should_save` was called
-        self._has_saved = False
-        self._num_looks = 0  # at `preempted`, since the last save was called for
         self._asked_s = 0.0
-        self._is_ending = False
         self._late: tuple[int, SaveMoments] | None = None  # what missed the deadline, if any
 
     # coming and going
@@ -168,13 +166,14 @@ class CheckpointerCore:
             self._second.open(engine, root, self.make_root)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
+        self.ending.is_alone = context.ranks.world_size == 1
         self._upkeep = Upkeep(
             engine,
             keeper,
             self._second,
             keep=self._keep,
             sweep_after_s=self._sweep_after_s,
-            is_ending=lambda: self._is_ending,
+            is_ending=lambda: self.ending.is_called,
             clock=self.clock,
         )
         self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
@@ -224,8 +223,10 @@ class CheckpointerCore:
             BaseException: Without one: the failure of a save that nobody has seen, and before
                 all others a deadline that was missed.
         """
-        self._num_looks += 1
-        self.preempted  # noqa: B018  # it stays so
+        if self._engine is not None:
+            if error is None and (loss := self.ending.loss()) is not None:
+                _log.warning("%s", loss)
+            self.ending.look(is_last=True)  # it stays so
         self._engine = None
         if self._upkeep is None:
             return
@@ -233,10 +234,6 @@ class CheckpointerCore:
         self._upkeep.end(error or missed)
         if missed is not None and error is None:
             raise missed
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.engine.context.ranks.world_size == 1
 
     # saving
 
@@ -252,7 +249,7 @@ class CheckpointerCore:
 
         engine = self.engine
         try:
-            if not self._is_ending:  # the last one is tried, whatever has become of others
+            if not self.ending.is_called:  # the last one is tried, whatever has become of others
                 self.upkeep.check()
             path, metadata = self.path(step), metadata_of(step, metrics)
             then = None if self._second is None else self._second.path(step)
@@ -275,7 +272,7 @@ class CheckpointerCore:
         finally:
             upkeep.busy[step] -= 1
         self._pace.saved(step)
-        self._has_saved = True
+        self.ending.saved(step)
         self._asked_s = self.clock()
         upkeep.follow(step, moments)
         return moments
@@ -292,17 +289,22 @@ class CheckpointerCore:
         step_name(step)
         rank = self.engine.context.ranks.rank  # raises if it is closed
         assert self._stops is not None  # noqa: S101  # it is open
-        if not self._has_asked and self._every is None and not self._signals.names and rank == 0:
+        if (
+            not self.ending.is_asked_for
+            and self._every is None
+            and not self._signals.names
+            and rank == 0
+        ):
             _log.warning(
                 "should_save() says yes to no step unless preempt() is called: the checkpointer of"
                 " %r has neither every=, such as SaveEvery(steps=1000), nor preempt_signals=",
                 self.keeper.root.path,
             )
-        self._has_asked = True
+        self.ending.is_asked_for = True
         is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):
-            self._is_preempted |= bool(stop.reason)
+            self.ending.is_told |= bool(stop.reason)
             return True
         if stop is not None:
             return stop
@@ -310,12 +312,8 @@ class CheckpointerCore:
 
     @property
     def preempted(self) -> bool:
-        """Whether the run is to end; also where one rank saves, looks again, and never asks."""
-        if self._engine is not None and self._is_ending and self._has_saved:
-            self._num_looks += 1
-            is_of_its_own = self._num_looks > 1 and not self._has_asked and self._is_alone
-            self._is_preempted |= is_of_its_own
-        return self._is_preempted
+        """Whether the run is to end; see `Ending`."""
+        return self.ending.is_told if self._engine is None else self.ending.look()
 
     def preempt(self, reason: str) -> None:
         """Ask all ranks for the last save; see `Stops.call_last`."""
@@ -329,8 +327,8 @@ class CheckpointerCore:
         """Take note of what was agreed on. On the engine's loop."""
         self._asked_s = self.clock()
         if stop.reason:
-            self._is_ending = True
-            if not self._has_asked and not self._is_alone:
+            self.ending.call(stop.reason)
+            if not self.ending.is_asked_for and not self.ending.is_alone:
                 words = "%s: should_save() says when to save last, and is not called here"
                 _log.warning(words, stop.reason)
             self.engine.emit(Preempted(path=self.keeper.root.path, reason=stop.reason))
@@ -339,7 +337,7 @@ class CheckpointerCore:
         """Hear calls; after the one for the last save, see to its deadline."""
         assert self._stops is not None  # noqa: S101  # it is open
         await self._stops.watch(context.ranks)
-        if not self._is_ending or self._deadline_s is None:
+        if not self.ending.is_called or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)
         late = [(step, save) for step, save in self.upkeep.saves if not save.durable.done()]

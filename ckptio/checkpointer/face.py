@@ -195,7 +195,8 @@ class Checkpointer:
 
         It becomes true inside `should_save`, at the same step on all ranks, and never
         before the state of that step can be saved. Where there is one rank, which has saved here
-        and never called that, it becomes true when it is looked at again after the signal.
+        and never called that, it is true from the first look after the signal on; where that
+        comes right behind a save, from the next one on. Such a loop has to save where it is.
         """
         return self._core.preempted
 

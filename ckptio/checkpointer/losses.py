@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import PlanError, RankError, SaveAbortedError
+from ckptio.errors import PlanError, RankError, SaveAbortedError, StalePlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,10 +66,11 @@ class Losses:
 
 
 def _comes_again(error: BaseException | None) -> bool:
-    """Whether it is the state that was refused, and no store."""
+    """Whether it is the state that was refused, and neither a store nor a plan of before."""
     causes = error.causes.values() if isinstance(error, RankError) else ()
     is_planned = any(cause.startswith(f"{PlanError.__name__}:") for cause in causes)
-    return isinstance(error, PlanError) or is_planned
+    is_refused = isinstance(error, PlanError) and not isinstance(error, StalePlanError)
+    return is_refused or is_planned
 
 
 def missed_deadline(

@@ -20,7 +20,7 @@ import msgspec
 from ckptio._aio import run_blocking
 from ckptio._gc import collection_paused
 from ckptio._version import __version__
-from ckptio.errors import PlanError, StorageError
+from ckptio.errors import StalePlanError, StorageError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.compose import encode_manifest
 from ckptio.plan.job import merge_tables, plan_job
@@ -181,11 +181,11 @@ class Decider:
         """Find the plan that a rank followed.
 
         Raises:
-            PlanError: It is forgotten.
+            StalePlanError: It is forgotten.
         """
         record = self._context.jobs.get(receipt["plan"])
         if record is None:
-            raise PlanError("a rank followed a plan that is forgotten; save again")
+            raise StalePlanError("a rank followed a plan that is forgotten; save again")
         return record
 
     async def _commit(self, receipts: Sequence[Message]) -> Sequence[Json] | Same:
@@ -254,7 +254,7 @@ class Decider:
         """Put the manifest together. Blocks.
 
         Raises:
-            PlanError: A rank has not said where its parts lie, now or before.
+            StalePlanError: A rank has not said where its parts lie, now or before.
         """
         for rank, message in enumerate(receipts):
             if message["places"] is not None:
@@ -263,7 +263,7 @@ class Decider:
         if not record.table:
             places = [placed for placed in record.places if placed is not None]
             if len(places) < len(receipts):
-                raise PlanError("a rank has not said where its parts lie; save again")
+                raise StalePlanError("a rank has not said where its parts lie; save again")
             record.table = merge_tables(record.job, places, record.num_files)
         files = [
             (name, nbytes, unpack_checksums(base64.b64decode(sums)), rank)

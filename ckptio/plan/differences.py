@@ -10,7 +10,7 @@ from ckptio.errors import FormatError, PlanError, name_ranks
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.format.words import decode_word
-from ckptio.plan.marks import MARK, show_mark
+from ckptio.plan.marks import is_marked, show_mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,8 +113,8 @@ def _show(node: Json) -> str:
         return repr(node)
     tag = node.get(TAG, "dict")
     if type(tag) is list:
-        return f"a tensor ({show_mark(node)})" if MARK in node else f"tensor {tag[0]!r}"
-    if MARK in node:
+        return f"a tensor ({show_mark(node)})" if is_marked(node) else f"tensor {tag[0]!r}"
+    if is_marked(node):
         return f"{'an array' if tag == 'np' else tag} ({show_mark(node)})"
     if tag in DICT_TAGS:
         return f"a dict of {len(node['v'] if TAG in node else node)}"

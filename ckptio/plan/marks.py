@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptio.format.encode import TAG
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 MARK = "mark"
 #: Kinds of facts, and what is said of them.
 _KINDS = {"of": "of {!r}", "crc32c": "crc32c {}"}
+
+
+def is_marked(node: Json) -> bool:
+    """Whether a node is a reference with facts, and no dict that has a key of their name.
+
+    A dict of the caller has no tag: one with a key like the tag is written as a list of pairs.
+    """
+    return _is_reference(node) and MARK in node
 
 
 def unmarked(node: dict[str, Any]) -> dict[str, Any]:
@@ -31,13 +41,13 @@ def unite_marked(branches: Sequence[tuple[int, Json]]) -> list[tuple[int, Json]]
         branches: The nodes at a place, with the groups of ranks that have them, by bits.
     """
     branches = list(branches)
-    if len(branches) == 1 or not any(type(n) is dict and MARK in n for _, n in branches):
+    if len(branches) == 1 or not any(is_marked(node) for _, node in branches):
         return branches
     first = branches[0][1]
     facts: dict[str, str] = {}
     holders = 0
     for held, node in branches:
-        if type(node) is not dict or unmarked(node) != unmarked(first):
+        if not _is_reference(node) or unmarked(node) != unmarked(first):
             return branches
         if any(facts.setdefault(k, fact) != fact for k, fact in node.get(MARK, {}).items()):
             return branches
@@ -48,3 +58,8 @@ def unite_marked(branches: Sequence[tuple[int, Json]]) -> list[tuple[int, Json]]
 def show_mark(node: dict[str, Any]) -> str:
     """Write the facts of a reference for people."""
     return ", ".join(_KINDS[kind].format(fact) for kind, fact in node[MARK].items())
+
+
+def _is_reference(node: Json) -> bool:
+    """Whether a node of a rank's tree refers to a tensor: by name, or in what is made of it."""
+    return type(node) is dict and TAG in node and (type(node[TAG]) is list or "t" in node)

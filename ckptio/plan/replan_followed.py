@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.config import MiB
-from ckptio.errors import PlanError, name_ranks
+from ckptio.errors import PlanError, StalePlanError, name_ranks
 from ckptio.layout import DTYPES, numel
 from ckptio.plan.assign import Assignment, PlannedTensor
 from ckptio.plan.job import JobPlan, plan_job
@@ -78,22 +78,25 @@ def replan_job(
         The plan. Ranks that followed one have their assignments of that.
 
     Raises:
-        PlanError: A rank dropped or changed what it was to write while others still hold
-            it, plans that ranks followed differ in who writes what, or what the ranks hold
-            is no whole state.
+        PlanError: What the ranks hold is no whole state.
+        StalePlanError: A rank dropped or changed what it was to write while others still hold
+            it, or plans that ranks followed differ in who writes what.
     """
     held = {rank: plan.leaves[rank] for plan in plans for rank in plan.ranks}
     kept = {spec.name for specs in held.values() for spec in specs}
     held.update(changed)
+    if changed:
+        who = f"the blocks of {name_ranks(changed)} changed, not those of the others"
+    else:
+        who = "the ranks followed plans of different saves"
     try:
         plan_job([held[rank] for rank in range(len(held))])  # for its checks: gaps and the like
+    except PlanError as error:
+        raise PlanError(f"{who}, and they do not fit together: {error}") from None
+    try:
         return _Replan(plans, changed, kept).make(hosts, replicate, local_nbytes)
     except PlanError as error:
-        if changed:
-            who = f"the blocks of {name_ranks(changed)} changed, not those of the others"
-        else:
-            who = "the ranks followed plans of different saves"
-        raise PlanError(f"{who}, and there is no plan for all: {error}; save again") from None
+        raise StalePlanError(f"{who}, and there is no plan for all: {error}; save again") from None
 
 
 class _Replan:

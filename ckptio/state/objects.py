@@ -15,7 +15,7 @@ from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizer_blocks import with_blocks
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
-from ckptio.state.parts import parts_in, put_back
+from ckptio.state.parts import before_taking, put_back
 from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import is_kept
@@ -93,10 +93,10 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
                 values = handed.without_own(values, template)
             self.untouched.reach(start, stop)
             self.untouched.require(values)
-            parts = parts_in(fqn, target, template) if isinstance(template, dict) else []
+            before = before_taking(fqn, target, values, template)
             with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
-            rebuilder.notes += put_back(parts, is_partial=is_partial)
+            rebuilder.notes += put_back(before, is_partial=is_partial)
             return target
 
         return hand_over
@@ -107,9 +107,10 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
 
         def hand_over(rebuilder: Rebuilder) -> Any:
             self.untouched.reach(start, start)
-            parts = parts_in(fqn, target)
-            rebuilder.notes += take_state(fqn, target, assemble(rebuilder), assigns=False)
-            rebuilder.notes += put_back(parts, is_partial=False)
+            values = assemble(rebuilder)
+            before = before_taking(fqn, target, values)
+            rebuilder.notes += take_state(fqn, target, values, assigns=False)
+            rebuilder.notes += put_back(before, is_partial=False)
             return target
 
         return hand_over

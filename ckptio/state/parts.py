@@ -2,9 +2,18 @@
 
 An object whose state is its attributes gives the parts themselves in its `state_dict()`, and may
 expect to be given objects: of those their states are stored. So where it has the dict of a state
-in the place of a part, afterwards, the part comes back and takes that. One that hands the states
-on itself has its parts, and one that gives states makes of them what it likes. To give every such
+in the place of a part, afterwards, the part comes back and takes that; so it does where what is
+given are copies of parts. One that hands the states on itself has its parts. To give every such
 object its parts was rejected: those that hand states on would give a module to a module.
+
+One that gives states, or is not asked what it gives, may take the dicts of these as they come. A
+part that is an attribute comes back there, too, if it has the very dict now that was given: who
+keeps a dict where an object was has to know what to do with either. But of states in a list of
+parts it makes what it likes: they may be for those that it makes later, and a note says that they
+are there. Where it was not asked, and has just as many as it had parts, each takes its own.
+
+Nor does a part take two states: where the object has handed on what it was given under another
+name of that part (a best model that was the model itself), a dict stays one, and is noted.
 """
 
 from __future__ import annotations
@@ -20,63 +29,101 @@ from ckptio.format.encode import join_fqn
 from ckptio.state.take import take_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterator
 
 #: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
 #: but samples or the like; some are inside themselves.
 _MAX_PARTS, _MAX_DEPTH = 1000, 4
 _METHODS = ("state_dict", "load_state_dict")
-_CONTAINERS = (list, tuple, deque, dict, OrderedDict)
+_DICTS = (dict, OrderedDict)
+_CONTAINERS = (list, tuple, deque, *_DICTS)
 
 
 class Held(NamedTuple):
-    """What an object had as an attribute: a part, or a list, tuple or dict with parts."""
+    """What an object had as an attribute: a part, or a list, tuple or dict with parts.
+
+    Attributes:
+        is_given: Whether the object gives parts in it as they are.
+        is_asked: Whether it was asked what it gives.
+        is_named: Whether it is a part, and the object is given something under its name.
+    """
 
     fqn: str
     owner: Any
     attribute: str
     value: Any
+    is_given: bool
+    is_asked: bool
+    is_named: bool
+
+    @property
+    def now(self) -> Any:
+        """What the attribute has now."""
+        return getattr(self.owner, self.attribute, None)
 
 
-def parts_in(fqn: str, target: Any, template: Any = None) -> list[Held]:
+class Before(NamedTuple):
+    """What an object had, and what it is given.
+
+    Attributes:
+        held: The attributes with parts, those of its parts among them.
+        states: The dicts in what it is given.
+    """
+
+    held: list[Held]
+    states: list[Any]
+
+
+def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> Before:
     """Note the parts of an object that take states themselves, and the parts of those.
 
     Args:
         fqn: Its name.
         target: The object; modules and optimizers say themselves what they take.
-        template: What its `state_dict()` gives, a dict. A part that is not in it is left alone.
-            Where it is not asked, parts are looked for that are attributes themselves: what was
-            in a list of them may be for those that it makes later.
+        values: What it is given.
+        template: What its `state_dict()` gives; `None` where it is not asked.
     """
-    held: list[Held] = []
     if isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
-        return held
-    given: set[int] = set()
-    for value in () if template is None else template.values():  # a history takes its own time
-        given.update(map(id, _parts_of(value, _MAX_DEPTH + 1)))
+        return Before([], [])
+    names = values if isinstance(values, dict) else ()
+    held = _held_by(fqn, target, names, template)
+    return Before(held, list(_dicts_in(values)) if held else [])
+
+
+def _held_by(fqn: str, target: Any, names: Container[Any], template: Any) -> list[Held]:
+    own = {id(part) for _, value in _attributes_of(target) for part in _parts_of(value)}
+    given = [  # a history takes its own time
+        part for value in _values_of(template) for part in _parts_of(value, _MAX_DEPTH + 1)
+    ]
+    by_id = {id(part) for part in given}
+    copied = {type(part) for part in given if id(part) not in own}
+    is_asked = template is not None
+    held: list[Held] = []
     seen: set[int] = set()
-    ahead = [(fqn, target)]
+    ahead = [(fqn, target, False)]
     while ahead:
-        fqn, owner = ahead.pop()
+        fqn, owner, is_below = ahead.pop()
         if isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)) or id(owner) in seen:
             continue
         seen.add(id(owner))
         for attribute, value in _attributes_of(owner):
-            parts = list(_parts_of(value, _MAX_DEPTH if template is not None else 0))
-            if template is not None and owner is target:
-                parts = parts if given.intersection(map(id, parts)) else []
+            parts = list(_parts_of(value))
             if parts:
-                name = join_fqn(fqn, attribute)
-                held.append(Held(name, owner, attribute, _copied(value)))
-                ahead += [(name, part) for part in parts]
+                is_given = is_below or any(id(p) in by_id or type(p) in copied for p in parts)
+                is_given |= not is_asked and _is_part(value)
+                is_named = attribute in names or attribute.strip("_") in names
+                is_named = is_named and owner is target and _is_part(value)
+                name, copy = join_fqn(fqn, attribute), _copied(value)
+                held.append(Held(name, owner, attribute, copy, is_given, is_asked, is_named))
+                ahead += [(name, part, is_given and is_asked) for part in parts]
     return held
 
 
-def put_back(held: Iterable[Held], *, is_partial: bool) -> list[str]:
+def put_back(before: Before, *, is_partial: bool) -> list[str]:
     """Let parts of an object take their states, where it has these in the place of them now.
 
     Args:
-        held: What it had before it took its state.
+        before: What it had before it took its state.
         is_partial: Whether it was given less than all: modules keep what they are not given.
 
     Returns:
@@ -86,17 +133,62 @@ def put_back(held: Iterable[Held], *, is_partial: bool) -> list[str]:
         TargetError: A part does not take its state, or has none that could be told.
     """
     notes: list[str] = []
-    for fqn, owner, attribute, before in held:
-        made = after = getattr(owner, attribute, None)
-        try:
-            made = _put_back(fqn, before, after, notes, is_partial=is_partial)
-        except TargetError:
-            made = before
-            raise
-        finally:
-            if made is not after:
-                object.__setattr__(owner, attribute, made)  # which the class may not allow
+    states = {id(state) for state in before.states}
+    stay = {id(held.value) for held in before.held if held.is_named and held.now is held.value}
+    for held in before.held:
+        after = held.now
+        is_elsewhere = after is not held.value and id(held.value) in stay
+        if not is_elsewhere and (held.is_given or _takes_each(held, after, states)):
+            _put_back_one(held, after, notes, is_partial=is_partial)
+        elif _has_states(held, after, states):
+            notes.append(
+                f"{held.fqn}: has states where there were objects that take them; have"
+                " load_state_dict() hand them on"
+            )
     return notes
+
+
+def _put_back_one(held: Held, after: Any, notes: list[str], *, is_partial: bool) -> None:
+    """Let what an attribute had come back."""
+    made = after
+    try:
+        made = _put_back(held.fqn, held.value, after, notes, is_partial=is_partial)
+    except TargetError:
+        made = held.value
+        raise
+    finally:
+        if made is not after:  # which the class may not allow
+            object.__setattr__(held.owner, held.attribute, made)
+
+
+def _has_states(held: Held, after: Any, states: set[int]) -> bool:
+    """Whether an attribute has states of those that were given in the place of all its parts."""
+    if _is_part(held.value):
+        return type(after) in _DICTS
+    is_any = any(id(item) in states for item in _dicts_in(after))
+    return is_any and not any(True for _ in _parts_of(after))
+
+
+def _takes_each(held: Held, after: Any, states: set[int]) -> bool:
+    """Whether each part takes a state of those that were given, though none of them was."""
+    if _is_part(held.value):
+        return id(after) in states
+    return not held.is_asked and _has_each(held.value, after, states)
+
+
+def _has_each(before: Any, after: Any, states: set[int], depth: int = _MAX_DEPTH) -> bool:
+    """Whether there is a state that was given in the place of each part, or that part still."""
+    if _is_part(before):
+        return after is before or id(after) in states
+    if type(before) not in _CONTAINERS or not depth or not any(True for _ in _parts_of(before)):
+        return True
+    if type(after) is not type(before) or len(after) != len(before):
+        return False
+    found = dict(_items_of(after))
+    return all(
+        key in found and _has_each(value, found[key], states, depth - 1)
+        for key, value in _items_of(before)
+    )
 
 
 def _put_back(
@@ -115,7 +207,7 @@ def _put_back(
             return after
         put_back = functools.partial(_put_back, notes=notes, is_partial=is_partial, depth=depth - 1)
         return _put_back_in(fqn, before, after, put_back)
-    if type(after) not in (dict, OrderedDict):
+    if type(after) not in _DICTS:
         return after
     assigns = False
     if isinstance(before, torch.nn.Module):
@@ -198,6 +290,28 @@ def _parts_of(value: Any, max_depth: int = _MAX_DEPTH) -> Iterator[Any]:
             left -= len(item)
             items = item.values() if isinstance(item, dict) else item
             ahead += [(each, depth - 1) for each in items]
+
+
+def _values_of(template: Any) -> Any:
+    """Give what is in a state: in a dict, a list or a tuple."""
+    if isinstance(template, dict):
+        return template.values()
+    return template if isinstance(template, (list, tuple)) else [template]
+
+
+def _dicts_in(value: Any) -> Iterator[Any]:
+    """Give what may be the state of a part in a value: dicts, as far as parts are looked for."""
+    for each in _values_of(value):
+        left, ahead = _MAX_PARTS, [(each, 2 * _MAX_DEPTH)]  # states of parts have those of others
+        while ahead:
+            item, depth = ahead.pop()
+            if type(item) in _DICTS:
+                yield item
+            if type(item) in _CONTAINERS and depth and len(item) <= left:
+                left -= len(item)
+                items = item.values() if isinstance(item, dict) else item
+                ahead += [(one, depth - 1) for one in items]
+    yield value
 
 
 def _is_part(value: Any) -> bool:

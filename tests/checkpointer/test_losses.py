@@ -108,3 +108,28 @@ def test_what_ranks_disagree_on_is_raised_by_the_next_save(tmp_path: Path) -> No
 
     run_virtual(scenario(), seed=0)
     assert committed_steps(tmp_path) == [3]
+
+
+def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
+    """A rank lets go of what it was to write, and another has that still: that one stages it."""
+
+    async def body(rank: int, engine: Engine) -> None:
+        average = {f"e{i}": torch.ones(3) for i in range(6)}
+        async with checkpointer_on(engine, tmp_path) as checkpointer:
+            await save(checkpointer, 1, average)
+            if rank:
+                with pytest.raises(RankError, match=r"StalePlanError: .*changed, not those of"):
+                    await checkpointer.save({"w": torch.ones(3), "more": {}}, 2).staged
+                await asyncio.sleep(10)
+            else:
+                await save(checkpointer, 2, average)
+            await save(checkpointer, 3, {} if rank else average)
+
+    async def scenario() -> None:
+        async with engines(2) as group:
+            told, none = await on_each(group, body)
+            assert "step-00000002" in str(told)  # when it left: nobody had seen that
+            assert none is None
+
+    run_virtual(scenario(), seed=0)
+    assert committed_steps(tmp_path) == [1, 3]

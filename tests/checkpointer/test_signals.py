@@ -17,7 +17,7 @@ from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptio import Engine
@@ -133,14 +133,14 @@ def test_nothing_stays_registered_for_a_fork(
 
 
 def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
-    """When it looks again, if it saves; one that asks, or may still, when it is told to save."""
+    """When it looks, but not right behind a save; one that asks, or may, when told to save."""
     for number, (asks, saves) in enumerate(((False, True), (True, True), (False, False))):
         with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
             assert not asks or not checkpointer.should_save(1)
             if saves:
                 checkpointer.save({"x": 1}, number)
             signal.raise_signal(USR1)
-            while not checkpointer._core._is_ending:
+            while not checkpointer._core.ending.is_called:
                 os.sched_yield()
             assert not checkpointer.preempted  # it may be about to ask
             assert checkpointer.preempted is (saves and not asks)
@@ -150,11 +150,147 @@ def test_a_loop_that_decides_itself_hears_of_a_signal(tmp_path: Path) -> None:
         assert checkpointer.preempted
 
 
+class Loop:
+    """A loop of twenty steps that decides itself when to save, at each fourth, say.
+
+    A signal comes while it trains at one step, or while it saves.
+    """
+
+    def __init__(self, checkpointer: sync.Checkpointer, signal_at: int, *, in_save: bool) -> None:
+        self.checkpointer = checkpointer
+        self.signal_at, self.in_save = signal_at, in_save
+        self.step = 0
+
+    def train(self) -> bool:
+        """Go on by a step; whether there was one left."""
+        self.step += 1
+        self._signal(in_save=False)
+        return self.step <= 20
+
+    def save(self) -> None:
+        self._signal(in_save=True)
+        self.checkpointer.save({"step": self.step}, self.step)
+
+    def _signal(self, *, in_save: bool) -> None:
+        if self.step == self.signal_at and in_save == self.in_save:
+            signal.raise_signal(USR1)
+            while not self.checkpointer._core.ending.is_called:
+                os.sched_yield()
+
+    @property
+    def is_due(self) -> bool:
+        return self.step % 4 == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.checkpointer.preempted
+
+
+def looks_once(loop: Loop) -> None:
+    while loop.train():
+        last = loop.is_last
+        if last or loop.is_due:
+            loop.save()
+        if last:
+            break
+
+
+def looks_to_save_and_to_leave(loop: Loop) -> None:
+    while loop.train():
+        if loop.is_due or loop.is_last:
+            loop.save()
+        if loop.is_last:
+            break
+
+
+def looks_behind_what_is_due(loop: Loop) -> None:
+    while loop.train():
+        if loop.is_due:
+            loop.save()
+        if loop.is_last:
+            loop.save()
+            break
+
+
+def saves_behind_the_loop(loop: Loop) -> None:
+    while loop.train():
+        if loop.is_due:
+            loop.save()
+        if loop.is_last:
+            break
+    loop.save()
+
+
+def looks_ahead(loop: Loop) -> None:
+    while not loop.is_last and loop.train():
+        if loop.is_due:
+            loop.save()
+    loop.save()
+
+
+def saves_each_step(loop: Loop) -> None:
+    while not loop.is_last and loop.train():
+        loop.save()
+
+
+@pytest.mark.parametrize(
+    ("signal_at", "in_save"), [(5, False), (6, False), (7, False), (8, False), (8, True)]
+)
+@pytest.mark.parametrize(
+    "run",
+    [
+        looks_once,
+        looks_to_save_and_to_leave,
+        looks_behind_what_is_due,
+        saves_behind_the_loop,
+        looks_ahead,
+        saves_each_step,
+    ],
+)
+def test_a_loop_that_decides_itself_saves_before_it_leaves(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    run: Callable[[Loop], None],
+    signal_at: int,
+    *,
+    in_save: bool,
+) -> None:
+    """Where it is then, or soon after; and no step twice."""
+    with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
+        run(loop := Loop(checkpointer, signal_at, in_save=in_save))
+        assert checkpointer.latest() == loop.step
+        assert signal_at <= loop.step <= signal_at + 2
+    assert not caplog.messages
+
+
+def test_a_loop_that_leaves_and_does_not_save_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has done since its last save is lost; an error that it leaves by says enough."""
+
+    def run(path: Path) -> None:
+        with sync.Checkpointer(path, preempt_signals=[USR1], config=SMALL) as checkpointer:
+            loop = Loop(checkpointer, 6, in_save=False)
+            while loop.train() and not loop.is_last:
+                if loop.is_due:
+                    loop.save()
+            if path.name == "b":
+                raise KeyError
+
+    run(tmp_path / "a")
+    (message,) = caplog.messages
+    assert message.startswith("SIGUSR1: the run ends, and nothing was saved since; the last step")
+    assert "saved is 4." in message
+    with pytest.raises(KeyError):
+        run(tmp_path / "b")
+    assert not any(each.startswith("SIGUSR1") for each in caplog.messages[1:])
+
+
 def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:
     with sync.Checkpointer(tmp_path, preempt_signals=[USR1], config=SMALL) as checkpointer:
         checkpointer.save({"x": 1}, 1)
         signal.raise_signal(USR1)
-        while not checkpointer._core._is_ending:
+        while not checkpointer._core.ending.is_called:
             os.sched_yield()
     assert checkpointer.preempted
 

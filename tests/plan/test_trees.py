@@ -72,8 +72,11 @@ def refused(*states: Any) -> str:
     return str(caught.value)
 
 
+#: Keys of a caller that are those of the tree itself, too.
+WORDS = ["mark", "of", "crc32c", "unsure", TAG, "t", "v", "m", "c", "d", "s", "dict", "ranks", "np"]
+words = texts | st.sampled_from(WORDS)
 keys = st.one_of(
-    texts, texts, st.integers(), st.binary(max_size=2), st.tuples(texts, st.integers())
+    words, words, st.integers(), st.binary(max_size=2), st.tuples(texts, st.integers())
 )
 tensor_marks = st.builds(Tensor, texts) | st.builds(
     Tensor, texts, st.just({TAG: "np", "d": "<f4", "s": [2]})
@@ -81,7 +84,7 @@ tensor_marks = st.builds(Tensor, texts) | st.builds(
 states = st.recursive(
     plain_scalars | tensor_marks,
     lambda inner: st.one_of(
-        st.dictionaries(texts, inner, max_size=4),
+        st.dictionaries(words, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
         st.dictionaries(texts, st.integers(), max_size=3).map(Counter),
@@ -204,6 +207,18 @@ def test_a_tree_that_was_split_by_keys_is_put_together(
     parts = split(state, range(num_ranks), rng)
     ranks = [take(parts[rank]) for rank in range(num_ranks)]
     assert same(without_order(merge_trees(ranks, order)), without_order(tree))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_key_like_one_of_the_tree_is_a_key_like_others(word: str) -> None:
+    """Dicts under it are united, in it and beside it; what differs is refused."""
+    first, last = ({word: {f"k{n}": n, word: {f"k{n}": Tensor(f"k{n}")}}} for n in (1, 2))
+    both = {word: {"k1": 1, word: {"k1": Tensor("k1"), "k2": Tensor("k2")}, "k2": 2}}
+    merged = merge({"a": first, "t": 1}, {"a": last, "t": 1})
+    assert same(without_order(merged), without_order(encode({"a": both, "t": 1})[0]))
+    for one, other in ((1, 2), ({"of": "a"}, {"of": "b"}), (Tensor("a"), Tensor("b"))):
+        assert "ranks disagree on 1 value" in refused({word: one}, {word: other})
+        assert "a dict of 1 on rank 1" in refused({"x": [one]}, {"x": {word: other}})
 
 
 def leaves_of(fqn: str, node: Json) -> list[tuple[str, Json]]:

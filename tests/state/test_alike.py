@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -167,6 +168,21 @@ def test_what_ranks_do_not_contradict_each_other_in_is_one(make: Callable[[int],
     """A rank may know more than another; buffers and states by name are taken for copies."""
     saved = save(2, make)
     assert b'"mark"' not in bytes(saved.manifest.tree)
+
+
+@pytest.mark.parametrize("word", ["mark", "of", "crc32c", "unsure", "t", "v", "m"])
+def test_a_part_may_be_called_like_what_a_mark_is_called(word: str) -> None:
+    """A pipeline has a stage of that name, of which each rank has other layers."""
+
+    def make(rank: int) -> dict[str, Any]:
+        layers = {f"layer{rank}": Linear(2, 2).state_dict(), "seen": masked(1), f"n{rank}": rank}
+        return {"net": {word: layers}}
+
+    saved = save(2, make)
+    layers = msgspec.json.decode(saved.manifest.tree)["net"][word]
+    assert list(layers) == ["layer0", "seen", "n0", "layer1", "n1"]
+    names = {entry.name for entry in saved.manifest.tensors}
+    assert {f"net.{word}.layer{rank}.weight" for rank in range(2)} < names
 
 
 def test_a_default_device_does_not_hide_what_differs() -> None:

@@ -339,6 +339,46 @@ class Queued(Has):
         self.net = deque(state["net"], 3)
 
 
+class Listed(Has):
+    """One that gives what it has in a list, or in what is made of one."""
+
+    form: Any = list
+
+    def state_dict(self) -> Any:
+        return self.form([self.net, self.n])
+
+    def load_state_dict(self, state: Any) -> None:
+        self.net, self.n = state
+
+
+class Tupled(Listed):
+    form = tuple
+
+
+class Copying(Has):
+    """One that gives copies of its parts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+
+class Giving(Has):
+    """One that gives the state of its part, and takes as its part what it gets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict()}
+
+
+class GivingPart(Has):
+    """One that hands on to its part, which takes as parts what it gets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"part": self.part.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.part.load_state_dict(state["part"])
+
+
 class Slotted:
     """One that has its part in a slot, and calls it otherwise in its state."""
 
@@ -384,6 +424,13 @@ PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "a queue": (lambda net: Queued(net=deque([net], 3)), lambda held: held.net[0]),
     "a hidden slot": (Hiding, lambda held: held.shown),
     "another order": (by_name, lambda held: held.net["a"]),
+    "given in a list": (lambda net: Listed(net=net, n=1), lambda held: held.net),
+    "given in a tuple": (lambda net: Tupled(net=net, n=1), lambda held: held.net),
+    "given as a copy": (lambda net: Copying(net=net, n=1), lambda held: held.net),
+    "given as a list of copies": (lambda net: Copying(net=[net]), lambda held: held.net[0]),
+    "given as a state": (lambda net: Giving(net=net), lambda held: held.net),
+    "in a part": (lambda net: GivingPart(part=Has(net=[net])), lambda held: held.part.net[0]),
+    "in a part of states": (lambda net: GivingPart(part=Giving(net=net)), lambda h: h.part.net),
     "a list": (lambda net: Has(net=[net, 1]), lambda held: held.net[0]),
     "a tuple": (lambda net: Has(net=(net,)), lambda held: held.net[0]),
     "a dict of lists": (lambda net: Has(net={"a": [net]}), lambda held: held.net["a"][0]),
@@ -452,6 +499,109 @@ def test_who_gives_states_makes_of_them_what_it_likes(tmp_path: Path) -> None:
     for target in (Pool(4, 5), Pool(4, 5, 6)):
         sync.load(tmp_path / "c", {"x": target}, config=SMALL)
         assert target.workers == [{"number": number} for number in (1, 2, 3)]
+
+
+NUMBERED: dict[str, Callable[[int], Any]] = {
+    "a list": lambda n: [Counted(n), Counted(n + 1)],
+    "a tuple": lambda n: (Counted(n), n),
+    "a dict": lambda n: {"a": Counted(n), "n": n},
+    "lists in a dict": lambda n: {"a": [Counted(n)], "b": [[Counted(n + 1)]]},
+}
+
+
+def numbers_in(value: Any) -> Any:
+    """Give the numbers in parts, in the form in which the parts are held."""
+    if isinstance(value, (list, tuple)):
+        return [numbers_in(item) for item in value]
+    if isinstance(value, dict):
+        return {key: numbers_in(item) for key, item in value.items()}
+    return f"counted {value.number}" if isinstance(value, Counted) else value
+
+
+@pytest.mark.parametrize("make", NUMBERED.values(), ids=NUMBERED)
+def test_parts_of_who_is_not_asked_take_just_as_many_states(
+    tmp_path: Path, make: Callable[[int], Any]
+) -> None:
+    """In lists and dicts, whatever is beside them there; others may be for parts made later."""
+    sync.save({"x": Has(part=make(3))}, tmp_path / "c", config=SMALL)
+    target, other = Has(part=make(7)), Has(part=[Counted(7)] * 3)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert type(target.part) is type(make(0))
+    assert numbers_in(target.part) == numbers_in(make(3))
+    sync.load(tmp_path / "c", {"x": other}, config=SMALL)
+    assert "counted" not in str(numbers_in(other.part))
+
+
+@pytest.mark.parametrize("make", [Counted, net_of], ids=["not asked", "asked"])
+@pytest.mark.parametrize("gives_parts", [False, True])
+def test_a_part_of_two_names_takes_the_state_of_the_one_that_is_handed_on(
+    tmp_path: Path, make: Callable[[int], Any], *, gives_parts: bool
+) -> None:
+    """The other name, which was for it as yet, has the dict: another state than it has itself."""
+
+    class Best(Has):
+        def state_dict(self) -> dict[str, Any]:
+            held = vars(self).items()
+            return {k: part if gives_parts else part.state_dict() for k, part in held}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.net.load_state_dict(state["net"])
+            self.part = state["part"]
+
+    net = make(7)
+    sync.save({"x": Best(net=make(1), part=make(2))}, tmp_path / "c", config=SMALL)
+    target = Best(net=net, part=net)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net is net
+    assert isinstance(target.part, dict)
+    assert net.number == 1 if isinstance(net, Counted) else net.weight.eq(1).all()
+    both = Has(net=net, part=net)
+    sync.save({"x": Has(net=net, part=net)}, tmp_path / "d", config=SMALL)
+    sync.load(tmp_path / "d", {"x": both}, config=SMALL)
+    assert both.net is both.part is net
+
+
+def test_parts_of_which_some_are_handed_their_states_all_take_them(tmp_path: Path) -> None:
+    class Half(Has):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.part[0].load_state_dict(state["part"][0])
+            self.part[1] = state["part"][1]
+
+    sync.save({"x": Has(part=[Counted(1), Counted(2)])}, tmp_path / "c", config=SMALL)
+    target = Half(part=[Counted(3), Counted(4)])
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert numbers_in(target.part) == ["counted 1", "counted 2"]
+
+
+def test_states_in_the_place_of_parts_are_noted(tmp_path: Path) -> None:
+    """Of who is not asked, and of who gives states; not where they are handed on."""
+
+    class Handing(Has):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.part["a"].load_state_dict(state["part"]["a"])
+            self.part["c"] = state["part"]["c"]
+
+    class Remaking(Giving):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.net = dict(state["net"])
+
+    def notes_of(saved: Any, target: Any) -> tuple[str, ...]:
+        sync.save({"x": saved}, tmp_path / "c", config=SMALL, overwrite=True)
+        path, into = tmp_path / "c", {"x": target}  # and who may have less is asked
+        return sync.load_with_report(path, into, strict="raise", config=SMALL).report.notes
+
+    for saved, target in (
+        (Has(p=[Counted(1), Counted(2)]), Has(p=[Counted(3)])),
+        (Has(p={"a": Counted(1)}), Has(p={"b": Counted(3)})),
+        (Pool(1, 2), Pool(3)),
+        (Pool(1, 2), Pool(3, 4)),
+        (Giving(net=net_of(1)), Remaking(net=net_of(2))),
+    ):
+        (note,) = notes_of(saved, target)
+        assert "has states where there were objects that take them" in note
+    held = [Handing(part={"a": Counted(n), "c": {"n": n}}) for n in (1, 2)]
+    assert notes_of(*held) == ()
+    assert numbers_in(held[1].part) == {"a": "counted 1", "c": {"n": 1}}
 
 
 def test_parts_beside_a_long_history_stay(tmp_path: Path) -> None:
