@@ -221,11 +221,11 @@ class Engine:
         changes on any rank before all fit. A rank that has no `ckptio.PerRank` value in the
         checkpoint finds it missing, or gets `None` without a target.
 
-        Modules on the meta device get new parameters: make their optimizer afterwards. Over
-        DTensors, one that has not stepped has nothing to fill: use torch's `get_state_dict`.
-        Both are refused, and so is the state of another of torch's optimizers, or of parameters
-        of other shapes. Dataclasses in `into` are filled in place, field by field; what a
-        `load_state_dict` raises comes as `TargetError`, when all bytes have landed.
+        Modules on the meta device get new parameters: an optimizer made before is refused. So is
+        state of another class of torch's optimizers (before torch 2.7 nothing tells Adam from
+        AdamW) or of parameters of other shapes; for DTensors see `ckptio/ranks/README.md`.
+        Dataclasses in `into` are filled in place, field by field; what a `load_state_dict` raises
+        comes as `TargetError`, when all bytes have landed.
 
         Args:
             path: A checkpoint.
