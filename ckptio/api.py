@@ -232,7 +232,7 @@ class Engine:
             into: What to fill.
             then: A second tier, as `save` takes it: read instead, with an event, where the
                 first has no checkpoint, or a file of it is missing or has another size.
-            device: Where new tensors go: without `into`, and for targets on the meta device.
+            device: Where new tensors go; of `into`, what is on the meta device or not there yet.
             dtype: Convert floating-point tensors to this, step counts of optimizers too:
                 `select` what is meant. With `into`: allow targets that have it. Nothing is ever
                 converted without it.
