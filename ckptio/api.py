@@ -47,7 +47,7 @@ class Engine:
     what is in flight, copies that earlier runs owed included, and raises the error of a save
     that nobody waited for; the log has it before, when the next save begins. Leaving it by an
     error aborts what is in flight; `sys.exit()` is none. The end of the program waits for one
-    left open.
+    left open, and for what one has begun that nobody has any more.
 
     Args:
         config: Options; the defaults if not given.
