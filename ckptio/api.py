@@ -47,7 +47,7 @@ class Engine:
     what is in flight, copies that earlier runs owed included, and raises the error of a save
     that nobody waited for; the log has it before, when the next save begins. Leaving it by an
     error aborts what is in flight; `sys.exit()` is none. The end of the program waits for one
-    left open.
+    left open, and for what one has begun that nobody has any more.
 
     Args:
         config: Options; the defaults if not given.
@@ -221,18 +221,18 @@ class Engine:
         changes on any rank before all fit. A rank that has no `ckptio.PerRank` value in the
         checkpoint finds it missing, or gets `None` without a target.
 
-        Modules on the meta device get new parameters: make their optimizer afterwards. Over
-        DTensors, one that has not stepped has nothing to fill: use torch's `get_state_dict`.
-        Both are refused, and so is the state of another of torch's optimizers, or of parameters
-        of other shapes. Dataclasses in `into` are filled in place, field by field; what a
-        `load_state_dict` raises comes as `TargetError`, when all bytes have landed.
+        Modules on the meta device get new parameters: an optimizer made before is refused. So is
+        state of another class of torch's optimizers (before torch 2.7 nothing tells Adam from
+        AdamW) or of parameters of other shapes; for DTensors see `ckptio/ranks/README.md`.
+        Dataclasses in `into` are filled in place, field by field; what a `load_state_dict` raises
+        comes as `TargetError`, when all bytes have landed.
 
         Args:
             path: A checkpoint.
             into: What to fill.
             then: A second tier, as `save` takes it: read instead, with an event, where the first
                 has none or is damaged, or is the older one and owes no copy. See the README.
-            device: Where new tensors go: without `into`, and for targets on the meta device.
+            device: Where new tensors go; of `into`, what is on the meta device or not there yet.
             dtype: Convert floating-point tensors to this, step counts of optimizers too:
                 `select` what is meant. With `into`: allow targets that have it. Nothing is ever
                 converted without it.

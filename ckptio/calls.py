@@ -41,6 +41,9 @@ def save(
 ) -> SaveHandle:
     """Start saving a state with an engine for this one call; see `Engine.save`.
 
+    It returns a handle, no coroutine: give `asyncio.run` one that awaits it, or call
+    `ckptio.sync.save`, which blocks.
+
     A loop that saves often keeps an `Engine`: its pool and plans are reused. With several
     ranks, this blocks until all of them have called it, and raises what `Engine` raises.
     """

@@ -400,6 +400,10 @@ def test_selecting_the_model_leaves_the_optimizer_alone(
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"into": {}, "device": "cpu"}, "device= has no effect with into="),
+    (
+        {"into": {"opt": torch.optim.SGD([torch.ones(3)], lr=0.1)}, "device": "cpu"},
+        "device= has no effect with into=",
+    ),
     ({"into": "cpu"}, "not 'cpu'; device= says where new tensors go"),
     ({"into": torch.device("cpu")}, "device= says where new tensors go"),
     ({"into": "model"}, "into= takes what can be filled, not 'model'; without into= all is made"),

@@ -18,6 +18,7 @@ from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.leaves import SCALAR_TYPES, is_convertible
+from ckptio.state.optimizers import is_of_torch
 from ckptio.state.rebuild import device_of
 from ckptio.state.records import fields_of, record_tag
 from ckptio.state.select import make_predicate
@@ -181,4 +182,7 @@ def may_be_meta(target: Any) -> bool:
         return any(map(may_be_meta, target))
     if isinstance(target, torch.nn.Module):
         return any(map(may_be_meta, target.state_dict(keep_vars=True).values()))
+    if isinstance(target, torch.optim.Optimizer) and is_of_torch(target):
+        # it puts what it is given where its parameters are; for those on meta others have words
+        return any(p.is_meta for group in target.param_groups for p in group["params"])
     return is_stateful(target) or isinstance(target, (Shard, PerRank))

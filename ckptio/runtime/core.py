@@ -28,7 +28,7 @@ from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
 from ckptio.runtime.in_flight import InFlight
-from ckptio.runtime.leaving import unsettled
+from ckptio.runtime.leaving import leave_behind, unsettled
 from ckptio.runtime.make_context import make_context
 from ckptio.runtime.running import (
     LoopThread,
@@ -73,6 +73,8 @@ class EngineCore:
         saves: Saves under way, or of which nobody has seen that they failed.
     """
 
+    _portal: BlockingPortal | None = None  # also of one that is half made, for `__del__`
+
     def __init__(
         self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
     ) -> None:
@@ -89,7 +91,6 @@ class EngineCore:
         self._observer = observer
         self._lock = threading.RLock()  # a signal's handler may save while `submit` has it
         self._in_flight = InFlight()
-        self._portal: BlockingPortal | None = None
         self._portal_block: AbstractContextManager[BlockingPortal] | None = None
         self._context: EngineContext | None = None
         self._starting: Future[EngineContext] | None = None
@@ -101,6 +102,11 @@ class EngineCore:
         self.loop_thread = LoopThread()
         self.saves: list[SaveMoments] = []
         self._numbers: dict[str, itertools.count[int]] = {}
+
+    def __del__(self) -> None:
+        """Leave it in order if nobody did: idle, for a step under way keeps it. Waits for none."""
+        if self._portal is not None and self.is_here:
+            self._in_flight.soon(functools.partial(leave_behind, self.close))
 
     @property
     def context(self) -> EngineContext:
@@ -233,7 +239,7 @@ class EngineCore:
         try:
             with self._lock:
                 self._require_open(in_flow=in_flow)
-                self._in_flight.begin(running, step, context, name)
+                self._in_flight.begin(running, step, context, name, engine=self)
         except BaseException:
             self._in_flight.stop(running)
             raise

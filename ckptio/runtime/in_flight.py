@@ -7,11 +7,15 @@ An interrupt comes to the main thread wherever it is, so also where a step is ha
 loop. Nobody on that thread knows then whether its task was born, and what is not waited for
 would hold buffers and files when the engine closes. So it is handed over once more, and of
 two tasks for one step the second does nothing.
+
+A step keeps its engine: what was begun is finished, as at the end of the program, if nobody has
+that any more. It goes behind the last of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -68,12 +72,21 @@ class InFlight:
         step: Callable[[EngineContext], Awaitable[T]],
         context: EngineContext,
         name: str,
+        engine: object = None,
     ) -> None:
-        """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted."""
+        """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted.
+
+        Args:
+            running: Takes its end.
+            step: Called with the context, on the loop.
+            context: What it is given.
+            name: Of its task.
+            engine: What is to be there until it has ended.
+        """
 
         def spawn() -> None:
             assert self._group is not None  # noqa: S101  # as below
-            self._group.create_task(self.run(step, context, running), name=name)
+            self._group.create_task(self.run(step, context, running, engine), name=name)
 
         def hand_over() -> None:
             assert self._loop is not None  # noqa: S101  # `serve` began with the engine
@@ -97,6 +110,7 @@ class InFlight:
         step: Callable[[EngineContext], Awaitable[T]],
         context: EngineContext,
         running: Running[T],
+        engine: object = None,
     ) -> None:
         """Run a step, once, and give its end to whoever waits."""
         if not running.started():
@@ -111,7 +125,13 @@ class InFlight:
             self._running.discard(running)
             running.end.set_result(result)
         finally:
-            del running  # an error that it ends with has this frame: no circle
+            del running, engine  # an error that it ends with has this frame: no circle
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have a function called on the loop, unless that has ended. Waits for nothing."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
 
     def stop(self, running: Running[Any]) -> None:
         """Abort a step, and block until it has ended. Nothing happens if it was not begun."""

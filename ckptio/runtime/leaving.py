@@ -4,21 +4,44 @@ An error of a save that nobody waited for is told in time, by the log, when the 
 begins; and once more where the block is left. Leaving it with `sys.exit()` is leaving it in
 order: what is in flight is finished first, since that is how a run that is to be continued
 ends.
+
+An engine that is left open and that nobody has any more is closed all the same, when the last of
+what is in flight has ended. Not where it is collected, which may be any thread, its loop's own or
+one that holds any lock: nothing is waited for there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ckptio.moments import SaveMoments
+
+_RETRY_S = 1.0
 
 
 def is_breaking_off(error: BaseException | None) -> bool:
     """Whether a block that is left by this does not wait for what is in flight."""
     return error is not None and not isinstance(error, SystemExit)
+
+
+def leave_behind(close: Callable[[], None]) -> None:
+    """Close an engine that nobody has, on a thread, for which the end of the program waits.
+
+    Called on its loop. Where no thread begins, it is tried again, or the end of the program
+    closes it.
+
+    Args:
+        close: What does that; it keeps the engine.
+    """
+    try:
+        threading.Thread(target=close, name="ckptio-leave", daemon=False).start()
+    except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+        asyncio.get_running_loop().call_later(_RETRY_S, leave_behind, close)
 
 
 def unsettled(saves: Iterable[SaveMoments]) -> list[SaveMoments]:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _LATE_OPTIONS = frozenset(
     {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 )
+#: Options that a class of torch's had from the first, or never has: state with one that the
+#: target has not, in none of its groups, is another's. What users add to groups is not asked.
+_TELLING_OPTIONS = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
+#: State that tells two classes apart which have the same options.
+_TELLING_MOMENTS = {"Adamax": "exp_avg_sq", "RAdam": "exp_inf"}
 #: State of torch's optimizers that has an element for each of the parameter.
 _ELEMENTWISE = frozenset(
     {
@@ -82,17 +87,39 @@ def optimizer_differs(
     takes_groups = _takes_groups(groups_fqn, groups, ids, keep)
     if takes_groups and here != there:
         return f"groups of {here} parameters in the target, of {there} in the checkpoint"
-    if not _is_of_torch(optimizer):
+    if not is_of_torch(optimizer):
         return ""  # nobody knows what it is made of
-    lacking = sorted(optimizer.defaults.keys() - _LATE_OPTIONS - set[str]().union(*stored))
-    state = members.get(state_fqn)
-    if lacking and stored and (takes_groups or names_kept(state_fqn, state, keep)):
-        kind = type(optimizer).__name__
-        return f"{kind} in the target, one without {lacking[0]!r} in the checkpoint"
+    kind, state = type(optimizer).__name__, members.get(state_fqn)
+    if stored and (takes_groups or names_kept(state_fqn, state, keep)):
+        found = _options_differ(optimizer, stored, takes_groups=takes_groups)
+        if found:
+            return f"{kind} in the target, one {found} in the checkpoint"
     moments = dict(children(state_fqn, state)) if type(state) is dict else {}
     for name, parameter in parameters_by_name(fqn, optimizer, node, keep).items():
-        if found := _moments_differ(name, parameter, moments.get(name), entries, keep):
+        if found := _moments_differ(name, parameter, moments.get(name), entries, keep, kind):
             return found
+    return ""
+
+
+def _options_differ(
+    optimizer: torch.optim.Optimizer, stored: Sequence[dict[str, Json]], *, takes_groups: bool
+) -> str:
+    """Say by which option groups are not those of the class of one of torch's optimizers.
+
+    Before torch 2.7 nothing tells Adam and AdamW apart. From there on an option does, which AdamW
+    has switched on, and Adam off unless it is asked for; it matters where it is taken.
+    """
+    there = set[str]().union(*stored)
+    if lacking := sorted(optimizer.defaults.keys() - _LATE_OPTIONS - there):
+        return f"without {lacking[0]!r}"
+    here = optimizer.defaults.keys() | set[str]().union(*optimizer.param_groups)
+    if added := sorted((there & _TELLING_OPTIONS) - here):
+        return f"with {added[0]!r}"
+    if takes_groups and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        name, is_apart = "decoupled_weight_decay", type(optimizer) is torch.optim.AdamW
+        saved = {group[name] for group in stored if type(group.get(name)) is bool}
+        if saved and saved.isdisjoint(g.get(name, is_apart) for g in optimizer.param_groups):
+            return f"with {name}={saved.pop()}"
     return ""
 
 
@@ -161,7 +188,7 @@ def template_of(
         for key, item in made.items():
             found = stored.get(key) or stored.get(str(key))
             parameter = parameters.get(join_fqn(join_fqn(fqn, "state"), key))
-            shape = None if parameter is None or _is_of_torch(target) else tuple(parameter.shape)
+            shape = None if parameter is None or is_of_torch(target) else tuple(parameter.shape)
             if found is not None:
                 kept[key] = _like(item, found[2], entries, shape)
         template = {**template, "state": kept}
@@ -209,7 +236,7 @@ def _differs(
     return shape is not None and value.shape != stored[1] and shape not in (value.shape, stored[1])
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known what an optimizer's state is made of."""
     return type(optimizer).__module__.startswith("torch.optim")
 
@@ -220,14 +247,15 @@ def _moments_differ(
     node: Json,
     entries: Sequence[TensorEntry],
     keep: Predicate | None,
+    kind: str,
 ) -> str:
-    """Say which part of a parameter's state has another shape than it."""
+    """Say which part of a parameter's state has another shape than it, or is another class's."""
     for part, item in children(name, node) if type(node) is dict else ():
-        index = tensor_index(item)
-        if index is None or part.removeprefix(f"{name}.") not in _ELEMENTWISE:
+        index, short = tensor_index(item), part.removeprefix(f"{name}.")
+        if index is None or short not in _ELEMENTWISE or (keep is not None and not keep(part)):
             continue
-        if keep is not None and not keep(part):
-            continue
+        if short == _TELLING_MOMENTS.get(kind):
+            return f"{kind} in the target, one with {short!r} in the checkpoint"
         shape = entries[index].shape
         if item[TAG] != "view" and shape != tuple(parameter.shape):
             return (

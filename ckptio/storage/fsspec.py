@@ -35,6 +35,7 @@ from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
 from ckptio.storage.keys import split_query
+from ckptio.storage.options import problem_with
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -107,8 +108,8 @@ class FsspecBackend:
         problem, thread = "", Threads(1, f"ckptio-{self._protocol}-open")
         try:
             fs = await asyncio.wrap_future(thread.submit(lambda: made(**own)))
-        except Exception as error:  # what it says may hold the options: only its kind is told
-            problem = type(error).__name__
+        except Exception as error:  # what it says may hold the options
+            problem = problem_with(own, error)
         finally:
             thread.shutdown(wait=False)
         if problem:

@@ -7,7 +7,8 @@ of which one serves several stores. An option may be a mapping, too (`client_kwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,6 +18,22 @@ from ckptio.errors import ConfigError
 ENTRY_POINTS = "ckptio.backends"
 #: Names of one file system.
 _ALIASES = (("s3", "s3a"), ("gs", "gcs"), ("az", "abfs", "abfss"), ("sftp", "ssh"))
+#: How Python says that a function has no such parameter.
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def problem_with(options: Collection[str], error: Exception) -> str:
+    """Say why options make no client: the kind of an error, and which of them nobody knows.
+
+    Args:
+        options: Their names, which may be shown.
+        error: What else it says may hold their values.
+    """
+    problem = type(error).__name__
+    unknown = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
+    if unknown is None or unknown[1] not in options:
+        return problem
+    return f"{problem}, there is no option {unknown[1]!r}"
 
 
 def options_for(storage_options: Mapping[str, Any], protocol: str) -> Mapping[str, Any]:

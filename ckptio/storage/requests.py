@@ -7,7 +7,8 @@ backoff and jitter", AWS architecture blog, 2015), so that ranks which were refu
 together do not come back together. A try has a limit of time, a request a budget of
 tries, and everything that is asked for one save or load a common deadline: when nothing
 has been answered for that long since the first failure, nothing is tried again. Every further
-try is an event.
+try is an event. What nobody answers for a while, as a mistyped endpoint, is said in the log, once
+for each save or load: it may take minutes until it is an error.
 
 The number of requests at a time follows what the store can take: half as many when it
 asks to slow down, or when what it is sent takes too long, one more after as many answers as
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import random
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
@@ -36,13 +38,17 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
 
+_log = logging.getLogger("ckptio")
+
 T = TypeVar("T")
 
+#: Seconds without an answer after which the log says so.
+_PATIENCE_S = 5.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
 
@@ -147,6 +153,8 @@ class Requests:
         self._first_failure_s: float | None = None
         self._ends_s: float | None = None
         self._longest_s = config.request_timeout_s
+        self._is_told = False
+        self._is_answered = False
 
     def brief(self, within_s: float) -> Requests:
         """Give requests of the same kind that all end within some seconds from now, or sooner.
@@ -158,6 +166,7 @@ class Requests:
         ends_s = asyncio.get_running_loop().time() + within_s
         requests._ends_s = ends_s if self._ends_s is None else min(ends_s, self._ends_s)
         requests._longest_s = min(self._longest_s, within_s / 3)
+        requests._is_told = True  # who has given up waits for no better
         return requests
 
     async def run(
@@ -186,17 +195,20 @@ class Requests:
             ObjectMissingError: There is no such object.
             ConditionFailedError: The condition of the request does not hold.
         """
-        tries = 0
+        tries, began_s = 0, asyncio.get_running_loop().time()
         while True:
             tries += 1
             try:
-                result = await self.once(request, outlive=outlive, has_body=has_body)
+                with self._patience(what, key):
+                    result = await self.once(request, outlive=outlive, has_body=has_body)
             except TransientError as error:
                 wait_s = self._rng.uniform(
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
                 )
                 if tries > self._config.max_retries or self._is_late(wait_s):
                     raise self.failed(what, key, error, tries) from error
+                if asyncio.get_running_loop().time() - began_s >= _PATIENCE_S:
+                    self._tell(what, key, error.problem)
                 self._emit(
                     RequestRetried(
                         path=self.path,
@@ -211,13 +223,37 @@ class Requests:
             except RefusedError as error:
                 raise self.failed(what, key, error, tries) from error
             except StoreError as error:  # an answer for the caller: the store is there
-                self._first_failure_s = None
+                self._first_failure_s, self._is_answered = None, True
                 if isinstance(error, ConditionFailedError) and not has_condition:
                     raise self.failed(what, key, error, tries) from error
                 raise
             else:
-                self._first_failure_s = None
+                self._first_failure_s, self._is_answered = None, True
                 return result
+
+    @contextlib.contextmanager
+    def _patience(self, what: str, key: str) -> Iterator[None]:
+        """Tell that there is no answer, if none has ever come; later, much may be on its way."""
+        if self._is_answered or self._is_told:
+            yield
+            return
+        problem = f"no answer within {_PATIENCE_S:g} s"
+        timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._tell, what, key, problem)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell(self, what: str, key: str, problem: str) -> None:
+        """Log that what has not worked is tried again. Once."""
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "cannot %s %r of %r yet: %s; it is tried again for up to %g s (retry_timeout_s) or"
+                " %d times; are the URL, the endpoint and the network right?",
+                *(what, shown_url(key), shown_url(self.path), problem),
+                *(self._config.retry_timeout_s, self._config.max_retries),
+            )
 
     async def must(
         self,

@@ -27,6 +27,7 @@ import s3fs
 from botocore.exceptions import BotoCoreError
 
 from ckptio.errors import ConfigError
+from ckptio.storage.options import problem_with
 from ckptio.storage.s3_answers import NotSupportedError, has_etag, info_of, listed, receive, told
 from ckptio.storage.s3_body import Body
 from ckptio.storage.s3_options import (
@@ -107,7 +108,7 @@ async def _client(
         fs = s3fs.S3FileSystem(**{**dict.fromkeys(SYNONYMS), **options, **ours})
         return fs, await fs.set_session()
     except (AttributeError, KeyError, TypeError, ValueError, OSError, BotoCoreError) as error:
-        problem = type(error).__name__  # what it says may hold the options
+        problem = problem_with(options, error)
     given = f"the storage_options given ({', '.join(options) or 'none'})"
     raise ConfigError(f"s3fs cannot make a client of {given}: {problem}")
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptio import sync
 from ckptio.errors import ConfigError
-from ckptio.storage.options import options_for
+from ckptio.storage.options import options_for, problem_with
 from ckptio.storage.stores import Stores
 from tests.rig import config_with
 
@@ -69,3 +70,22 @@ def test_options_of_both_shapes_are_refused(
     with pytest.raises(ConfigError, match=problem) as caught:
         stores.at("s3://bucket/run")
     assert "hidden" not in str(caught.value)
+
+
+def test_an_option_that_nobody_knows_is_named() -> None:
+    """Its value is not, and nothing else of what the client says."""
+    pytest.importorskip("s3fs")
+    config = config_with(storage_options={"key": "a", "secret": "b", "sekret": "hidden"})
+    with pytest.raises(ConfigError) as caught:
+        sync.load("s3://bucket/run", config=config)
+    assert str(caught.value).endswith(": TypeError, there is no option 'sekret'")
+    assert "hidden" not in str(caught.value)
+
+
+def test_of_what_a_client_says_only_a_name_that_was_given_is_told() -> None:
+    """The rest may hold a secret."""
+    unknown = TypeError("f() got an unexpected keyword argument 'key'")
+    assert problem_with(["key"], unknown) == "TypeError, there is no option 'key'"
+    assert problem_with(["token"], unknown) == "TypeError"
+    assert problem_with(["key"], TypeError("key='hidden' is wrong")) == "TypeError"
+    assert problem_with(["key"], ValueError(*unknown.args)) == "ValueError"

@@ -53,6 +53,56 @@ def failing(*errors: StoreError | None) -> Callable[[], Awaitable[str]]:
     return request
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_log_says_once_that_nothing_is_answered(
+    caplog: pytest.LogCaptureFixture, *, is_silent: bool
+) -> None:
+    """Long before it is an error, for all requests together; and nothing that is secret."""
+
+    async def dead() -> str:
+        await asyncio.sleep(1000 if is_silent else 0.01)
+        raise TransientError("connection refused")
+
+    async def scenario() -> None:
+        run = requests()
+        for _ in range(2):
+            with pytest.raises(StorageError):
+                await asyncio.gather(
+                    *(run.run("write", "http://s/a?key=x", dead) for _ in range(3))
+                )
+        with pytest.raises(StorageError):
+            await run.brief(9).run("drop", "b", dead)
+
+    run_virtual(scenario(), seed=1)
+    (record,) = caplog.records
+    problem = "no answer within 5 s" if is_silent else "connection refused"
+    assert record.levelname == "WARNING"
+    assert f"cannot write 'http://s/a?...' of 'memory://run' yet: {problem}; " in record.message
+    assert "is tried again for up to 600 s (retry_timeout_s)" in record.message
+
+
+def test_the_log_says_nothing_of_what_is_soon_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor of what takes long after an answer: it may be much."""
+
+    async def slow() -> str:
+        await asyncio.sleep(20)
+        return "done"
+
+    async def scenario() -> None:
+        run = requests()
+        await run.run("write", "a", failing(*[TransientError("no luck")] * 3))
+        with pytest.raises(StorageError):
+            await run.run("write", "a", failing(RefusedError("no")))
+        await run.run("write", "a", slow)
+        run = requests()
+        with pytest.raises(ObjectMissingError):
+            await run.run("read", "a", failing(ObjectMissingError("none")))
+        await run.run("read", "a", slow)
+
+    run_virtual(scenario(), seed=1)
+    assert not caplog.records
+
+
 @given(num_failures=st.integers(0, 12), max_retries=st.integers(1, 8), seed=seeds)
 def test_what_may_get_better_is_tried_again_as_often_as_allowed(
     num_failures: int, max_retries: int, seed: int

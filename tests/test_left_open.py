@@ -1,0 +1,172 @@
+"""Engines that nobody leaves, and that nobody has any more."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptio import ConfigError, Engine, sync
+from ckptio.events import SaveProgressed
+from tests.rig import SMALL, assert_same, filled_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio.events import Event
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+FULL = filled_state([50_000], 1)
+
+DROPPED = """
+import sys, torch, ckptio.sync
+engine = ckptio.sync.Engine().__enter__()
+handle = engine.start_save({"w": torch.ones(8_000_000)}, sys.argv[1])
+del engine
+"""
+
+
+class Gate:
+    """An observer that holds a save until it may go on."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.engine: sync.Engine | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SaveProgressed):
+            assert self.opened.wait(60)
+
+
+@pytest.fixture
+def loops() -> Iterator[list[threading.Thread]]:
+    """Wait for the loops of engines that the test left open, and for nobody to be there else."""
+    before, loops = set(threading.enumerate()), list[threading.Thread]()
+    yield loops
+    assert loops
+    for thread in loops:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert {t.name for t in threading.enumerate() if t not in before} <= {
+        "ckptio-close",
+        "ckptio-leave",
+    }
+
+
+def opened(loops: list[threading.Thread], gate: Gate | None = None) -> sync.Engine:
+    """Open an engine, and note the thread of its loop."""
+    before = set(threading.enumerate())
+    engine = sync.Engine(SMALL, observer=gate).__enter__()
+    loops += [t for t in threading.enumerate() if t not in before and "portal" in t.name]
+    return engine
+
+
+def test_a_save_goes_on_when_nobody_has_the_engine(
+    tmp_path: Path, loops: list[threading.Thread]
+) -> None:
+    """It is committed, as one that nobody waits for, and so are the copies; then threads end."""
+    gate = Gate()
+    engine = opened(loops, gate)
+    handles = [
+        engine.start_save(FULL, tmp_path / name, then=tmp_path / "second" / name) for name in "ab"
+    ]
+    del engine
+    gc.collect()
+    gate.opened.set()
+    for handle in handles:
+        assert handle.result().path == handle.path
+        handle.durable.wait()
+        assert_same(sync.load(handle.path, config=SMALL), FULL)
+
+
+async def test_a_save_of_a_loop_goes_on_when_nobody_has_the_engine(
+    tmp_path: Path, loops: list[threading.Thread]
+) -> None:
+    """As one of a thread."""
+    gate, before = Gate(), set(threading.enumerate())
+    engine = await Engine(SMALL, observer=gate).__aenter__()
+    loops += [t for t in threading.enumerate() if t not in before and "portal" in t.name]
+    handle = engine.save(FULL, tmp_path / "a")
+    del engine
+    gc.collect()
+    gate.opened.set()
+    await handle
+    assert_same(sync.load(tmp_path / "a", config=SMALL), FULL)
+
+
+def test_a_save_goes_on_when_a_circle_had_the_engine(
+    tmp_path: Path, loops: list[threading.Thread]
+) -> None:
+    """As that of a trainer which its callbacks have."""
+    gate, trainer = Gate(), dict[str, Any]()
+    trainer.update(me=trainer, engine=opened(loops, gate))
+    handle = trainer["engine"].start_save(FULL, tmp_path / "a")
+    del trainer
+    gc.collect()
+    gate.opened.set()
+    handle.result()
+
+
+def test_a_save_that_nobody_has_can_be_aborted(
+    tmp_path: Path, loops: list[threading.Thread]
+) -> None:
+    """By its handle, as ever."""
+    gate = Gate()
+    handle = opened(loops, gate).start_save(FULL, tmp_path / "a")
+    gc.collect()
+    handle.abort()
+    gate.opened.set()
+    handle.committed.wait_done()
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("is_circle", [False, True])
+def test_an_engine_that_nobody_has_ends(
+    tmp_path: Path, loops: list[threading.Thread], *, is_circle: bool
+) -> None:
+    """Also one whose observer has it."""
+    gate = Gate()
+    gate.opened.set()
+    engine = opened(loops, gate)
+    engine.save(FULL, tmp_path / "a")
+    gate.engine = engine if is_circle else None
+    del engine, gate
+    gc.collect()
+
+
+def test_an_engine_that_was_never_made_or_entered_goes() -> None:
+    """It has no thread, and nothing to end."""
+    sync.Engine(SMALL)
+    with pytest.raises(ConfigError, match="config= is a CheckpointConfig"):
+        sync.Engine(3)  # type: ignore[arg-type]  # what is tested
+    gc.collect()
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_the_end_of_the_program_waits_for_an_engine_that_nobody_has(
+    tmp_path: Path, *, limit: bool
+) -> None:
+    """Whether a thread began that closes it, or none could."""
+    program = DROPPED
+    if limit:
+        program = program.replace(
+            "del engine",
+            "import threading\ndef refuse(*_):\n    raise RuntimeError\n"
+            "start, threading.Thread.start = threading.Thread.start, refuse\n"
+            "del engine\nhandle.result()\nimport atexit\n"
+            "atexit.register(lambda: setattr(threading.Thread, 'start', start))",
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a"],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sync.verify(tmp_path / "a").is_whole
