@@ -142,6 +142,7 @@ class DcpReader:
                     encode_places(nest({fqn: state[fqn] for fqn in contents.names}, contents.paths))
                 ),
                 beside=self._beside(),
+                seen=self._folder.seen(),
             )
         except CorruptionError:
             raise

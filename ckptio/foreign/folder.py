@@ -117,6 +117,13 @@ class Folder(abc.ABC):
         status = self.status(name)
         return (name, None) if status is None else (name, *status.version)
 
+    def seen(self) -> dict[str, str]:
+        """Say of files that were looked at what tells them from others, on all hosts alike.
+
+        Nothing by default: a path may lead elsewhere on each host, and so may a device's number.
+        """
+        return {}
+
     def read_small(self, name: str, limit: int, what: str) -> bytes:
         """Read a whole file that may have `limit` bytes.
 

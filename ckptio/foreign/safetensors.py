@@ -123,6 +123,7 @@ class SafetensorsReader:
                 tensors=tensors,
                 tree=encode_places(state),
                 beside=beside,
+                seen=self._folder.seen(),
             )
         except FormatError as error:
             raise at(self._folder.join(self._index or next(iter(self._names))), error) from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
 from ckptio.foreign.bridge import Bridge
+from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.recognise import find_in_file, find_in_folder, find_reader
 from ckptio.foreign.rules import byte_order
@@ -22,7 +23,7 @@ from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -61,6 +62,8 @@ class AnyStorage:
         self._bridge = Bridge(min(config.max_requests, _MAX_THREADS))
         self._byte_order = byte_order()  # as it was said where this is made: by the caller
         self._reader: ForeignReader | None = None
+        self._folder: ObjectFolder | None = None
+        self._seen: Mapping[str, str] = {}
         self._is_known = False
 
     @property
@@ -127,7 +130,8 @@ class AnyStorage:
         return found
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told whose checkpoint it is, so that nobody has to look."""
+        """Be told whose checkpoint it is, so that nobody has to look; and by which files, if so."""
+        self._seen = seen_in(manifest)
         if not manifest.is_foreign:
             self._is_ours()
 
@@ -136,6 +140,8 @@ class AnyStorage:
         reader = await self._recognised()
         if reader is None:
             return await self._inner.sizes(names)
+        if self._folder is not None:
+            self._folder.expect(self._seen)
         return await self._run(lambda: reader.sizes(names))
 
     async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
@@ -222,10 +228,11 @@ class AnyStorage:
         def find() -> ForeignReader | None:
             nbytes, order = self._config.block_nbytes, self._byte_order
             status = None if beside is None else beside.status(name)
-            found = None
+            found, self._folder = None, below
             if status is None or not status.nbytes:  # some tools mark a directory by such an object
                 found = find_in_folder(below, nbytes, order)
             if found is None and beside is not None and status is not None:
+                self._folder = beside
                 found = find_in_file(beside, name, nbytes, order)
             return found
 

@@ -211,6 +211,7 @@ class TorchSaveReader:
             files=files,
             tensors=tensors,
             tree=tree.node,
+            seen=self._folder.seen(),
         )
 
     @contextlib.contextmanager

@@ -11,7 +11,12 @@ from safetensors.torch import save
 
 from ckptio import Checkpointer, Engine
 from ckptio.conversion.convert import run_convert
-from ckptio.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.fsspec import FsspecStore
 from ckptio.storage.store import ConditionFailedError
@@ -53,6 +58,19 @@ async def test_a_file_that_was_replaced_is_read_anew(web: Web) -> None:
         for second, swapped in enumerate((False, True)):
             web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
             state = await engine.load(f"{web.url}/m.safetensors")
+            assert torch.equal(state["a"], torch.zeros(10))
+            assert torch.equal(state["b"], torch.ones(10))
+
+
+async def test_a_manifest_that_is_kept_is_none_for_another_file(web: Web) -> None:
+    """Of the same size: its bytes would be taken for those of the one before."""
+    async with Engine(config_with(cache_ttl_s=1e6)) as engine:
+        for second, swapped in enumerate((False, True)):
+            web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
+            if swapped:
+                with pytest.raises(CheckpointChangedError, match="another file"):
+                    await engine.load(f"{web.url}/m.safetensors?id=1")
+            state = await engine.load(f"{web.url}/m.safetensors?id=1")
             assert torch.equal(state["a"], torch.zeros(10))
             assert torch.equal(state["b"], torch.ones(10))
 
