@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import UnknownFormatError
+from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatError
 from ckptio.foreign.archive import ZIP
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.store import RefusedError
 
 if TYPE_CHECKING:
     from ckptio.foreign.folder import Folder
     from ckptio.foreign.interface import ForeignReader
+    from ckptio.foreign.objects import ObjectFolder
 
 #: What libraries of models called their files before they wrote safetensors.
 _INDEX_SUFFIX = ".bin.index.json"
@@ -39,6 +43,67 @@ _OLD_TORCH = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
 )
 _HEAD_NBYTES = 32
+
+
+def is_no(error: StorageError) -> bool:
+    """Whether a server has answered that there is nothing, or that it does not say."""
+    return isinstance(error, CheckpointNotFoundError) or isinstance(error.__cause__, RefusedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UrlPlaces:
+    """Where what a URL names may lie: it is a file, or a directory.
+
+    Attributes:
+        below: What is in the directory.
+        beside: What is where the file is; `None` where it can be none.
+        name: Of the file.
+        is_web: Whether a page may stand for the directory.
+        block_nbytes: The unit in which it is read.
+        order: What `rules.byte_order` gave to the caller.
+    """
+
+    below: ObjectFolder
+    beside: ObjectFolder | None
+    name: str
+    is_web: bool
+    block_nbytes: int
+    order: Any
+
+    def find(self) -> tuple[ForeignReader | None, ObjectFolder]:
+        """Recognise what is there, and say in which of both. Blocks.
+
+        Raises:
+            FormatError: It is known, and not what it should be; or nobody knows it.
+            StorageError: It cannot be read.
+        """
+        if self.beside is None:
+            return self._find_below(), self.below
+        try:
+            status = self.beside.status(self.name)
+        except StorageError as error:  # it refuses the directory, and may give what is in it
+            return self._find_below_or_raise(is_likely=is_no(error)), self.below
+        if status is None or not status.nbytes:  # some tools mark a directory by such an object
+            reader = self._find_below()
+            if reader is not None or status is None:
+                return reader, self.below
+        try:
+            reader = find_in_file(self.beside, self.name, self.block_nbytes, self.order)
+        except UnknownFormatError:
+            return self._find_below_or_raise(is_likely=self.is_web), self.below
+        return reader, self.beside
+
+    def _find_below(self) -> ForeignReader | None:
+        return find_in_folder(self.below, self.block_nbytes, self.order)
+
+    def _find_below_or_raise(self, *, is_likely: bool) -> ForeignReader:
+        """Look in the directory; if nothing is found, raise the error that is being handled."""
+        if is_likely:
+            with contextlib.suppress(StorageError):
+                reader = self._find_below()
+                if reader is not None:
+                    return reader
+        raise  # noqa: PLE0704  # as it says
 
 
 def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:

@@ -11,13 +11,13 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptio._aio import run_blocking
-from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
+from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatError
 from ckptio.foreign.bridge import Bridge
 from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
-from ckptio.foreign.recognise import find_in_file, find_in_folder, find_reader
+from ckptio.foreign.recognise import UrlPlaces, find_reader, is_no
 from ckptio.foreign.rules import byte_order
-from ckptio.storage.fsspec_answers import AZURE, GOOGLE
+from ckptio.storage.fsspec_answers import AZURE, GOOGLE, WEB
 from ckptio.storage.keys import split_query
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
@@ -106,22 +106,29 @@ class AnyStorage:
         Raises:
             CheckpointNotFoundError: There is neither.
             UnknownFormatError: There is something else.
+            StorageError: Nobody says what there is.
         """
         is_queried = bool(split_query(self._inner.path)[1])
-        unknown: UnknownFormatError | None = None
         if is_queried:
             try:
                 reader = await self._recognise()
-            except UnknownFormatError as error:
-                unknown = error
-            else:
-                if reader is not None:
-                    return _Other(reader)
+            except (UnknownFormatError, StorageError) as error:
+                if isinstance(error, StorageError) and not is_no(error):
+                    raise
+                try:  # it may be a directory's
+                    found = await ask()
+                except StorageError as other:
+                    if not is_no(other):
+                        raise
+                else:
+                    self._is_ours()
+                    return found
+                raise
+            if reader is not None:
+                return _Other(reader)
         try:
             found = await ask()
         except CheckpointNotFoundError:
-            if unknown is not None:
-                raise unknown from None
             reader = None if is_queried else await self._recognise()
             if reader is None:
                 raise
@@ -201,21 +208,23 @@ class AnyStorage:
     async def _recognise(self) -> ForeignReader | None:
         """Look what is there that is not ours."""
         if isinstance(self._inner, ObjectStorage):
-            find = await self._find_in_store(self._inner)
+            url = await self._places_of(self._inner)
+            self._reader, self._folder = await self._run(url.find)
         else:
             find = functools.partial(
                 find_reader, self._inner.path, self._config.block_nbytes, self._byte_order
             )
-        self._reader = await self._run(find)
+            self._reader = await self._run(find)
         self._is_known = True
         return self._reader
 
-    async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
-        """Give what looks for an object, or for several under a prefix."""
+    async def _places_of(self, inner: ObjectStorage) -> UrlPlaces:
+        """Say where what a URL names may lie."""
         store, requests, prefix = await inner.reach()
         (key, query), (url, _) = split_query(prefix), split_query(inner.path)
         above, slash, name = key.rpartition("/")
-        is_bucket = not slash and url.partition("://")[0] in _BUCKETED
+        protocol = url.partition("://")[0]
+        is_bucket, is_web = not slash and protocol in _BUCKETED, protocol in WEB
 
         def folder(root: str, start: str, query: str) -> ObjectFolder:
             return ObjectFolder(root, start, store, requests, self._bridge, query)
@@ -225,18 +234,14 @@ class AnyStorage:
             beside = folder(above_of(url), above + slash, query)
         below = folder(url, f"{key}/" if key else "", query.lstrip("/"))
 
-        def find() -> ForeignReader | None:
-            nbytes, order = self._config.block_nbytes, self._byte_order
-            status = None if beside is None else beside.status(name)
-            found, self._folder = None, below
-            if status is None or not status.nbytes:  # some tools mark a directory by such an object
-                found = find_in_folder(below, nbytes, order)
-            if found is None and beside is not None and status is not None:
-                self._folder = beside
-                found = find_in_file(beside, name, nbytes, order)
-            return found
-
-        return find
+        return UrlPlaces(
+            below=below,
+            beside=beside,
+            name=name,
+            is_web=is_web,
+            block_nbytes=self._config.block_nbytes,
+            order=self._byte_order,
+        )
 
     async def _run(self, function: Callable[[], T]) -> T:
         """Call what blocks, on a thread that may wait for the loop if it has to."""
