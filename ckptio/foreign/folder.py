@@ -189,7 +189,8 @@ class LocalFolder(Folder):
         """List the directory, or the first part of a large one; see `Folder`."""
         with contextlib.suppress(OSError), os.scandir(self.root) as entries:
             first = itertools.islice(entries, _MAX_LOOKED_AT)
-            return sorted(entry.name for entry in first if pattern.fullmatch(entry.name))
+            found = [entry for entry in first if pattern.fullmatch(entry.name)]
+            return sorted(entry.name for entry in found if entry.is_file())
         return []
 
     def _require_same(self, name: str, status: os.stat_result) -> None:

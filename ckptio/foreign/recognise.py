@@ -154,7 +154,10 @@ def find_in_folder(folder: Folder, block_nbytes: int, order: Any) -> ForeignRead
 def _require_nothing_known(folder: Folder) -> None:
     """Refuse a directory with files that are read one by one, or not at all.
 
-    It is not "not there", after which a run would begin anew.
+    It is not "not there", after which a run would begin anew. That also stops a run whose own
+    directory has such a file from the first; at its beginning, where it is told what to do.
+    Rejected: an error that is a `CheckpointNotFoundError`, too, by which a run that was to go on
+    from weights of an unknown name would begin anew and say nothing.
 
     Raises:
         UnknownFormatError: There is one. It says what to give.
@@ -171,7 +174,8 @@ def _require_nothing_known(folder: Folder) -> None:
     if files := folder.matching(_WEIGHTS):
         raise UnknownFormatError(
             f"{folder.root!r} has {files[0]!r}, which is not what a checkpoint's only file, or its"
-            " index, is called; give the file's own path"
+            " index, is called; give the file's own path, or keep it elsewhere if a"
+            " checkpoint is yet to be saved here"
         )
 
 

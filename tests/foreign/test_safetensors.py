@@ -317,6 +317,7 @@ def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) ->
     """Its data files are safetensors files, too; and what has an index, the index makes one."""
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00001-of-00002.safetensors").rename(folder / ".model.safetensors")
+    (folder / "kept.safetensors").mkdir()
     with pytest.raises(CheckpointNotFoundError):
         sync.load(folder, config=SMALL)
     sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)
