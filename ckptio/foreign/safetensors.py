@@ -102,6 +102,8 @@ class SafetensorsReader:
                     )
                 homes[tensor.name] = name
                 file, first = whole, start + tensor.start
+                if not (tensor.nbytes or tensor.unknown):
+                    first = 0  # of nothing, so that no range stands for it and for another
                 # no rule of the format forbids it
                 is_odd = bool(first % DTYPES[tensor.dtype].itemsize)
                 if is_odd or tensor.unknown:
