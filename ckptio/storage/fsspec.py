@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from ftplib import error_perm
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
@@ -277,6 +278,14 @@ class FsspecStore:
 
         return await self.call(key, put)
 
+    def _is_there(self, key: str) -> bool:
+        """Whether there is an object, or nobody says."""
+        try:
+            self._reader.head(key)
+        except FileNotFoundError as error:
+            return reason_of(error) is not None
+        return True
+
     def _require_absent(self, key: str) -> None:
         """Look for an object before it is created; `exists` takes every failure for a no."""
         try:
@@ -338,21 +347,28 @@ class FsspecStore:
 
         def delete() -> None:
             for key in keys:
-                try:
-                    self.fs.rm_file(key)
-                except NotADirectoryError:
-                    continue
-                except FileNotFoundError as error:
-                    if reason_of(error) is not None:
-                        raise
+                self._remove(key)
             if self._is_local or self._protocol in _WITH_DIRS:
                 for parent in {self.fs._parent(key) for key in keys}:  # noqa: SLF001  # as above
-                    with contextlib.suppress(OSError):  # it holds something
+                    with contextlib.suppress(OSError, error_perm):  # it holds something
                         self.fs.rmdir(parent)
 
         for key in keys:
             await self.settled(key)
         await self.call(keys[0] if keys else "", delete)
+
+    def _remove(self, key: str) -> None:
+        """Remove an object, unless it is gone."""
+        try:
+            self.fs.rm_file(key)
+        except NotADirectoryError:
+            pass
+        except FileNotFoundError as error:
+            if reason_of(error) is not None:
+                raise
+        except error_perm:  # FTP has one word for what is missing and for what is refused
+            if self._is_there(key):
+                raise
 
     async def close(self) -> None:
         """Let the threads end, when they do."""
