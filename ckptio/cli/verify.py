@@ -11,6 +11,7 @@ from ckptio.cli.text import count, fold, format_nbytes, visible
 from ckptio.errors import CheckpointError, ConfigError
 from ckptio.events import ReadProgressed
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.keys import shown_url
 from ckptio.sync import Engine
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(
     results = []
     with Engine(config, observer=meter, ranks="solo") as engine:
         for path in paths:
-            with terminal.progress(path, in_bytes=True) as meter.advance:
+            with terminal.progress(shown_url(path), in_bytes=True) as meter.advance:
                 result = _verify(engine, path, compare_copies=compare_copies)
             results.append(result)
             if not as_json:
@@ -95,7 +96,7 @@ def _failed(path: str, error: CheckpointError, state: State) -> Json:
         "tensors": [],
     }
     return {
-        "path": path,
+        "path": shown_url(path),
         "state": state,
         "save_id": None,
         "num_files": None,
@@ -108,7 +109,7 @@ def _failed(path: str, error: CheckpointError, state: State) -> Json:
 def _found(path: str, report: VerifyReport) -> Json:
     """Describe a checkpoint that was read."""
     return {
-        "path": path,
+        "path": shown_url(path),
         "state": "whole" if report.is_whole else "damaged",
         "save_id": report.save_id,
         "num_files": report.num_files,

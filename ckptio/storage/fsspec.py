@@ -35,7 +35,7 @@ from ckptio.storage.fsspec_answers import (
 from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
-from ckptio.storage.keys import split_query
+from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -83,10 +83,10 @@ class FsspecBackend:
         try:
             prefix, query = split_query(str(kind._strip_protocol(url)))  # noqa: SLF001  # fsspec's public practice
         except (ValueError, TypeError, NotImplementedError):
-            raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
+            raise ConfigError(f"{shown_url(url)!r} is no path of {self._protocol}://") from None
         prefix = prefix.rstrip("/") + query
         if not prefix.strip("/"):
-            raise ConfigError(f"{url!r} has to name a place in the store, not all of it")
+            raise ConfigError(f"{shown_url(url)!r} has to name a place in the store, not all of it")
         own = _with_host(kind, url, options)
         return f"{self._protocol}-{tokenize(self._protocol, own)}", prefix
 
@@ -141,15 +141,16 @@ def _with_host(kind: Any, url: str, options: Mapping[str, Any]) -> dict[str, Any
         found: dict[str, Any] = dict(kind._get_kwargs_from_urls(host))  # noqa: SLF001  # fsspec's public practice
         whole: dict[str, Any] = dict(kind._get_kwargs_from_urls(url))  # noqa: SLF001  # as above
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{url!r} is no URL of {protocol}://") from None
+        raise ConfigError(f"{shown_url(url)!r} is no URL of {protocol}://") from None
     for name, value in found.items():
         if options.get(name) is not None and str(options[name]) != str(value):
             raise ConfigError(
-                f"{url!r} and the storage_options given have another {name!r} each; leave one out"
+                f"{shown_url(url)!r} and the storage_options given have another {name!r} each;"
+                " leave one out"
             )
     if more := sorted(whole.keys() - found.keys() - _IN_KEYS):
         raise ConfigError(
-            f"{url!r} has {', '.join(more)} behind the host; pass it in storage_options"
+            f"{shown_url(url)!r} has {', '.join(more)} behind the host; pass it in storage_options"
         )
     return {**options, **found}
 
