@@ -14,6 +14,7 @@ from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_metrics, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
+from ckptio.cli.verdict import judge
 from ckptio.errors import CheckpointError
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.select import make_predicate
@@ -39,12 +40,16 @@ _NAMELESS = '""'  # a key that is empty
 def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool) -> int:
     """Show a checkpoint, and give the exit code."""
     terminal, name = Terminal(), shown_url(path)
+    config: CheckpointConfig | None = None
     try:
         keep = make_predicate(select) if select else None
-        manifest, owed = _read(path, config_for([path], storage_options))
+        config = config_for([path], storage_options)
+        manifest, owed = _read(path, config)
         entries = list(read_entries(manifest, keep))
     except CheckpointError as error:
         state, problem = state_of(error), explain(error)
+        if config is not None:
+            state, problem = judge(path, error, config)
         if as_json:
             terminal.json({**_blank(name), "state": state, "error": problem})
         terminal.message(f"{name}: {problem}")
