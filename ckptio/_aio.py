@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import queue
 import sys
@@ -254,6 +255,9 @@ async def in_own_thread(
 ) -> T:
     """Run `function` on a thread of its own, which is gone when this returns or raises.
 
+    It sees the caller's context variables, as with `asyncio.to_thread`: torch keeps in one what
+    was said of files without a byte order.
+
     Args:
         function: What to run.
         on_cancel: Called if the caller is cancelled meanwhile; asks `function` to stop.
@@ -261,10 +265,11 @@ async def in_own_thread(
     if sys.is_finalizing():  # a coroutine that nobody finished ends now, and no thread begins
         raise GeneratorExit
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            future.set_result(function())
+            future.set_result(context.run(function))
         except BaseException as error:  # the waiter raises it
             future.set_exception(error)
 

@@ -301,10 +301,15 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 class CheckpointExistsError(StorageError, FileExistsError):
     """The path holds a committed checkpoint and `overwrite` is off."""
 
-    def __init__(self, path: str, way_out: str = "pass overwrite=True to replace it") -> None:
+    def __init__(
+        self,
+        path: str,
+        way_out: str = "pass overwrite=True to replace it",
+        problem: str = "there is a committed checkpoint here",
+    ) -> None:
         """Say that `path` is taken, and what to do about it."""
         super().__init__(
-            f"there is a committed checkpoint here; {way_out}",
+            f"{problem}; {way_out}",
             path=path,
             code=errno.EEXIST,
         )

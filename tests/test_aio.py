@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -179,6 +180,15 @@ async def test_an_own_thread_is_gone_at_the_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert threading.active_count() == threads
+
+
+async def test_an_own_thread_has_the_context_of_its_caller() -> None:
+    """And what it sets there is its own."""
+    said: contextvars.ContextVar[str] = contextvars.ContextVar("said", default="nothing")
+    said.set("a word")
+    assert await in_own_thread(said.get) == "a word"
+    await in_own_thread(lambda: said.set("another"))
+    assert said.get() == "a word"
 
 
 @given(num=st.integers(1, 6), first=st.integers(0, 5), seed=st.integers(0, 10_000))

@@ -185,8 +185,9 @@ def verify(
     """Read every byte of checkpoints and compare it with its checksums.
 
     A damaged manifest is damage, and so is with --copies a copy that differs; a checkpoint
-    that is not there is not. CKPTIO_MAX_READS, CKPTIO_SLAB_NBYTES and the other options of
-    ckptio.CheckpointConfig are taken from the environment.
+    that is not there is not, nor is another program's manifest.json. CKPTIO_MAX_READS,
+    CKPTIO_SLAB_NBYTES and the other options of ckptio.CheckpointConfig are taken from the
+    environment.
 
     JSON: checkpoints, a list of path, state ("whole", "damaged", "missing", "unreadable"),
     save_id, num_files, nbytes (bytes read), damage (a list of file, start, stop, problem,

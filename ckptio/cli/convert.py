@@ -8,7 +8,8 @@ from ckptio.cli.config import config_for
 from ckptio.cli.outcome import DAMAGED, FAILED, FINE, explain, state_of
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
-from ckptio.errors import CheckpointError, CheckpointExistsError
+from ckptio.errors import CheckpointError
+from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,13 +35,13 @@ def run(
     """Convert a checkpoint, and give the exit code."""
     from ckptio.conversion.convert import run_convert  # noqa: PLC0415  # imports torch
 
-    terminal = Terminal()
-    result: Json = {"source": source, "path": target, "to": to}
+    terminal, names = Terminal(), (shown_url(source), shown_url(target))
+    result: Json = {"source": names[0], "path": names[1], "to": to}
     result |= {"state": "failed", "num_tensors": None, "nbytes": None, "files": [], "notes": []}
     result |= {"error": None}
     code = FINE
     try:
-        with terminal.progress(f"{source} to {target}", in_bytes=True) as advance:
+        with terminal.progress(" to ".join(names), in_bytes=True) as advance:
             report = run_convert(
                 source,
                 target,
@@ -55,9 +56,10 @@ def run(
             )
     except CheckpointError as error:
         code = DAMAGED if state_of(error) == "damaged" else FAILED
-        result["error"] = explain(error)
-        where = target if isinstance(error, CheckpointExistsError) else source
-        terminal.message(f"{where}: {explain(error)}")
+        path = getattr(error, "filename", None)  # in the source, or where it is written
+        where = f"{path}: " if isinstance(path, str) else ""
+        result["error"] = f"{where}{explain(error)}"
+        terminal.message(f"{where or f'{names[0]}: '}{explain(error)}")
     else:
         result |= _done(report)
         for note in report.notes:

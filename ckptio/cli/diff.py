@@ -10,6 +10,7 @@ from ckptio.cli.outcome import FAILED, FINE, explain
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
 from ckptio.errors import CheckpointError
+from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,11 +34,18 @@ def run(
     """Compare two checkpoints, and give the exit code: what cannot be read is no difference."""
     from ckptio.conversion.compare import run_diff  # noqa: PLC0415  # imports torch
 
-    terminal = Terminal()
-    result: Json = {"a": a, "b": b, "equal": None, "only_a": [], "only_b": [], "different": []}
+    terminal, names = Terminal(), (shown_url(a), shown_url(b))
+    result: Json = {
+        "a": names[0],
+        "b": names[1],
+        "equal": None,
+        "only_a": [],
+        "only_b": [],
+        "different": [],
+    }
     result |= {"num_same": None, "nbytes": None, "notes": [], "error": None}
     try:
-        with terminal.progress(f"{a} and {b}", in_bytes=True) as advance:
+        with terminal.progress(" and ".join(names), in_bytes=True) as advance:
             report = run_diff(
                 a,
                 b,

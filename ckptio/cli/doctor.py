@@ -26,6 +26,7 @@ from ckptio.errors import ConfigError
 from ckptio.staging import moves
 from ckptio.storage import linux
 from ckptio.storage.files import NoExclusiveNames, PosixFiles, absolute
+from ckptio.storage.keys import shown_url
 from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.lending import Lender
 from ckptio.storage.resolve import local_path, remote_url
@@ -43,7 +44,12 @@ _STYLES = {"yes": "green", "slow": "yellow", "no": "bold red"}
 def run(path: str, *, storage_options: Sequence[str], as_json: bool) -> int:
     """Look at a path or URL, and give the exit code: 2 if saves cannot work there."""
     terminal = Terminal()
-    result: Json = {"path": path, "file_system": None, "free_nbytes": None, "error": None}
+    result: Json = {
+        "path": shown_url(path),
+        "file_system": None,
+        "free_nbytes": None,
+        "error": None,
+    }
     result |= {"findings": [], "leftovers": []}
     try:
         config = config_for([path], storage_options)
@@ -62,7 +68,7 @@ def run(path: str, *, storage_options: Sequence[str], as_json: bool) -> int:
     except (ConfigError, OSError) as error:
         problem = str(error.strerror) if isinstance(error, OSError) else str(error)
         result["error"] = problem
-        terminal.message(f"{path}: {problem}")
+        terminal.message(f"{result['path']}: {problem}")
         if as_json:
             terminal.json(result)
         return FAILED

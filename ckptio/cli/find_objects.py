@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
+from ckptio.cli.find import is_opening
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.object_place import name_of, owner_of
 from ckptio.storage.requests import Requests
@@ -101,6 +102,15 @@ async def find_objects(place: Place, *, depth: int, hidden: bool) -> list[FoundO
         return [item for items in found for item in items]
 
     return await look(place.base, 0)
+
+
+async def is_foreign_prefix(place: Place, found: FoundObjects) -> bool:
+    """Whether the manifest of a prefix is another program's: the name is a common one."""
+    if found.ours or not found.has_manifest:
+        return False
+    key = found.prefix + MANIFEST_NAME
+    _, head = await place.requests.run("read", key, lambda: place.store.get(key, 64))
+    return not is_opening(head)
 
 
 def _is_hidden(prefix: str) -> bool:

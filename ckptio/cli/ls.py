@@ -22,6 +22,7 @@ from ckptio.cli.text import (
     visible,
 )
 from ckptio.errors import ConfigError
+from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,15 +46,15 @@ def run(
     as_json: bool,
 ) -> int:
     """List checkpoints, and give the exit code."""
-    terminal = Terminal()
+    terminal, name = Terminal(), shown_url(root)
     try:
         config = config_for([root], storage_options)
         rows = read_rows(root, config, terminal, depth=depth, hidden=show_all)
     except (ConfigError, OSError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         if as_json:
-            terminal.json({"root": root, "checkpoints": [], "error": problem})
-        terminal.message(f"{root}: {problem}")
+            terminal.json({"root": name, "checkpoints": [], "error": problem})
+        terminal.message(f"{name}: {problem}")
         return FAILED
     num_uncommitted = sum(row.state == "no_commit" for row in rows)
     if not show_all:
@@ -63,14 +64,14 @@ def run(
         rows.sort(key=_when, reverse=True)
     if as_json:
         listed = [dataclasses.asdict(row) for row in rows]
-        terminal.json({"root": root, "checkpoints": listed, "error": None})
+        terminal.json({"root": name, "checkpoints": listed, "error": None})
     else:
         terminal.lines(layout(rows, terminal.width))
     for row in rows:
         if row.error is not None:
             terminal.message(f"{row.path}: {row.error}")
     if not rows:
-        terminal.message(f"{root}: no checkpoints here")
+        terminal.message(f"{name}: no checkpoints here")
     if num_uncommitted and not show_all:
         terminal.message(f"{num_uncommitted} without a commit; --all shows them")
     return exit_code(row.state for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import (
@@ -22,8 +23,11 @@ FINE = 0
 DAMAGED = 1
 FAILED = 2
 
-#: What errors call options in Python, and what they are called here.
-_FLAGS = {"overwrite=True": "--overwrite", "select=": "--select", "drop_values": "--drop-values"}
+#: What errors call options in Python; they are called otherwise here.
+_OPTIONS = re.compile(
+    r"(?<![\w.-])(?:(?P<on>overwrite)=True|(?P<of>to)=(?:'(?P<value>\w+)')?"
+    r"|(?P<name>select|strip)=|(?P<long>drop_values|max_shard_nbytes)(?:=|\b))"
+)
 
 
 def state_of(error: CheckpointError) -> State:
@@ -46,9 +50,13 @@ def explain(error: CheckpointError) -> str:
     What it says to pass in Python is said as the command line has it.
     """
     text = error.message if isinstance(error, StorageError) else str(error)
-    for option, flag in _FLAGS.items():
-        text = text.replace(option, flag)
-    return text
+    return _OPTIONS.sub(_flag, text)
+
+
+def _flag(found: re.Match[str]) -> str:
+    name = found["on"] or found["of"] or found["name"] or found["long"]
+    value = f" {found['value']}" if found["value"] else ""
+    return f"--{name.replace('_', '-')}{value}"
 
 
 def exit_code(states: Iterable[State]) -> int:

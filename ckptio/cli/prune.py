@@ -31,6 +31,7 @@ from ckptio.errors import (
 from ckptio.events import CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
+from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import remote_url, resolve_storage
 from ckptio.storage.root import resolve_root
 from ckptio.storage.stores import open_stores
@@ -75,7 +76,7 @@ def run(
         terminal.json(pruning.document(error))
     elif error is None or pruning.has_begun:
         terminal.lines(pruning.lines())
-    for text in (*pruning.problems(), *([f"{root}: {error}"] if error else ())):
+    for text in (*pruning.problems(), *([f"{shown_url(root)}: {error}"] if error else ())):
         terminal.message(text)
     return FAILED if error or pruning.has_failed else FINE
 
@@ -205,7 +206,7 @@ class _Pruning:
     def document(self, error: str | None) -> Json:
         """Give the JSON document."""
         return {
-            "root": self._root,
+            "root": shown_url(self._root),
             "dry_run": self._dry_run,
             "removed": [
                 {
@@ -234,7 +235,7 @@ class _Pruning:
         left = "would leave" if self._dry_run else "left"
         lines += [f"{left} {step_name(step)}  {visible(str(owed))}" for step, owed in self._owed]
         if not (self._removals or self._kept or self._owed or self._unreadable):
-            return [f"there are no steps of a Checkpointer in {visible(self._root)}"]
+            return [f"there are no steps of a Checkpointer in {visible(shown_url(self._root))}"]
         total = f"{verb} {count(len(gone), 'step')}, {nbytes}; kept {len(self._kept)}"
         owed = f", left {len(self._owed)} whose copy is owed" if self._owed else ""
         lines.append(total + owed)

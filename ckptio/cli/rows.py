@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
 from ckptio.checkpointer.steps import metrics_of
-from ckptio.cli.find import find_checkpoints, is_foreign, is_opening
-from ckptio.cli.find_objects import find_objects, open_place
+from ckptio.cli.find import find_checkpoints, is_foreign
+from ckptio.cli.find_objects import find_objects, is_foreign_prefix, open_place
 from ckptio.cli.outcome import explain, state_of
 from ckptio.cli.owed import read_owed
 from ckptio.errors import CheckpointError
-from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.runtime.solo import solo_engine
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import absolute
@@ -207,7 +206,7 @@ class _Below:
                 return await _committed(item.path, self._core.storage(url), context, names)
             except CheckpointError as error:
                 state = state_of(error)
-                if state == "damaged" and not item.ours and await _is_foreign(place, item):
+                if state == "damaged" and await is_foreign_prefix(place, item):
                     return None
                 if state != "missing":  # removed meanwhile
                     return Row(path=item.path, state=state, error=explain(error))
@@ -215,10 +214,3 @@ class _Below:
             return None
         nbytes = sum(info.nbytes for info in item.ours)
         return Row(path=item.path, state="no_commit", nbytes=nbytes, num_files=len(item.ours))
-
-
-async def _is_foreign(place: Place, item: FoundObjects) -> bool:
-    """Whether the manifest of a prefix is another program's: the name is a common one."""
-    key = item.prefix + MANIFEST_NAME
-    _, head = await place.requests.run("read", key, lambda: place.store.get(key, 64))
-    return not is_opening(head)

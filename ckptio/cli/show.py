@@ -14,9 +14,11 @@ from ckptio.cli.owed import read_owed
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_metrics, format_nbytes, format_time, pad, visible
 from ckptio.cli.values import short_json
+from ckptio.cli.verdict import judge
 from ckptio.errors import CheckpointError
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.select import make_predicate
+from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,24 +39,28 @@ _NAMELESS = '""'  # a key that is empty
 
 def run(path: str, *, select: Sequence[str], storage_options: Sequence[str], as_json: bool) -> int:
     """Show a checkpoint, and give the exit code."""
-    terminal = Terminal()
+    terminal, name = Terminal(), shown_url(path)
+    config: CheckpointConfig | None = None
     try:
         keep = make_predicate(select) if select else None
-        manifest, owed = _read(path, config_for([path], storage_options))
+        config = config_for([path], storage_options)
+        manifest, owed = _read(path, config)
         entries = list(read_entries(manifest, keep))
     except CheckpointError as error:
         state, problem = state_of(error), explain(error)
+        if config is not None:
+            state, problem = judge(path, error, config)
         if as_json:
-            terminal.json({**_blank(path), "state": state, "error": problem})
-        terminal.message(f"{path}: {problem}")
+            terminal.json({**_blank(name), "state": state, "error": problem})
+        terminal.message(f"{name}: {problem}")
         return exit_code([state])
     no_name = f"no name matches {' '.join(select)}" if keep is not None and not entries else None
     if as_json:
-        terminal.json({**_document(path, manifest, entries, owed), "error": no_name})
+        terminal.json({**_document(name, manifest, entries, owed), "error": no_name})
     elif no_name is None:
-        terminal.lines(layout(path, manifest, entries, terminal.width, owed))
+        terminal.lines(layout(name, manifest, entries, terminal.width, owed))
     if no_name is not None:
-        terminal.message(f"{path}: {no_name}")
+        terminal.message(f"{name}: {no_name}")
         return FAILED
     return exit_code(["committed"])
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.cli.config import config_for
-from ckptio.cli.outcome import FAILED, exit_code, explain, state_of
+from ckptio.cli.outcome import FAILED, exit_code
 from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, fold, format_nbytes, visible
+from ckptio.cli.verdict import judge
 from ckptio.errors import CheckpointError, ConfigError
 from ckptio.events import ReadProgressed
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.keys import shown_url
 from ckptio.sync import Engine
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from ckptio.cli.outcome import State
     from ckptio.cli.terminal import Advance
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.verify import VerifyReport
     from ckptio.errors import CorruptionError
     from ckptio.events import Event
@@ -55,8 +58,8 @@ def run(
     results = []
     with Engine(config, observer=meter, ranks="solo") as engine:
         for path in paths:
-            with terminal.progress(path, in_bytes=True) as meter.advance:
-                result = _verify(engine, path, compare_copies=compare_copies)
+            with terminal.progress(shown_url(path), in_bytes=True) as meter.advance:
+                result = _verify(engine, path, config, compare_copies=compare_copies)
             results.append(result)
             if not as_json:
                 _print(result, terminal)
@@ -65,15 +68,15 @@ def run(
     return exit_code(result["state"] for result in results)
 
 
-def _verify(engine: Engine, path: str, *, compare_copies: bool) -> Json:
+def _verify(engine: Engine, path: str, config: CheckpointConfig, *, compare_copies: bool) -> Json:
     """Verify one checkpoint, and give its object of the JSON document."""
     try:
         report = engine.verify(path, compare_copies=compare_copies)
     except CheckpointError as error:
-        state = state_of(error)
+        state, problem = judge(path, error, config)
         if state == "damaged" and _has_no_checksums(engine, path):
             state = "unreadable"
-        return _failed(path, error, state)
+        return _failed(path, problem, state)
     return _found(path, report)
 
 
@@ -85,30 +88,30 @@ def _has_no_checksums(engine: Engine, path: str) -> bool:
         return False
 
 
-def _failed(path: str, error: CheckpointError, state: State) -> Json:
+def _failed(path: str, problem: str, state: State) -> Json:
     """Describe a checkpoint of which nothing could be read but perhaps a bad manifest."""
     damage: Json = {
         "file": MANIFEST_NAME,
         "start": None,
         "stop": None,
-        "problem": explain(error),
+        "problem": problem,
         "tensors": [],
     }
     return {
-        "path": path,
+        "path": shown_url(path),
         "state": state,
         "save_id": None,
         "num_files": None,
         "nbytes": None,
         "damage": [damage] if state == "damaged" else [],
-        "error": explain(error),
+        "error": problem,
     }
 
 
 def _found(path: str, report: VerifyReport) -> Json:
     """Describe a checkpoint that was read."""
     return {
-        "path": path,
+        "path": shown_url(path),
         "state": "whole" if report.is_whole else "damaged",
         "save_id": report.save_id,
         "num_files": report.num_files,

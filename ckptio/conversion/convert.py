@@ -17,6 +17,7 @@ from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.runtime.solo import solo_engine
+from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -222,8 +223,8 @@ def _target_of(path: PathLike, to: Format) -> str:
     url = remote_url(path)
     if url is not None and to != "ckptio":
         raise ConfigError(
-            f"to={to!r} writes to local and mounted file systems alone, not to {url!r}; convert to"
-            " a local path and copy what is there"
+            f"to={to!r} writes to local and mounted file systems alone, not to {shown_url(url)!r};"
+            " convert to a local path and copy what is there"
         )
     return local_path(path) if url is None else url
 

@@ -109,8 +109,8 @@ def _write(
     index = _index_of(shards, names) if len(shards) > 1 else None
     has_index = index is not None and _read(f"{path}/{_INDEX}") == index
     others = _others(path, {*names, _INDEX} if has_index else {*names})
-    if others and not overwrite:
-        raise CheckpointExistsError(f"{path}/{others[0]}")
+    if not overwrite:
+        _require_free(path, shards, names, others)
     written = [
         write_shard(
             source,
@@ -142,6 +142,30 @@ def _write(
     sync_kept(path, config)  # of one file, its removal is the step; others may be kept
     _sweep(path)
     return written
+
+
+def _require_free(
+    path: str, shards: Sequence[Shard], names: Sequence[str], others: Sequence[str]
+) -> None:
+    """Refuse to replace what is there, and say whether anybody would read it.
+
+    Raises:
+        CheckpointExistsError: There are files of another conversion.
+    """
+    if any(os.path.lexists(f"{path}/{name}") for name in (_INDEX, _SINGLE)):
+        if others:
+            raise CheckpointExistsError(f"{path}/{others[0]}")
+        return  # each file is looked at before it is written
+    for name, shard in zip(names, shards, strict=True):
+        if os.path.lexists(f"{path}/{name}") and not is_there(f"{path}/{name}", shard):
+            others = [name, *others]
+            break
+    if others:
+        raise CheckpointExistsError(
+            f"{path}/{others[0]}",
+            "pass overwrite=True to replace them",
+            "files of another checkpoint, which was not written to its end, are here",
+        )
 
 
 @contextlib.contextmanager

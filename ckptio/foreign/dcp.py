@@ -33,6 +33,7 @@ from ckptio.foreign.rules import (
     number_of,
     numbered,
     outline_of,
+    read_as,
     under,
 )
 from ckptio.format.encode import TAG
@@ -88,7 +89,7 @@ class DcpReader:
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        return self._folder.version(METADATA), self._allowed
+        return read_as(self._folder.version(METADATA), self._order), self._allowed
 
     @functools.cached_property
     def _allowed(self) -> Hashable:
@@ -120,7 +121,7 @@ class DcpReader:
 
     def manifest(self) -> Manifest:
         """Read the metadata, and the values that are no tensors."""
-        version = self._folder.version(METADATA)
+        version = read_as(self._folder.version(METADATA), self._order)
         status = self._folder.status(METADATA)
         contents = self._contents
         try:
@@ -141,6 +142,7 @@ class DcpReader:
                     encode_places(nest({fqn: state[fqn] for fqn in contents.names}, contents.paths))
                 ),
                 beside=self._beside(),
+                seen=self._folder.seen(),
             )
         except CorruptionError:
             raise

@@ -117,6 +117,13 @@ class Folder(abc.ABC):
         status = self.status(name)
         return (name, None) if status is None else (name, *status.version)
 
+    def seen(self) -> dict[str, str]:
+        """Say of files that were looked at what tells them from others, on all hosts alike.
+
+        Nothing by default: a path may lead elsewhere on each host, and so may a device's number.
+        """
+        return {}
+
     def read_small(self, name: str, limit: int, what: str) -> bytes:
         """Read a whole file that may have `limit` bytes.
 
@@ -182,7 +189,8 @@ class LocalFolder(Folder):
         """List the directory, or the first part of a large one; see `Folder`."""
         with contextlib.suppress(OSError), os.scandir(self.root) as entries:
             first = itertools.islice(entries, _MAX_LOOKED_AT)
-            return sorted(entry.name for entry in first if pattern.fullmatch(entry.name))
+            found = [entry for entry in first if pattern.fullmatch(entry.name)]
+            return sorted(entry.name for entry in found if entry.is_file())
         return []
 
     def _require_same(self, name: str, status: os.stat_result) -> None:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ckptio.storage.streams import AwaitedSource, Source
 
 
-#: Member of a manifest's metadata: what lies beside a checkpoint, by name, and a line on each.
-_BESIDE = "beside"
+#: Members of a manifest's metadata: what lies beside a checkpoint, by name, and a line on each;
+#: and what tells its files from others, by name, where that is the same on all hosts.
+_BESIDE, _SEEN = "beside", "seen"
 
 
 class ForeignReader(Protocol):
@@ -108,6 +109,7 @@ def make_manifest(
     tensors: Sequence[TensorEntry],
     tree: Any,
     beside: Mapping[str, str] | None = None,
+    seen: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Put a manifest without checksums together, and check it as strictly as our own.
 
@@ -120,6 +122,7 @@ def make_manifest(
         tensors: The tensors; chunks refer to `files`.
         tree: The state, JSON-ready.
         beside: What lies beside it and is no part of the state, by name, and a line on each.
+        seen: What `Folder.seen` gave.
 
     Raises:
         FormatError: Chunks overlap, do not fill their tensors or lie outside of their files.
@@ -136,7 +139,7 @@ def make_manifest(
         files=tuple(FileEntry(name, nbytes, b"") for name, nbytes in files),
         tensors=tuple(tensors),
         tree=msgspec.Raw(msgspec.json.encode(tree)),
-        metadata={_BESIDE: dict(beside)} if beside else {},
+        metadata={name: dict(found) for name, found in ((_BESIDE, beside), (_SEEN, seen)) if found},
     )
     check_tensors(manifest)
     return manifest
@@ -146,6 +149,12 @@ def notes_of(manifest: Manifest) -> tuple[str, ...]:
     """Say what lies beside a foreign checkpoint and is no part of its state, a line each."""
     beside = manifest.metadata.get(_BESIDE) if manifest.is_foreign else None
     return tuple(map(str, beside.values())) if isinstance(beside, dict) else ()
+
+
+def seen_in(manifest: Manifest) -> Mapping[str, str]:
+    """Give what tells the files of a foreign checkpoint from others, of those that are known."""
+    seen = manifest.metadata.get(_SEEN) if manifest.is_foreign else None
+    return {str(n): str(told) for n, told in seen.items()} if isinstance(seen, dict) else {}
 
 
 def at(path: str, error: CheckpointError) -> FormatError:

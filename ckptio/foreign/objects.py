@@ -23,7 +23,7 @@ from ckptio.storage.store import ConditionFailedError, ObjectMissingError, may_b
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptio.foreign.bridge import Bridge
     from ckptio.storage.requests import Requests
@@ -67,6 +67,7 @@ class ObjectFolder(Folder):
         self._requests = requests
         self._bridge = bridge
         self._seen: dict[str, Status | None] = {}
+        self._expected: Mapping[str, str] = {}
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
 
@@ -75,7 +76,36 @@ class ObjectFolder(Folder):
         self.join(name)
         if name not in self._seen:
             self._seen[name] = self._bridge.wait(self._look_at(name))
+            self._require_expected(name)
         return self._seen[name]
+
+    def seen(self) -> dict[str, str]:
+        """Give what tells the objects apart that were looked at; see `Folder`."""
+        looks = list(self._seen.items())
+        return {name: _told(status) for name, status in looks if status is not None}
+
+    def expect(self, seen: Mapping[str, str]) -> None:
+        """Take only the objects that were seen by who made a manifest, as `seen` gave it there.
+
+        That was long ago where it is taken on trust, and on another rank it was by another URL,
+        if they differ in the query alone.
+
+        Raises:
+            CheckpointChangedError: Another one was seen here.
+        """
+        self._expected = seen
+        for name in list(self._seen):
+            self._require_expected(name)
+
+    def _require_expected(self, name: str) -> None:
+        status, expected = self._seen[name], self._expected.get(name)
+        if status is None or expected is None or may_be_same(_told(status), expected):
+            return
+        raise CheckpointChangedError(
+            self.join(name),
+            "another file is there than the one of which the manifest was made, here or on rank 0"
+            " (by a URL with another query?)",
+        )
 
     async def _look_at(self, name: str) -> Status | None:
         key = self._key(name)
@@ -163,6 +193,11 @@ class ObjectFolder(Folder):
 
     def _key(self, name: str) -> str:
         return f"{self._start}{name}{self._query}"
+
+
+def _told(status: Status) -> str:
+    """Give what tells an object from others: its etag, if there is one."""
+    return str(status.version[0]) or f"{status.nbytes}-{status.modified_s!r}"
 
 
 class AwaitedPart(AwaitedSource):

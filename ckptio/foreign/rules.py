@@ -7,7 +7,8 @@ is told, since some version, for a thread (`set_default_load_endianness`): files
 threads of ours, so the caller's word is taken where the caller is, and carried there.
 
 So a manifest that was made under one rule is none for who reads under another, though nobody
-wrote to the file: `allowed` is a part of the version by which a manifest is kept. It may still
+wrote to the file: both are a part of the version by which a manifest is kept, and the order is one
+of the identity by which a conversion knows what it wrote before. What is allowed may still
 change between one look and the next, and other ranks may have other rules. So the name that a
 tensor has in the manifest ends with a sum of all that was made (`outline_of`), and who opens it
 compares that with what was made there. Rejected: to go by the number of a tensor alone, which
@@ -65,6 +66,14 @@ def is_big(order: Any) -> bool:
     """Whether elements have to be turned around, by what `byte_order` gave."""
     name = getattr(order, "name", "LITTLE")
     return (sys.byteorder if name == "NATIVE" else name.lower()) == "big"
+
+
+def read_as(version: Hashable, order: Any) -> Hashable:
+    """Add to the version of files that may not say their byte order how they are read.
+
+    Equal to the version where nothing was said: what is named after it keeps its name.
+    """
+    return (version, "big") if is_big(order) else version
 
 
 @contextlib.contextmanager

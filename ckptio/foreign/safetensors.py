@@ -102,6 +102,8 @@ class SafetensorsReader:
                     )
                 homes[tensor.name] = name
                 file, first = whole, start + tensor.start
+                if not (tensor.nbytes or tensor.unknown):
+                    first = 0  # of nothing, so that no range stands for it and for another
                 # no rule of the format forbids it
                 is_odd = bool(first % DTYPES[tensor.dtype].itemsize)
                 if is_odd or tensor.unknown:
@@ -123,6 +125,7 @@ class SafetensorsReader:
                 tensors=tensors,
                 tree=encode_places(state),
                 beside=beside,
+                seen=self._folder.seen(),
             )
         except FormatError as error:
             raise at(self._folder.join(self._index or next(iter(self._names))), error) from None

@@ -1,39 +1,32 @@
 """A place that may hold a checkpoint of ours, or one that another program wrote.
 
 Ours is looked for first and costs nothing more; where there is none, what is there is
-recognised by its names and its first bytes.
+recognised, see `recognise`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import re
-import stat
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptio._aio import run_blocking
-from ckptio.errors import CheckpointNotFoundError, UnknownFormatError
-from ckptio.foreign.archive import ZIP
+from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatError
 from ckptio.foreign.bridge import Bridge
-from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
+from ckptio.foreign.recognise import UrlPlaces, find_reader, is_no
 from ckptio.foreign.rules import byte_order
-from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
-from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.blocks import storage_error
-from ckptio.storage.fsspec_answers import AZURE, GOOGLE
+from ckptio.storage.fsspec_answers import AZURE, GOOGLE, WEB
 from ckptio.storage.keys import split_query
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
-    from ckptio.foreign.folder import Folder
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
     from ckptio.storage.interface import Attempt, Note, Storage
@@ -43,29 +36,8 @@ T = TypeVar("T")
 
 #: Where the first part of a key is a bucket.
 _BUCKETED = GOOGLE + AZURE
-#: What libraries of models called their files before they wrote safetensors.
-_INDEX_SUFFIX = ".bin.index.json"
-_TORCH_FILES = (
-    "pytorch_model.bin",
-    f"pytorch_model{_INDEX_SUFFIX}",
-    "diffusion_pytorch_model.bin",
-    "adapter_model.bin",
-)
-#: What DCP's writer for them calls a part that a rank wrote.
-_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
-#: Other files of tensors. `model-00001-of-00002.safetensors` is not looked for: without an index it
-#: is of a checkpoint that was not finished, and is none; nor is a data file of ours, for the same.
-_WEIGHTS = re.compile(
-    r"(?!\.|data-[0-9a-f]+-\d+-\d+\.safetensors|.*-\d+-of-\d+\.safetensors).+\.safetensors"
-)
 #: Requests of one load that its threads wait for at a time.
 _MAX_THREADS = 16
-#: How `torch.save` began before it wrote zip files: a pickled magic number, of any protocol that is
-#: not text; from the fourth on in a frame, which torch does not read, and says so.
-_OLD_TORCH = re.compile(
-    rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
-)
-_HEAD_NBYTES = 32
 
 
 class _Other(NamedTuple):
@@ -90,6 +62,8 @@ class AnyStorage:
         self._bridge = Bridge(min(config.max_requests, _MAX_THREADS))
         self._byte_order = byte_order()  # as it was said where this is made: by the caller
         self._reader: ForeignReader | None = None
+        self._folder: ObjectFolder | None = None
+        self._seen: Mapping[str, str] = {}
         self._is_known = False
 
     @property
@@ -132,22 +106,29 @@ class AnyStorage:
         Raises:
             CheckpointNotFoundError: There is neither.
             UnknownFormatError: There is something else.
+            StorageError: Nobody says what there is.
         """
         is_queried = bool(split_query(self._inner.path)[1])
-        unknown: UnknownFormatError | None = None
         if is_queried:
             try:
                 reader = await self._recognise()
-            except UnknownFormatError as error:
-                unknown = error
-            else:
-                if reader is not None:
-                    return _Other(reader)
+            except (UnknownFormatError, StorageError) as error:
+                if isinstance(error, StorageError) and not is_no(error):
+                    raise
+                try:  # it may be a directory's
+                    found = await ask()
+                except StorageError as other:
+                    if not is_no(other):
+                        raise
+                else:
+                    self._is_ours()
+                    return found
+                raise
+            if reader is not None:
+                return _Other(reader)
         try:
             found = await ask()
         except CheckpointNotFoundError:
-            if unknown is not None:
-                raise unknown from None
             reader = None if is_queried else await self._recognise()
             if reader is None:
                 raise
@@ -156,7 +137,8 @@ class AnyStorage:
         return found
 
     def recall(self, manifest: Manifest) -> None:
-        """Be told whose checkpoint it is, so that nobody has to look."""
+        """Be told whose checkpoint it is, so that nobody has to look; and by which files, if so."""
+        self._seen = seen_in(manifest)
         if not manifest.is_foreign:
             self._is_ours()
 
@@ -165,6 +147,8 @@ class AnyStorage:
         reader = await self._recognised()
         if reader is None:
             return await self._inner.sizes(names)
+        if self._folder is not None:
+            self._folder.expect(self._seen)
         return await self._run(lambda: reader.sizes(names))
 
     async def open(self, name: str, nbytes: int) -> Source | AwaitedSource:
@@ -224,21 +208,23 @@ class AnyStorage:
     async def _recognise(self) -> ForeignReader | None:
         """Look what is there that is not ours."""
         if isinstance(self._inner, ObjectStorage):
-            find = await self._find_in_store(self._inner)
+            url = await self._places_of(self._inner)
+            self._reader, self._folder = await self._run(url.find)
         else:
             find = functools.partial(
                 find_reader, self._inner.path, self._config.block_nbytes, self._byte_order
             )
-        self._reader = await self._run(find)
+            self._reader = await self._run(find)
         self._is_known = True
         return self._reader
 
-    async def _find_in_store(self, inner: ObjectStorage) -> Callable[[], ForeignReader | None]:
-        """Give what looks for an object, or for several under a prefix."""
+    async def _places_of(self, inner: ObjectStorage) -> UrlPlaces:
+        """Say where what a URL names may lie."""
         store, requests, prefix = await inner.reach()
         (key, query), (url, _) = split_query(prefix), split_query(inner.path)
         above, slash, name = key.rpartition("/")
-        is_bucket = not slash and url.partition("://")[0] in _BUCKETED
+        protocol = url.partition("://")[0]
+        is_bucket, is_web = not slash and protocol in _BUCKETED, protocol in WEB
 
         def folder(root: str, start: str, query: str) -> ObjectFolder:
             return ObjectFolder(root, start, store, requests, self._bridge, query)
@@ -248,17 +234,14 @@ class AnyStorage:
             beside = folder(above_of(url), above + slash, query)
         below = folder(url, f"{key}/" if key else "", query.lstrip("/"))
 
-        def find() -> ForeignReader | None:
-            nbytes, order = self._config.block_nbytes, self._byte_order
-            status = None if beside is None else beside.status(name)
-            found = None
-            if status is None or not status.nbytes:  # some tools mark a directory by such an object
-                found = _find_in_folder(below, nbytes, order)
-            if found is None and beside is not None and status is not None:
-                found = _find_in_file(beside, name, nbytes, order)
-            return found
-
-        return find
+        return UrlPlaces(
+            below=below,
+            beside=beside,
+            name=name,
+            is_web=is_web,
+            block_nbytes=self._config.block_nbytes,
+            order=self._byte_order,
+        )
 
     async def _run(self, function: Callable[[], T]) -> T:
         """Call what blocks, on a thread that may wait for the loop if it has to."""
@@ -274,114 +257,3 @@ def above_of(url: str) -> str:
     """
     above = url.rpartition("/")[0]
     return f"{above}/" if above.endswith("/") else above
-
-
-def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:
-    """Recognise what is at a path. Blocks.
-
-    Args:
-        path: It.
-        block_nbytes: The unit in which it is read.
-        order: What `rules.byte_order` gave to the caller.
-
-    Returns:
-        What reads it; `None` if it is nothing that is known.
-
-    Raises:
-        FormatError: It is known, and not what it should be.
-        StorageError: It cannot be read.
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise storage_error(error, path, "cannot stat it") from error
-    if stat.S_ISDIR(mode):
-        return _find_in_folder(LocalFolder(path), block_nbytes, order)
-    if stat.S_ISREG(mode):
-        folder = LocalFolder(os.path.dirname(path))
-        return _find_in_file(folder, os.path.basename(path), block_nbytes, order)
-    return None
-
-
-def _find_in_folder(folder: Folder, block_nbytes: int, order: Any) -> ForeignReader | None:
-    """Recognise a directory."""
-    if folder.status(".metadata") is not None:
-        from ckptio.foreign.dcp import DcpReader  # noqa: PLC0415  # where there is one
-
-        return DcpReader(folder, block_nbytes, order)
-    for stem in STEMS:
-        index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
-        if folder.status(single) is not None:  # first, as in Hugging Face's libraries
-            return SafetensorsReader(folder, [single], block_nbytes=block_nbytes)
-        if folder.status(index) is not None:
-            return read_index(folder, index, block_nbytes)
-    _require_nothing_known(folder)
-    return None
-
-
-def _require_nothing_known(folder: Folder) -> None:
-    """Refuse a directory with files that are read one by one, or not at all.
-
-    It is not "not there", after which a run would begin anew.
-
-    Raises:
-        UnknownFormatError: There is one. It says what to give.
-    """
-    for name, status in zip(_TORCH_FILES, folder.each(folder.status, _TORCH_FILES), strict=True):
-        if status is not None:
-            raise UnknownFormatError(_of_torch(folder, name))
-    if shards := folder.matching(_SHARD):
-        raise UnknownFormatError(
-            f"{folder.root!r} has parts of tensors as ranks of torch.distributed.checkpoint wrote"
-            f" them ({shards[0]!r}), and no index; have it consolidate them"
-            " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
-        )
-    if files := folder.matching(_WEIGHTS):
-        raise UnknownFormatError(
-            f"{folder.root!r} has {files[0]!r}, which is not what a checkpoint's only file, or its"
-            " index, is called; give the file's own path"
-        )
-
-
-def _of_torch(folder: Folder, name: str) -> str:
-    """Say what to do with what libraries of models wrote with torch.save."""
-    if name.endswith(_INDEX_SUFFIX):
-        return (
-            f"{folder.join(name)!r} is an index of files that torch.save wrote; load each of them"
-            " by its own path, or write safetensors files (safe_serialization=True)"
-        )
-    return f"{folder.root!r} has {name!r}, which torch.save wrote; give its own path"
-
-
-def _find_in_file(folder: Folder, name: str, block_nbytes: int, order: Any) -> ForeignReader:
-    """Recognise a file.
-
-    Raises:
-        UnknownFormatError: It is of no known format: it is not "not there", after which a run would
-            begin anew.
-    """
-    head = folder.read(name, 0, _HEAD_NBYTES)
-    if not head:
-        raise UnknownFormatError(f"{folder.join(name)!r} is empty: nothing was written to it")
-    if name.endswith(".safetensors.index.json"):
-        return read_index(folder, name, block_nbytes)
-    if head.startswith(ZIP) or _OLD_TORCH.match(head):
-        from ckptio.foreign.torchsave import TorchSaveReader  # noqa: PLC0415  # imports torch
-
-        return TorchSaveReader(folder, name, block_nbytes, order)
-    # a header is an object, and only its length stands before it
-    if name.endswith(".safetensors") or head[8:9] == b"{":
-        return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)
-    if name.endswith(_INDEX_SUFFIX):
-        raise UnknownFormatError(_of_torch(folder, name))
-    folder.require_no_pointer(name)
-    if name == MANIFEST_NAME:
-        raise UnknownFormatError(
-            f"{name!r} is a checkpoint's manifest: give the directory that it is in"
-        )
-    raise UnknownFormatError(
-        f"{name!r} is a file of no known format: it begins with {head[:8]!r}, and neither files of"
-        " torch.save nor safetensors files do"
-    )

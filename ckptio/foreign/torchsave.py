@@ -50,7 +50,7 @@ from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, 
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
-from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, under
+from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, read_as, under
 from ckptio.foreign.scan import Scanned, scan_pickle, together
 from ckptio.foreign.standins import (
     Taken,
@@ -120,7 +120,7 @@ class TorchSaveReader:
     @property
     def version(self) -> Hashable:
         """See `interface.ForeignReader`."""
-        return self._folder.version(self._name), self._allowed
+        return read_as(self._folder.version(self._name), self._order), self._allowed
 
     @functools.cached_property
     def _allowed(self) -> Hashable:
@@ -196,7 +196,7 @@ class TorchSaveReader:
 
     def manifest(self) -> Manifest:
         """Take the state apart."""
-        version = self._folder.version(self._name)
+        version = read_as(self._folder.version(self._name), self._order)
         status = self._folder.status(self._name)
         flat = self._flat
         files: list[tuple[str, int]] = []
@@ -211,6 +211,7 @@ class TorchSaveReader:
             files=files,
             tensors=tensors,
             tree=tree.node,
+            seen=self._folder.seen(),
         )
 
     @contextlib.contextmanager

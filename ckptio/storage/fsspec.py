@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from ftplib import error_perm
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
@@ -34,7 +35,7 @@ from ckptio.storage.fsspec_answers import (
 from ckptio.storage.fsspec_bucket import BucketLook
 from ckptio.storage.fsspec_reading import FsspecReader
 from ckptio.storage.fsspec_upload import FsspecUpload
-from ckptio.storage.keys import split_query
+from ckptio.storage.keys import shown_url, split_query
 from ckptio.storage.options import problem_with
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -83,10 +84,10 @@ class FsspecBackend:
         try:
             prefix, query = split_query(str(kind._strip_protocol(url)))  # noqa: SLF001  # fsspec's public practice
         except (ValueError, TypeError, NotImplementedError):
-            raise ConfigError(f"{url!r} is no path of {self._protocol}://") from None
+            raise ConfigError(f"{shown_url(url)!r} is no path of {self._protocol}://") from None
         prefix = prefix.rstrip("/") + query
         if not prefix.strip("/"):
-            raise ConfigError(f"{url!r} has to name a place in the store, not all of it")
+            raise ConfigError(f"{shown_url(url)!r} has to name a place in the store, not all of it")
         own = _with_host(kind, url, options)
         return f"{self._protocol}-{tokenize(self._protocol, own)}", prefix
 
@@ -141,15 +142,16 @@ def _with_host(kind: Any, url: str, options: Mapping[str, Any]) -> dict[str, Any
         found: dict[str, Any] = dict(kind._get_kwargs_from_urls(host))  # noqa: SLF001  # fsspec's public practice
         whole: dict[str, Any] = dict(kind._get_kwargs_from_urls(url))  # noqa: SLF001  # as above
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{url!r} is no URL of {protocol}://") from None
+        raise ConfigError(f"{shown_url(url)!r} is no URL of {protocol}://") from None
     for name, value in found.items():
         if options.get(name) is not None and str(options[name]) != str(value):
             raise ConfigError(
-                f"{url!r} and the storage_options given have another {name!r} each; leave one out"
+                f"{shown_url(url)!r} and the storage_options given have another {name!r} each;"
+                " leave one out"
             )
     if more := sorted(whole.keys() - found.keys() - _IN_KEYS):
         raise ConfigError(
-            f"{url!r} has {', '.join(more)} behind the host; pass it in storage_options"
+            f"{shown_url(url)!r} has {', '.join(more)} behind the host; pass it in storage_options"
         )
     return {**options, **found}
 
@@ -278,6 +280,14 @@ class FsspecStore:
 
         return await self.call(key, put)
 
+    def _is_there(self, key: str) -> bool:
+        """Whether there is an object, or nobody says."""
+        try:
+            self._reader.head(key)
+        except FileNotFoundError as error:
+            return reason_of(error) is not None
+        return True
+
     def _require_absent(self, key: str) -> None:
         """Look for an object before it is created; `exists` takes every failure for a no."""
         try:
@@ -339,21 +349,28 @@ class FsspecStore:
 
         def delete() -> None:
             for key in keys:
-                try:
-                    self.fs.rm_file(key)
-                except NotADirectoryError:
-                    continue
-                except FileNotFoundError as error:
-                    if reason_of(error) is not None:
-                        raise
+                self._remove(key)
             if self._is_local or self._protocol in _WITH_DIRS:
                 for parent in {self.fs._parent(key) for key in keys}:  # noqa: SLF001  # as above
-                    with contextlib.suppress(OSError):  # it holds something
+                    with contextlib.suppress(OSError, error_perm):  # it holds something
                         self.fs.rmdir(parent)
 
         for key in keys:
             await self.settled(key)
         await self.call(keys[0] if keys else "", delete)
+
+    def _remove(self, key: str) -> None:
+        """Remove an object, unless it is gone."""
+        try:
+            self.fs.rm_file(key)
+        except NotADirectoryError:
+            pass
+        except FileNotFoundError as error:
+            if reason_of(error) is not None:
+                raise
+        except error_perm:  # FTP has one word for what is missing and for what is refused
+            if self._is_there(key):
+                raise
 
     async def close(self) -> None:
         """Let the threads end, when they do."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 #: Protocols.
 GOOGLE = ("gs", "gcs")
 AZURE = ("az", "abfs", "abfss", "adl")
+WEB = ("http", "https")
 #: Names of what tells contents apart, and of times, in small letters and without what joins
 #: words; the first one counts. Not of what changes by itself: when it was read, how often.
 _ETAGS = (

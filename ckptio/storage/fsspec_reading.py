@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ckptio.storage.fsspec_answers import info_of, reason_of
+from ckptio.storage.fsspec_answers import WEB, info_of, reason_of
 from ckptio.storage.keys import split_query
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -24,7 +24,6 @@ from ckptio.storage.store import (
 if TYPE_CHECKING:
     from ckptio.storage.fsspec_bucket import BucketLook
 
-_WEB = ("http", "https")
 _NO_RANGES = (
     "the server sends no ranges of a file, only all of it; have it served by one that does, or"
     " download it first"
@@ -42,7 +41,7 @@ class FsspecReader:
 
     def __init__(self, fs: Any, protocol: str, bucket: BucketLook) -> None:
         self._fs = fs
-        self._is_web = protocol in _WEB
+        self._is_web = protocol in WEB
         self._bucket = bucket
 
     def head(self, key: str) -> ObjectInfo:

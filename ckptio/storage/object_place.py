@@ -23,7 +23,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
-from ckptio.storage.keys import join_key
+from ckptio.storage.keys import join_key, split_query
 from ckptio.storage.object_commit import read_commit
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, may_be_same
 
@@ -352,8 +352,8 @@ class ObjectPlace:
 
 
 def name_of(key: str) -> str:
-    """Give the last part of a key."""
-    return key.rpartition("/")[2]
+    """Give the last part of a key, as it may be shown."""
+    return split_query(key)[0].rpartition("/")[2]
 
 
 def owner_of(key: str) -> str:

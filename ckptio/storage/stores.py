@@ -98,9 +98,11 @@ class Stores:
         Raises:
             ConfigError: There is no way to it.
         """
-        protocol, _, rest = url.partition("://")
+        protocol, _, rest = split_query(url)[0].partition("://")
         if not rest:
-            raise ConfigError(f"{url!r} names no bucket, or what a store has instead of one")
+            raise ConfigError(
+                f"{shown_url(url)!r} names no bucket, or what a store has instead of one"
+            )
         if ":" in rest.partition("/")[0].rpartition("@")[0]:  # not shown
             raise ConfigError("a URL must not hold a password; pass it in storage_options")
         options = options_for(self._config.storage_options, protocol)
@@ -201,11 +203,13 @@ class OpenStore:
                     self._url, self._options, self._config, self._executor
                 )
         except StoreError as error:
-            raise StorageError(f"cannot open it: {error.problem}", path=self._url) from error
+            raise StorageError(
+                f"cannot open it: {error.problem}", path=shown_url(self._url)
+            ) from error
         except TimeoutError as error:
             raise StorageError(
                 f"cannot open it: no answer within {timeout_s:g} s",
-                path=self._url,
+                path=shown_url(self._url),
                 code=errno.ETIMEDOUT,
             ) from error
 

@@ -61,6 +61,36 @@ def test_convert_tells_wrong_usage_from_damage(
     assert list(load_file(target)) == ["x"]
 
 
+def test_convert_says_of_which_place_an_error_is(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what is written as of what is read, also in the document."""
+    (tmp_path / "file").touch()
+    target = str(tmp_path / "file" / "x.safetensors")
+    argv = ["convert", str(ckpt), target, "--to=safetensors", "--strip=model"]
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"ckptio: {target}: cannot make its directory")
+    assert run_json(capsys, *argv)[1]["error"].startswith(f"{target}: cannot make its")
+    argv[1] = str(tmp_path / "nowhere")
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"ckptio: {argv[1]}: there is nothing here")
+
+
+def test_options_are_called_what_they_are_here(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not what they are called in Python."""
+    main(["convert", str(ckpt), str(tmp_path / "x"), "--to=safetensors"])
+    said = capsys.readouterr().err
+    assert "; --strip takes" in said
+    assert "--select what" in said
+    assert "--drop-values the" in said
+    main(["convert", str(ckpt), "s3://bucket/x", "--to=hf"])
+    assert "--to hf writes to local" in capsys.readouterr().err
+    main(["convert", str(ckpt), str(tmp_path / "x"), "--to=dcp", "--max-shard-nbytes=4"])
+    assert "--max-shard-nbytes has no effect with --to dcp" in capsys.readouterr().err
+
+
 def test_convert_fits_a_narrow_terminal(tmp_path: Path) -> None:
     """No line is wider but for what cannot be cut, and no progress is left."""
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import subprocess
@@ -10,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import fsspec
+import fsspec.asyn
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from ckptio.format.note import CopyNote, encode_note
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.cli.rig import make_state, run_json
 from tests.rig import SMALL, assert_same
+from tests.storage.web import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +31,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("no_leaks")
 NAMES = [f"step-{step:08d}" for step in range(1, 5)]
 OLD_S = 10_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fsspec_loop() -> None:
+    """Begin the thread of fsspec, which stays."""
+    fsspec.asyn.get_loop()
 
 
 @pytest.fixture
@@ -264,3 +273,26 @@ def test_a_package_that_is_missing_is_said_in_words(argv: list[str]) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "pip install ckptio[s3]" in json.dumps(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["show", "verify", "ls", "diff URL", "convert TARGET --to=hf", "doctor", "prune --keep-last=1"],
+)
+def test_a_signature_is_not_said(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in the text nor in the document; whatever comes of it."""
+    pytest.importorskip("aiohttp")
+    sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)
+    with serving() as web:
+        for file in (tmp_path / "c").iterdir():
+            web.put(f"/c/{file.name}", file.read_bytes())
+        for path, how in itertools.product(("none", "c"), ([], ["--json"])):
+            url = f"{web.url}/{path}?signature=abc"
+            name, *more = command.split()
+            given = {"URL": url, "TARGET": str(tmp_path / "x")}
+            main([name, url, *(given.get(option, option) for option in more), *how])
+            said = "".join(capsys.readouterr())
+            assert "abc" not in said
+            assert "?..." in said or path == "c"

@@ -3,8 +3,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 from typing import TYPE_CHECKING
 
+import fsspec
 import torch
 from safetensors.torch import save_file
 
@@ -157,3 +159,21 @@ def test_what_nobody_here_reads_is_not_damaged(
             assert (code, "damaged" in str(document)) == (2, False)
     assert main(["convert", str(tmp_path / "objects.pt"), str(tmp_path / "o"), "--to", "dcp"]) == 2
     assert "more than data" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_program_is_no_damage(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path is wrong, as far as is known; not so where files of ours lie beside it."""
+    data = b'{"short_name": "an app of the web"}'
+    (ckpt.parent / "app").mkdir()
+    (ckpt.parent / "app" / "manifest.json").write_bytes(data)
+    (ckpt / "manifest.json").write_bytes(data)
+    url = f"memory://{secrets.token_hex(8)}"
+    fsspec.filesystem("memory").pipe_file(f"/{url.partition('://')[2]}/app/manifest.json", data)
+    for path, state in ((ckpt.parent / "app", 2), (f"{url}/app", 2), (ckpt, 1)):
+        code, document = run_json(capsys, "verify", str(path))
+        assert code == state == run_json(capsys, "show", str(path))[0]
+        said = document["checkpoints"][0]["error"]
+        assert ("manifest.json is another program's" in said) == (state == 2)
+    fsspec.filesystem("memory").rm(f"/{url.partition('://')[2]}", recursive=True)

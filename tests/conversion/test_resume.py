@@ -338,6 +338,27 @@ def test_a_conversion_to_a_folder_goes_on_wherever_it_was_killed(
     assert len(done) == number > 3
 
 
+@pytest.mark.parametrize("limit", [20_000, 40_000, 1 << 20])
+def test_what_another_conversion_left_in_a_folder_is_not_called_a_checkpoint(
+    limit: int, tmp_path: Path
+) -> None:
+    """Nobody reads it; it is replaced where that is asked for, and not before."""
+    target = tmp_path / "target"
+    for value in (0.0, 1.0):
+        state = {f"w{i}": torch.full((5000,), value) for i in range(4)}
+        sync.save(state, tmp_path / str(value), config=FILES)
+    options: dict[str, Any] = {"to": "hf", "max_shard_nbytes": 20_000, "config": FILES}
+    sync.convert(tmp_path / "0.0", target, **options)
+    (target / "model.safetensors.index.json").unlink()  # it was killed before it wrote that
+    options["max_shard_nbytes"] = limit
+    with pytest.raises(CheckpointExistsError, match=r"not written to its end.*overwrite=True"):
+        sync.convert(tmp_path / "1.0", target, **options)
+    with pytest.raises(CheckpointNotFoundError):
+        sync.load(target, config=FILES)
+    sync.convert(tmp_path / "1.0", target, overwrite=True, **options)
+    assert_same_state(dict(sorted(sync.load(target, config=FILES).items())), state)
+
+
 @pytest.mark.parametrize("to", ["dcp", "hf", "safetensors", "ckptio"])
 def test_two_conversions_to_one_place_do_not_meet(to: Any, tmp_path: Path) -> None:
     """The second is refused, and takes nothing from the first."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 from pathlib import Path
 
+import fsspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptio import sync
+from ckptio.errors import CheckpointChangedError, RankError
 from tests.foreign.golden import GOLDEN, make_sharded
 from tests.foreign.rig import assert_same_state, make_training_state, make_weights
 from tests.groups import end_process_groups
@@ -41,6 +44,15 @@ def main(meeting: str, rank: int, world_size: int) -> None:
         engine.load(over, {"model": target, "epoch": 0})
         engine.save({"model": target, "epoch": 1}, over)  # our files lie beside theirs
         assert engine.load(over, select="epoch") == {"epoch": 1}
+        data = io.BytesIO()
+        torch.save({"w": torch.full((4,), float(rank))}, data)
+        fsspec.filesystem("memory").pipe_file("/own/x.pt", data.getvalue())  # of this process alone
+        try:
+            engine.load("memory://own/x.pt")
+        except (RankError, CheckpointChangedError) as error:
+            assert "another file is there" in str(error), error
+        else:
+            raise AssertionError("ranks loaded one manifest with the bytes of many files")
     end_process_groups()
 
 

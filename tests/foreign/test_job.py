@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 def test_a_job_of_ranks_goes_on_from_what_others_wrote(tmp_path: Path) -> None:
-    """Each rank its blocks, three ranks of what two saved; and they save where it lies."""
+    """Each rank its blocks, three ranks of what two saved; and they save where it lies.
+
+    What is another file on each rank is refused, though all call it the same.
+    """
     ranks = [
         subprocess.Popen(
             [

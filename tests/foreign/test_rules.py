@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
 import zipfile
@@ -14,7 +15,8 @@ import torch
 from torch import serialization
 from torch.serialization import safe_globals
 
-from ckptio import sync
+from ckptio import convert, sync
+from ckptio.conversion.convert import FORMATS
 from ckptio.errors import CheckpointChangedError, FormatError
 from tests.foreign.rig import assert_same_state, save_dcp
 from tests.rig import SMALL, config_with
@@ -22,6 +24,8 @@ from tests.rig import SMALL, config_with
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ckptio.conversion.convert import Format
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -157,3 +161,23 @@ def test_what_is_said_of_files_without_a_byte_order_holds_for_items_of_dcp(tmp_p
         metadata.storage_data[index] = new
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert_same_state(sync.load(folder, config=SMALL), state)
+
+
+@pytest.mark.usefixtures("big")
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_said_of_files_without_a_byte_order_holds_for_conversions(
+    tmp_path: Path, to: Format
+) -> None:
+    """Wherever they run; and one that was made before it was said is not gone on with."""
+    path, said = tmp_path / "big.pt", serialization.get_default_load_endianness()
+    path.write_bytes(turned(tmp_path))
+    asyncio.run(convert(path, tmp_path / "new", to=to, config=SMALL))
+    serialization.set_default_load_endianness(None)
+    sync.convert(path, tmp_path / "again", to=to, config=SMALL)
+    assert sync.load(tmp_path / "new", config=SMALL)["w"].tolist() == [0, 1, 2, 3]
+    assert sync.load(tmp_path / "again", config=SMALL)["w"].tolist() != [0, 1, 2, 3]
+    serialization.set_default_load_endianness(said)
+    report = sync.convert(path, tmp_path / "again", to=to, overwrite=True, config=SMALL)
+    assert not any(file.was_there for file in report.files if not file.name.endswith(".json"))
+    serialization.set_default_load_endianness(None)
+    assert sync.load(tmp_path / "again", config=SMALL)["w"].tolist() == [0, 1, 2, 3]

@@ -164,10 +164,15 @@ def test_a_tensor_of_an_unknown_type_is_left_out_if_nobody_wants_it(tmp_path: Pa
         "a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
         "b": {"dtype": "F4", "shape": [], "data_offsets": [3, 4]},
         "w": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        "none": {"dtype": "F32", "shape": [0], "data_offsets": [3, 3]},
+        "none too": {"dtype": "X9", "shape": [0], "data_offsets": [3, 3]},
     }
     data = b"abcd" + torch.ones(2).numpy().tobytes()
-    path = write(tmp_path / "x.safetensors", header, data)
+    pad = -len(json.dumps(header)) % 8  # so that some lie on odd bytes
+    path = write(tmp_path / "x.safetensors", header, data, pad=pad)
     with sync.Engine(SMALL) as engine:
+        known = {"none": torch.ones(0), "w": torch.ones(2)}
+        assert_same_state(engine.load(path, select=["none", "w"]), known)
         for _ in range(2):  # also by the manifest that the engine keeps
             assert_same_state(engine.load(path, select="w"), {"w": torch.ones(2)})
             for select in (None, "a"):
@@ -317,6 +322,7 @@ def test_what_was_not_finished_is_no_checkpoint(folder: Path, tmp_path: Path) ->
     """Its data files are safetensors files, too; and what has an index, the index makes one."""
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00001-of-00002.safetensors").rename(folder / ".model.safetensors")
+    (folder / "kept.safetensors").mkdir()
     with pytest.raises(CheckpointNotFoundError):
         sync.load(folder, config=SMALL)
     sync.save({"a": torch.ones(3)}, tmp_path / "c", config=SMALL)

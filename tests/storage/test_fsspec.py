@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import fsspec.asyn
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptio import Checkpointer, Engine
 from ckptio._aio import Threads
@@ -618,6 +619,43 @@ def test_what_is_not_found_is_missing_if_nothing_else_was_the_reason(
         setattr(error, name, reason)
         wrapped.__cause__ = error
         assert type(told(error)[0]) is type(told(wrapped)[0]) is expected
+
+
+class Ftp(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Says of everything that it does not do what FTP says."""
+
+    protocol = "ftpish"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def rmdir(self, path: str) -> None:
+        try:
+            super().rmdir(path)
+        except OSError:
+            raise of_ftp("error_perm", f"550 {path}: directory not empty") from None
+
+    def rm_file(self, path: str) -> None:
+        if path.endswith("kept"):
+            raise of_ftp("error_perm", f"550 {path}: permission denied")
+        try:
+            super().rm_file(path)
+        except FileNotFoundError:
+            raise of_ftp("error_perm", f"550 {path}: no such file") from None
+
+
+async def test_what_ftp_does_not_remove_is_told_if_it_is_there() -> None:
+    """A directory with something in it stays; what is gone was to go."""
+    store = FsspecStore(Ftp(), "ftp", 1)
+    for name in ("a", "b", "kept"):
+        await store.put(f"/top/run/{name}", b"x")
+    await store.delete(["/top/run/a", "/top/run/none"])
+    with pytest.raises(RefusedError, match="permission denied"):
+        await store.delete(["/top/run/kept"])
+    assert [info.key for info in await store.list("/top/run/")] == ["/top/run/b", "/top/run/kept"]
+    Ftp.store.pop("/top/run/kept")
+    await store.delete(["/top/run/b"])
+    assert not Ftp().exists("/top/run")
+    await store.close()
 
 
 class Shaky(SyncFileSystem):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import fsspec.asyn
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save as to_file
 
-from ckptio import Checkpointer, Engine
+from ckptio import Checkpointer, Engine, save
 from ckptio.conversion.convert import run_convert
-from ckptio.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from ckptio.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnknownFormatError,
+)
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.fsspec import FsspecStore
 from ckptio.storage.store import ConditionFailedError
@@ -38,7 +45,7 @@ def web() -> Iterator[Web]:
 
 def two_tensors(*, swapped: bool = False) -> bytes:
     """Give a file of two tensors, in either order; of one size."""
-    data = save({"a": torch.zeros(10), "b": torch.ones(10)})
+    data = to_file({"a": torch.zeros(10), "b": torch.ones(10)})
     if not swapped:
         return data
     half = len(data) - 40
@@ -53,6 +60,19 @@ async def test_a_file_that_was_replaced_is_read_anew(web: Web) -> None:
         for second, swapped in enumerate((False, True)):
             web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
             state = await engine.load(f"{web.url}/m.safetensors")
+            assert torch.equal(state["a"], torch.zeros(10))
+            assert torch.equal(state["b"], torch.ones(10))
+
+
+async def test_a_manifest_that_is_kept_is_none_for_another_file(web: Web) -> None:
+    """Of the same size: its bytes would be taken for those of the one before."""
+    async with Engine(config_with(cache_ttl_s=1e6)) as engine:
+        for second, swapped in enumerate((False, True)):
+            web.put("/m.safetensors", two_tensors(swapped=swapped), second=second)
+            if swapped:
+                with pytest.raises(CheckpointChangedError, match="another file"):
+                    await engine.load(f"{web.url}/m.safetensors?id=1")
+            state = await engine.load(f"{web.url}/m.safetensors?id=1")
             assert torch.equal(state["a"], torch.zeros(10))
             assert torch.equal(state["b"], torch.ones(10))
 
@@ -76,7 +96,7 @@ def test_what_was_converted_of_another_file_is_not_whole_already(web: Web, tmp_p
     target = tmp_path / "m.safetensors"
     was_there: list[bool | None] = []
     for second in (0, 0, 1):
-        web.put("/m.safetensors", save({"a": torch.full((9,), second)}), second=second)
+        web.put("/m.safetensors", to_file({"a": torch.full((9,), second)}), second=second)
         try:
             (file,) = run_convert(
                 f"{web.url}/m.safetensors", target, to="safetensors", select=None, strip="",
@@ -141,10 +161,34 @@ async def test_a_file_is_found_on_a_server_that_does_not_say_what_is_missing(web
         assert len(await engine.load(f"{web.url}/m.safetensors")) == 2
 
 
+@pytest.mark.parametrize("query", ["", "?signature=a/b"])
+@pytest.mark.parametrize("directories", ["", "refused", "page", "page without size"])
+async def test_what_a_server_says_of_a_directory_hides_nothing_in_it(
+    web: Web, tmp_path: Path, directories: Literal["", "refused", "page"], query: str
+) -> None:
+    """Neither a checkpoint of ours nor a folder of another library; what is neither is told."""
+    await save({"a": torch.ones(5)}, tmp_path / "ours", config=CONFIG)
+    for file in (tmp_path / "ours").iterdir():
+        web.put(f"/ours/{file.name}", file.read_bytes())
+    web.put("/hub/model.safetensors", two_tensors())
+    web.put("/other/pytorch_model.bin", b"?")
+    web.put("/none/readme", b"?")
+    web.directories = directories
+    async with Engine(CONFIG) as engine:
+        for _ in range(2):
+            assert len(await engine.load(f"{web.url}/ours{query}")) == 1
+            assert len(await engine.load(f"{web.url}/hub{query}")) == 2
+        with pytest.raises(UnknownFormatError, match=r"pytorch_model\.bin"):
+            await engine.load(f"{web.url}/other{query}")
+        with pytest.raises(CheckpointError) as caught:
+            await engine.load(f"{web.url}/none{query}")
+        assert isinstance(caught.value, CheckpointNotFoundError) == (not directories)
+
+
 async def test_a_server_without_ranges_is_told_at_once(web: Web) -> None:
     """Before it has sent all of a file for each of them; from the beginning it is read."""
     web.has_ranges = False
-    web.put("/m.safetensors", save({"a": torch.ones(300_000), "b": torch.ones(10)}))
+    web.put("/m.safetensors", to_file({"a": torch.ones(300_000), "b": torch.ones(10)}))
     async with Engine(config_with(max_retries=2)) as engine:
         with pytest.raises(StorageError, match="the server sends no ranges"):
             await engine.load_slice(f"{web.url}/m.safetensors", "b", slice(0, 1))

@@ -6,6 +6,7 @@ from ckptio._aio import Threads
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.storage.keys import join_key, shown_url, split_query
+from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import remote_url
 from ckptio.storage.stores import Stores
 
@@ -33,6 +34,7 @@ def test_what_a_server_is_asked_is_not_shown() -> None:
     """It may be a signature."""
     assert shown_url("https://h/a?sig=x/y#z") == "https://h/a?..."
     assert shown_url("s3://bucket/a?b") == "s3://bucket/a?b"
+    assert name_of("https://h/a/x?sig=b/c") == "x"
 
 
 def test_slashes_in_a_signature_are_a_part_of_it() -> None:
@@ -48,4 +50,6 @@ def test_nothing_is_below_what_a_server_is_asked() -> None:
     stores = Stores(CheckpointConfig(), threads)
     with pytest.raises(ConfigError, match=r"'http://h/a\?\.\.\.' asks for one thing"):
         stores.below("http://h/a?sig=b")
+    with pytest.raises(ConfigError, match=r"'http://\?\.\.\.' names no bucket"):
+        stores.at("http://?sig=b")
     threads.shutdown()

@@ -6,7 +6,7 @@ import contextlib
 import http.server
 import re
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +21,8 @@ class Web(http.server.ThreadingHTTPServer):
         files: Contents and `Last-Modified` by path.
         status: Of answers about what is not there.
         has_ranges: Whether parts of files are sent; else all of a file for each request.
+        directories: What is said of a directory: nothing that is not said of what is not there,
+            that nobody may look at it, or a page, with its size or without.
         requests: Method and path of each request.
     """
 
@@ -31,6 +33,7 @@ class Web(http.server.ThreadingHTTPServer):
         self.files: dict[str, tuple[bytes, str]] = {}
         self.status = 404
         self.has_ranges = True
+        self.directories: Literal["", "refused", "page", "page without size"] = ""
         self.requests: list[tuple[str, str]] = []
 
     @property
@@ -56,7 +59,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self) -> bytes:
         self.server.requests.append((self.command, self.path))
-        found = self.server.files.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        found = self.server.files.get(path)
+        if found is None and any(f.startswith(f"{path}/") for f in self.server.files):
+            if self.server.directories.startswith("page"):
+                return self.page()
+            if self.server.directories:
+                self.send_error(403)
+                return b""
         if found is None:
             self.send_response(self.server.status)
             self.send_header("Content-Length", "0")
@@ -76,6 +86,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Last-Modified", modified)
         self.end_headers()
         return data
+
+    def page(self) -> bytes:
+        """Begin to give the page of a directory."""
+        page = b"<html><body>What is here.</body></html>"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        if self.server.directories == "page":
+            self.send_header("Content-Length", str(len(page)))
+        else:
+            self.close_connection = True
+        self.end_headers()
+        return page
 
     def log_message(self, *_: object) -> None:
         pass
