@@ -231,8 +231,8 @@ class Engine:
             path: A checkpoint.
             into: What to fill.
             then: A second tier, as `save` takes it: read instead, with an event, where the first
-                has none or is damaged, or is the older one and owes no copy. See the README.
-            device: Where new tensors go; of `into`, what is on the meta device or not there yet.
+                has none or is cut, or is older and owes no copy; by one rank, where it is damaged.
+            device: Where new tensors go; of `into`, for what is on the meta device, or `None` yet.
             dtype: Convert floating-point tensors to this, step counts of optimizers too:
                 `select` what is meant. With `into`: allow targets that have it. Nothing is ever
                 converted without it.

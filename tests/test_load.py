@@ -480,6 +480,16 @@ def test_an_option_without_effect_is_an_error(
         engine.load(saved, **options)
 
 
+def test_what_is_made_in_the_place_of_nothing_goes_where_device_says(tmp_path: Path) -> None:
+    """`None` in a target takes what there is, anew; beside it, what has memory stays."""
+    sync.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "c", config=SMALL)
+    target: dict[str, Any] = {"a": torch.zeros(3), "b": None}
+    kept = target["a"]
+    sync.load(tmp_path / "c", target, device="cpu", config=SMALL)
+    assert target["a"] is kept
+    assert torch.equal(target["b"], torch.ones(3))
+
+
 class Counters:
     """A stateful object with values inside lists, tuples and dicts."""
 

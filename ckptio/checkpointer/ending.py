@@ -44,9 +44,10 @@ class Ending:
         self._has_saved_since = False
 
     def call(self, reason: str) -> None:
-        """Take note of the call."""
-        self.reason = reason
-        self._has_saved_since = False
+        """Take note of the call; of the first one, if there are more."""
+        if not self.is_called:
+            self.reason = reason
+            self._has_saved_since = False
         self.is_called = True
 
     def saved(self, step: int) -> None:

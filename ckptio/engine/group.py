@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +77,6 @@ class Course:
     def of(self, phase: str) -> str:
         """Name a session."""
         return f"{self._key} {phase}"
-
-    def again(self) -> Course:
-        """Give the course of the same load that begins anew, with the choice of a tier."""
-        again = copy.copy(self)
-        again._key = f"{self._key} again"  # noqa: SLF001  # its own
-        again.next_session = again.of("tier")
-        return again
 
 
 async def fetch_manifest(storage: Storage, context: EngineContext, course: Course) -> Manifest:

@@ -1,19 +1,26 @@
 """Choose the tier that a checkpoint is read from: the first that has it whole.
 
 Whole is what a load looks at before it begins: a manifest that can be read, and every data
-file with the size that it should have. Where a block turns out damaged later, the second tier
-is read if it has the same save: its checksums are the same, so nothing is guessed.
+file with the size that it should have. Where a block turns out damaged later, one process alone
+reads the second tier if that has the same save: its checksums are the same, so nothing is guessed.
+Ranks raise, and say where it may be whole. That they begin anew together was rejected: one of them
+may have another reason to end, or a caller that has given up, and the others would wait for it.
 
 A first tier may be what one machine has, and the second what all of them share. Was the step
-saved again elsewhere, what is here is the past: the later one is read, unless the copy of this
-one is still to be made. A second tier that does not answer soon is away, and the first is read.
+saved again elsewhere, by the clocks of both, what is here is the past: the later one is read,
+unless the copy of this one is still to be made. A second tier that does not answer soon is away,
+and the first is read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
 from typing import TYPE_CHECKING, Any
 
+from ckptio._aio import Threads
 from ckptio.engine.heads import read_head
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
@@ -23,16 +30,16 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
-    PeerLostError,
     RankError,
     StorageError,
 )
 from ckptio.events import TierPassedOver
 from ckptio.format.summary import is_newer
 from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.group import Course
@@ -82,15 +89,37 @@ async def find_nearest(first: Storage, second: Storage, context: EngineContext) 
 
 async def _is_of_the_past(first: Storage, second: Storage, context: EngineContext) -> bool:
     """Whether what is on the first tier was replaced elsewhere; no if nobody can tell."""
+    here = await context.cache.get(first)
+    if here.is_foreign or not await _answers(second.path):
+        return False
     try:
         async with asyncio.timeout(_LOOK_S):
             there = await read_head(second, context)
-    except (TimeoutError, StorageError):
+        if there is None or there.save_id == here.save_id:
+            return False
+        return is_newer(there.created, here.created) and not await first.has_note(here.save_id)
+    except (TimeoutError, CheckpointError):
         return False
-    here = await context.cache.get(first)
-    if there is None or there.save_id == here.save_id or not is_newer(there.created, here.created):
-        return False
-    return not await first.has_note(here.save_id)
+
+
+async def _answers(path: str) -> bool:
+    """Whether a file system answers: where a mount hangs, so does whoever looks at it.
+
+    The thread that looks is given up then; it holds nothing.
+    """
+    if remote_url(path) is not None:
+        return True
+    threads = Threads(1, "ckptio-look")
+    looking = asyncio.get_running_loop().run_in_executor(threads, _look_at, path)
+    threads.shutdown(wait=False)
+    done, _ = await asyncio.wait((looking,), timeout=_LOOK_S)
+    return bool(done)
+
+
+def _look_at(path: str) -> None:
+    """Have a server say something: what is kept of it here may be shown while it hangs. Blocks."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
 
 
 async def _check(storage: Storage, context: EngineContext) -> None:
@@ -123,27 +152,6 @@ async def agree_on_tier(
     if context.ranks.world_size == 1:
         return await find_nearest(first, second, context)
 
-    async def look() -> bool | None:
-        try:
-            return await find_nearest(first, second, context) is second
-        except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
-            return None
-
-    is_second = await _agree([first.path, second.path], look, context, course)
-    if is_second is None:
-        course.next_session = ""
-        raise _missing(first, second)
-    return second if is_second else first
-
-
-async def _agree(
-    what: list[str],
-    look: Callable[[], Awaitable[bool | None]],
-    context: EngineContext,
-    course: Course,
-) -> bool | None:
-    """Have rank 0 look, for all; each says what it loads."""
-
     async def decide(messages: Sequence[Any]) -> Same:
         for rank, message in enumerate(messages):
             if message != messages[0]:
@@ -151,62 +159,53 @@ async def _agree(
                     f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
                     " alike and in one order"
                 )
-        return Same(await look())
+        try:
+            return Same(await find_nearest(first, second, context) is second)
+        except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
+            return Same(None)
 
     course.next_session = ""
     async with context.ranks.session(course.of("tier"), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("manifest")
-        answer: bool | None = await session.round("tier", what, decide)
-    return answer
+        is_second = await session.round("tier", [first.path, second.path], decide)
+    if is_second is None:
+        course.next_session = ""
+        raise _missing(first, second)
+    return second if is_second else first
 
 
-def is_damage(error: CheckpointError) -> bool:
-    """Whether a load failed since files are damaged, and since nothing else was wrong."""
-    if isinstance(error, CorruptionError):
-        return True
-    causes = error.causes.values() if isinstance(error, RankError) else ()
-    is_lost = isinstance(error, PeerLostError) or not causes
-    return not is_lost and all(c.startswith(f"{CorruptionError.__name__}:") for c in causes)
-
-
-async def agree_on_copy(
-    first: Storage,
-    second: Storage,
-    save_id: str,
-    context: EngineContext,
-    course: Course,
-    error: CheckpointError,
+async def makes_up_for(
+    second: Storage, first: Storage, save_id: str, error: CheckpointError, context: EngineContext
 ) -> bool:
-    """Say whether the second tier is read, as a file of the first is damaged.
+    """Whether the second tier is read, as a file of the first is damaged; an event says so.
 
-    Rank 0 says it, for all; an event says so.
+    With several ranks it is not; the error says where else the checkpoint may be.
 
     Args:
-        first: The first tier.
-        second: The second.
+        second: The second tier.
+        first: The first.
         save_id: What is read.
+        error: How that failed.
         context: The engine.
-        course: Of the load that begins anew: all ranks have heard of the damage.
-        error: What is wrong with the first.
     """
-
-    async def look() -> bool:
-        try:
-            head = await read_head(second, context)
-        except StorageError:
-            return False
-        if head is None or head.save_id != save_id:
-            return False
-        context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
-        return True
-
-    if context.ranks.world_size == 1:
-        return await look()
-    is_there = await _agree([first.path, second.path, save_id], look, context, course)
-    if not is_there:
-        course.next_session = ""
-    return bool(is_there)
+    if context.ranks.world_size > 1:
+        causes = error.causes.values() if isinstance(error, RankError) else ()
+        name = CorruptionError.__name__
+        if isinstance(error, CorruptionError) or any(c.startswith(f"{name}:") for c in causes):
+            error.add_note(f"the second tier may have it whole: load {second.path!r}")
+        return False
+    is_lost = isinstance(error, StorageError) and error.errno == errno.EIO
+    if not (isinstance(error, CorruptionError) or is_lost):
+        return False
+    try:
+        head = await read_head(second, context)
+    except CheckpointError:
+        return False
+    if head is None or head.save_id != save_id:
+        return False
+    context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
+    return True
 
 
 def _missing(first: Storage, second: Storage) -> CheckpointNotFoundError:

@@ -185,4 +185,5 @@ def may_be_meta(target: Any) -> bool:
     if isinstance(target, torch.optim.Optimizer) and is_of_torch(target):
         # it puts what it is given where its parameters are; for those on meta others have words
         return any(p.is_meta for group in target.param_groups for p in group["params"])
-    return is_stateful(target) or isinstance(target, (Shard, PerRank))
+    # of a place that has nothing yet, everything is new
+    return target is None or is_stateful(target) or isinstance(target, (Shard, PerRank))

@@ -17,7 +17,7 @@ from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
-from ckptio.engine.nearest import agree_on_copy, agree_on_tier, is_damage
+from ckptio.engine.nearest import agree_on_tier, makes_up_for
 from ckptio.engine.places import find_wanted
 from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
@@ -27,9 +27,7 @@ from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
 from ckptio.errors import (
     CheckpointError,
-    CorruptionError,
     EngineClosedError,
-    RankError,
 )
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
@@ -256,14 +254,13 @@ def load_flow(
         manifest: Manifest = yield functools.partial(_fetch, storage, course)
         try:
             load, nbytes = yield from _read(core, storage, manifest, request, course)
-        except (CorruptionError, RankError) as error:
-            if second is None or storage is second or not is_damage(error):
+        except CheckpointError as error:
+            if second is None or storage is second:
                 raise
-            course = _leave(core, course, error)
-            looking = functools.partial(
-                agree_on_copy, storage, second, manifest.save_id, course=course, error=error
-            )
-            if not (yield looking):
+            # no name for it: that would be a circle, with all that was made to be filled
+            if not (
+                yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)
+            ):
                 raise
             _forget_frames(error)
             storage = second
@@ -306,13 +303,6 @@ def _read(
     load = yield from _prepare(core, storage, manifest, request)
     nbytes: int = yield lambda context: load.read(context, course)
     return load, nbytes
-
-
-def _leave(core: EngineCore, course: Course, error: CheckpointError) -> Course:
-    """Begin anew: the other ranks must not wait for this one where they still may."""
-    if course.next_session:
-        refuse(core, course.next_session, error)
-    return course.again()
 
 
 def _forget_frames(error: BaseException | None) -> None:

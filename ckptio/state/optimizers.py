@@ -34,7 +34,9 @@ _LATE_OPTIONS = frozenset(
 )
 #: Options that a class of torch's had from the first, or never has: state with one that the
 #: target has not, in none of its groups, is another's. What users add to groups is not asked.
-_TELLING_OPTIONS = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
+_TELLING_OPTIONS = frozenset({"amsgrad", "momentum_decay"})
+#: The same of one class, whose options all others of its kind have; elsewhere, trainers add it.
+_TELLING_OF_SPARSE = frozenset({"weight_decay"})
 #: State that tells two classes apart which have the same options.
 _TELLING_MOMENTS = {"Adamax": "exp_avg_sq", "RAdam": "exp_inf"}
 #: State of torch's optimizers that has an element for each of the parameter.
@@ -113,7 +115,10 @@ def _options_differ(
     if lacking := sorted(optimizer.defaults.keys() - _LATE_OPTIONS - there):
         return f"without {lacking[0]!r}"
     here = optimizer.defaults.keys() | set[str]().union(*optimizer.param_groups)
-    if added := sorted((there & _TELLING_OPTIONS) - here):
+    telling = _TELLING_OPTIONS
+    if type(optimizer) is torch.optim.SparseAdam:
+        telling |= _TELLING_OF_SPARSE
+    if added := sorted((there & telling) - here):
         return f"with {added[0]!r}"
     if takes_groups and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         name, is_apart = "decoupled_weight_decay", type(optimizer) is torch.optim.AdamW

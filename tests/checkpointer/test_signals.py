@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptio import sync
+from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.signals import SignalWatch
 from ckptio.testing import run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
@@ -284,6 +285,19 @@ def test_a_loop_that_leaves_and_does_not_save_is_told(
     with pytest.raises(KeyError):
         run(tmp_path / "b")
     assert not any(each.startswith("SIGUSR1") for each in caplog.messages[1:])
+
+
+def test_a_second_call_for_the_last_save_makes_no_new_one_due() -> None:
+    """What was saved after the first call was the last one."""
+    ending = Ending()
+    ending.is_alone = True
+    ending.saved(2)
+    ending.call("SIGTERM")
+    looks = [ending.look(), ending.look()]
+    assert looks == [False, True]
+    ending.saved(3)
+    ending.call("SIGTERM")
+    assert ending.loss() is None
 
 
 def test_a_loop_of_its_own_may_look_after_its_end_alone(tmp_path: Path) -> None:

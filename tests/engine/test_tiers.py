@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+import os
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio import sync
 from ckptio.config import KiB
+from ckptio.engine import nearest
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -52,8 +57,7 @@ from tests.rig import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
+    from pathlib import Path
 
     from ckptio import Engine
     from ckptio.storage.interface import Storage
@@ -688,6 +692,76 @@ def test_what_was_saved_again_elsewhere_is_read_from_the_second_tier() -> None:
         assert len(log.of(TierPassedOver)) == 1
 
     run_virtual(scenario(), seed=0)
+
+
+def test_a_sector_that_is_bad_is_made_up_for_as_a_damaged_block_is() -> None:
+    """An error of the device is as good as a checksum."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two()
+        near = memory(storages, "near/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            near.fault = fail_kind("pread_into")
+            assert_same(await load(engine), random_state(SIZES))
+        [event] = log.of(TierPassedOver)
+        assert isinstance(event.error, StorageError)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_second_tier_that_cannot_be_opened_is_away() -> None:
+    """As with a wrong option: whoever has the checkpoint on the first tier needs none."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            await engine.save(random_state(SIZES), "near/a")
+
+            def refuse(operation: Operation) -> None:
+                raise ConfigError(f"no {operation.kind} with this option")
+
+            far.fault = refuse
+            assert_same(await load(engine), random_state(SIZES))
+            damage(near)
+            with pytest.raises(CorruptionError):
+                await load(engine)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_mount_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at it would hang, too: a thread that is given up asks first."""
+    sync.save(random_state(SIZES), tmp_path / "near", config=SMALL)
+    sync.save(filled_state(SIZES, 1), tmp_path / "far", config=SMALL)
+    asked, goes_on = [], threading.Event()
+    really = os.open
+
+    def hang(path: Any, *args: Any, **options: Any) -> int:
+        if path == str(tmp_path / "far"):
+            asked.append(path)
+            goes_on.wait(60)
+        return really(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", hang)
+    monkeypatch.setattr(nearest, "_LOOK_S", 0.05)
+    with sync.Engine(SMALL) as engine:
+        found = engine.load(tmp_path / "near", then=tmp_path / "far")
+    goes_on.set()
+    assert_same(found, random_state(SIZES))
+    assert len(asked) == 1
+
+
+def test_what_another_program_wrote_is_never_of_the_past(tmp_path: Path) -> None:
+    """Its time is that of its file, and nobody copies it: no save of ours is a later one of it."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "near.pt")
+    sync.save({"w": torch.zeros(4)}, tmp_path / "far", config=SMALL)
+    found = sync.load(tmp_path / "near.pt", then=tmp_path / "far", config=SMALL)
+    assert torch.equal(found["w"], torch.ones(4))
 
 
 def test_a_second_tier_that_does_not_answer_is_not_waited_for() -> None:

@@ -56,6 +56,16 @@ def test_an_option_of_others_is_the_users_if_the_target_has_it_too(tmp_path: Pat
     assert_same(other.state_dict(), one.state_dict())
 
 
+@pytest.mark.parametrize("name", ["Rprop", "SGD"])
+def test_a_trainer_may_give_every_group_a_weight_decay(tmp_path: Path, name: str) -> None:
+    """Also those of an optimizer that has none, in the run that saved alone."""
+    one, other = stepped(name, 4, 3), fresh(name, 4, 3)
+    one.param_groups[0]["weight_decay"] = 0.1
+    sync.save({"opt": one}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+    assert_same(other.state_dict(), one.state_dict())
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_amsgrad_may_be_switched(tmp_path: Path, *, before: bool) -> None:
     """Either way; the checkpoint says how it was, as torch has it."""
