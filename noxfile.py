@@ -19,6 +19,9 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+#: Hundreds of processes of the tests import the package: each would compile it where a machine
+#: says that nobody is to keep what was compiled.
+CACHED = {"PYTHONDONTWRITEBYTECODE": None}
 TORCH = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 CEPH = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 CEPH_INSTALL = (
@@ -27,14 +30,11 @@ CEPH_INSTALL = (
 
 
 def install(session: nox.Session, *groups: str, extras: str = "cli,s3", torch: str = TORCH) -> None:
-    """Install torch, then the package with extras, and dependency groups.
-
-    Nothing is compiled ahead: of some ten thousand modules a session imports a few.
-    """
-    session.install("--no-compile", torch)
+    """Install torch, then the package with extras, and dependency groups."""
+    session.install(torch)
     needed = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
     # torch is named again, or pip takes a later one where it does not fit what others ask for
-    session.install("--no-compile", "-e", f".[{extras}]", torch, *needed)
+    session.install("-e", f".[{extras}]", torch, *needed)
 
 
 @nox.session
@@ -42,7 +42,7 @@ def tests(session: nox.Session) -> None:
     """Run the test suite; arguments go to pytest. GPU tests skip where there is no GPU."""
     install(session, "tests", "clouds")
     marks = ("-m", "not stress and not real_s3")
-    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *marks, *session.posargs)
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *marks, *session.posargs, env=CACHED)
 
 
 @nox.session
@@ -91,12 +91,13 @@ def need_ceph(session: nox.Session) -> None:
 
 def run_real_s3(session: nox.Session) -> None:
     """Run the S3 tests that want a real server."""
-    session.run("python", "-m", "pytest", "-m", "real_s3 and not stress", *session.posargs)
+    marks = ("-m", "real_s3 and not stress")
+    session.run("python", "-m", "pytest", *marks, *session.posargs, env=CACHED)
 
 
 def check_types(session: nox.Session) -> None:
     """Run mypy, on this file too."""
-    session.install("--no-compile", "nox")
+    session.install("nox")
     session.run("mypy")
 
 
