@@ -65,9 +65,9 @@ class Questions:
             first = await self._keeper.newest(count)
             if self._second is None:
                 return first
-            steps = await self._second.newest(count, first)
-            if count > 1:  # one of them is about to be loaded
-                await self._second.look_back(self._keeper, steps)
+            steps, is_there = await self._second.newest(count, first)
+            if count > 1 and not is_there:  # it is about to be loaded
+                await self._second.look_back(self._keeper, steps[-1])
             return steps
 
         call = "latest()" if count == 1 else "load()"  # which also looks at the one before

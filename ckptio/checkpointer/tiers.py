@@ -9,6 +9,7 @@ second tier, too, however old it is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.keeper import Keeper
@@ -157,17 +158,22 @@ class SecondTier:
         """List the steps that either tier has, lowest first."""
         return sorted({*first, *await self.keeper.steps()})
 
-    async def newest(self, count: int, first: Sequence[int]) -> list[int]:
+    async def newest(self, count: int, first: Sequence[int]) -> tuple[list[int], bool]:
         """List the highest steps that either tier has, lowest first.
 
         Args:
             count: How many, at the most.
             first: The highest of the first tier, as many.
+
+        Returns:
+            The steps, and whether the highest is on this tier.
         """
         above = first[0] if len(first) == count else -1  # no more can be among them
-        return sorted({*first, *await self.keeper.newest(count, above=above)})[-count:]
+        there = await self.keeper.newest(count, above=above)
+        steps = sorted({*first, *there})[-count:]
+        return steps, steps[-1:] == there[-1:]
 
-    async def look_back(self, first: Keeper, steps: Sequence[int]) -> None:
+    async def look_back(self, first: Keeper, step: int) -> None:
         """Say that a load takes a step that the run has gone back from, on another machine.
 
         That one's own disk was the first tier when the step was discarded, so it stayed here.
@@ -175,20 +181,20 @@ class SecondTier:
 
         Args:
             first: Who looks after the first tier.
-            steps: The highest of either tier, lowest first.
+            step: The highest step, which this tier does not have.
         """
-        there = await self.keeper.newest(1)
-        if not there or not steps or there[0] >= steps[-1]:
-            return
         storage, context = self.context.resolver.storage, self.context
-        here = storage(first.root.join(step_name(steps[-1])))
-        head = await read_head(here, context)
-        later = await read_head(storage(self.path(there[0])), context)
-        is_left = head is not None and later is not None and is_newer(later.created, head.created)
-        if head is not None and is_left and not await here.has_note(head.save_id):
-            self.engine.emit(
-                HigherStepFound(path=first.root.path, step=there[0], highest=steps[-1])
-            )
+        here = storage(first.root.join(step_name(step)))
+        with contextlib.suppress(CheckpointError):  # a load is about to say what is wrong
+            there = await self.keeper.newest(1)
+            head = await read_head(here, context)
+            if not there or head is None:
+                return
+            later = await read_head(storage(self.path(there[0])), context)
+            is_left = later is not None and is_newer(later.created, head.created)
+            if is_left and not await here.has_note(head.save_id):
+                event = HigherStepFound(path=first.root.path, step=there[0], highest=step)
+                self.engine.emit(event)
 
     async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
         """Read what is known of the steps that either tier has, lowest first.

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.group import Course
+    from ckptio.format.summary import Summary
     from ckptio.storage.interface import Storage
 
 #: How long a load from the first tier waits to hear what the second one has.
@@ -90,16 +91,24 @@ async def find_nearest(first: Storage, second: Storage, context: EngineContext) 
 async def _is_of_the_past(first: Storage, second: Storage, context: EngineContext) -> bool:
     """Whether what is on the first tier was replaced elsewhere; no if nobody can tell."""
     here = await context.cache.get(first)
-    if here.is_foreign or not await _answers(second.path):
+    there = None if here.is_foreign else await _head_soon(second, context)
+    if there is None or there.save_id == here.save_id or not is_newer(there.created, here.created):
         return False
     try:
-        async with asyncio.timeout(_LOOK_S):
-            there = await read_head(second, context)
-        if there is None or there.save_id == here.save_id:
-            return False
-        return is_newer(there.created, here.created) and not await first.has_note(here.save_id)
-    except (TimeoutError, CheckpointError):
+        return not await first.has_note(here.save_id)
+    except StorageError:
         return False
+
+
+async def _head_soon(storage: Storage, context: EngineContext) -> Summary | None:
+    """Give the head of what a tier has; `None` if it has nothing, or says nothing soon."""
+    if not await _answers(storage.path):
+        return None
+    try:
+        async with asyncio.timeout(_LOOK_S):
+            return await read_head(storage, context)
+    except (TimeoutError, CheckpointError):
+        return None
 
 
 async def _answers(path: str) -> bool:
@@ -198,10 +207,7 @@ async def makes_up_for(
     is_lost = isinstance(error, StorageError) and error.errno == errno.EIO
     if not (isinstance(error, CorruptionError) or is_lost):
         return False
-    try:
-        head = await read_head(second, context)
-    except CheckpointError:
-        return False
+    head = await _head_soon(second, context)
     if head is None or head.save_id != save_id:
         return False
     context.emit(TierPassedOver(path=first.path, to=second.path, error=error))

@@ -24,6 +24,7 @@ from ckptio import (
     StorageError,
     sync,
 )
+from ckptio.checkpointer import tiers
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
 from ckptio.events import CopyFailed, CopyStarted, HigherStepFound, TierPassedOver
@@ -219,6 +220,28 @@ async def test_what_was_discarded_from_another_machine_is_told(tmp_path: Path, f
         await ckpt.discard_after(2)
         assert_same(await ckpt.load(), state_of(12))
     assert len(log.of(HigherStepFound)) == 1
+
+
+async def test_what_cannot_be_told_holds_no_load_up(
+    tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the run went back elsewhere is a word to the log, and no more."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        await ckpt.save(state_of(1), 1).durable
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        await ckpt.save(state_of(2), 2)
+    asked = []
+
+    async def fail(storage: Any, context: Any) -> None:
+        del context
+        asked.append(storage.path)
+        raise StorageError("no answer", path=storage.path)
+
+    monkeypatch.setattr(tiers, "read_head", fail)
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        assert_same(await ckpt.load(), state_of(2))
+    assert asked == [str(near / step_name(2))]
 
 
 async def test_steps_that_the_second_tier_never_had_are_loaded_without_a_word(

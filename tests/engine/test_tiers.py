@@ -751,9 +751,16 @@ def test_a_mount_that_hangs_is_not_waited_for(
     monkeypatch.setattr(nearest, "_LOOK_S", 0.05)
     with sync.Engine(SMALL) as engine:
         found = engine.load(tmp_path / "near", then=tmp_path / "far")
+        assert_same(found, random_state(SIZES))
+        assert len(asked) == 1
+        for file in (tmp_path / "near").glob("data-*"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        with pytest.raises(CorruptionError):
+            engine.load(tmp_path / "near", then=tmp_path / "far")
+        assert len(asked) == 3  # before, and when the damage was found
     goes_on.set()
-    assert_same(found, random_state(SIZES))
-    assert len(asked) == 1
 
 
 def test_what_another_program_wrote_is_never_of_the_past(tmp_path: Path) -> None:
