@@ -1,62 +1,36 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptio import sync
 from ckptio.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
-    CorruptionError,
     MismatchError,
     TargetError,
     UnsupportedLeafError,
 )
-from ckptio.events import ReadProgressed
-from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, bytes_of, random_tensor
+from tests.loads import BLOCK, blank, sample, tensors_of
+from tests.strategies import SMALL, TORCH_DTYPES, Point, assert_same, random_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ckptio.events import Event
-
-BLOCK = SMALL.block_nbytes
-
 
 @pytest.fixture(scope="module")
-def events() -> list[Event]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def engine(events: list[Event]) -> Iterator[sync.Engine]:
-    with sync.Engine(SMALL, observer=events.append) as engine:
+def engine() -> Iterator[sync.Engine]:
+    with sync.Engine(SMALL) as engine:
         yield engine
-
-
-def sample() -> dict[str, Any]:
-    """Give a state of several files, each of them with several segments."""
-    return {
-        "model": {"w": random_tensor((300, 200), seed=1), "b": random_tensor((77,), seed=2)},
-        "half": random_tensor((401, 33), torch.bfloat16, seed=3),
-        "steps": torch.arange(9),
-        "list": [random_tensor((70_000,), torch.uint8, 4), (random_tensor((5,), seed=5), 7)],
-        "n": 5,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +39,6 @@ def saved(engine: sync.Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("load") / "ckpt"
     engine.save(sample(), path)
     return str(path)
-
-
-def blank(value: Any) -> Any:
-    """Give the same structure with nothing in it."""
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: blank(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(blank(item) for item in value)
-    return None
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,17 +276,6 @@ def test_only_what_is_selected_is_loaded(
     for name, tensor in tensors_of("", target):
         assert_same(tensor, every[name] if name in names else torch.zeros_like(tensor))
     assert result.report.num_tensors == len(names)
-
-
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_of(f"{name}.{key}" if name else key, item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from tensors_of(f"{name}.{i}", item)
 
 
 def disagreeing() -> dict[str, Any]:
@@ -774,101 +726,6 @@ def test_a_target_that_cannot_be_filled_is_refused(engine: sync.Engine, saved: s
     assert not target["half"].any()
 
 
-# -- slices ---------------------------------------------------------------------------
-
-SHAPE = (37, 50, 21)
-
-
-def indices(size: int) -> st.SearchStrategy[int | slice]:
-    bounds = st.none() | st.integers(-size - 3, size + 3)
-    return st.integers(-size, size - 1) | st.builds(slice, bounds, bounds)
-
-
-@pytest.fixture(scope="module")
-def volumes(
-    engine: sync.Engine, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, torch.Tensor]]:
-    path = tmp_path_factory.mktemp("slices") / "ckpt"
-    state = {name: random_tensor(SHAPE, dtype) for name, dtype in TORCH_DTYPES.items()}
-    engine.save(state, path)
-    return str(path), state
-
-
-@given(
-    data=st.data(),
-    name=st.sampled_from(sorted(TORCH_DTYPES)),
-    ndim=st.integers(0, 3),
-)
-def test_a_slice_is_the_slice_of_the_tensor(
-    engine: sync.Engine,
-    volumes: tuple[str, dict[str, torch.Tensor]],
-    data: st.DataObject,
-    name: str,
-    ndim: int,
-) -> None:
-    """Whatever ints and slices, as `tensor[index]` takes them."""
-    path, state = volumes
-    index = tuple(data.draw(indices(size)) for size in SHAPE[:ndim])
-    found = engine.load_slice(path, name, index[0] if ndim == 1 else index)
-    assert_same(found, state[name][index])
-    assert found.is_contiguous()
-
-
-@given(start=st.integers(0, 36), count=st.integers(0, 37))
-def test_a_slice_reads_its_bytes_and_two_blocks(
-    engine: sync.Engine,
-    events: list[Event],
-    volumes: tuple[str, dict[str, torch.Tensor]],
-    start: int,
-    count: int,
-) -> None:
-    """Rows of a large tensor are read without the rest of it."""
-    path, state = volumes
-    events.clear()
-    found = engine.load_slice(path, "float32", slice(start, start + count))
-    assert_same(found, state["float32"][start : start + count])
-    read = sum(b for b in _steps([e.read_nbytes for e in events if isinstance(e, ReadProgressed)]))
-    assert read <= found.nbytes + 2 * BLOCK
-    if not found.nbytes:
-        assert read == 0
-
-
-def _steps(totals: list[int]) -> list[int]:
-    return [b - a for a, b in zip([0, *totals], totals, strict=False)]
-
-
-@pytest.mark.parametrize(
-    ("name", "index", "error"),
-    [
-        ("nothing", 0, TargetError), ("float32", 37, TargetError), ("float32", -38, TargetError),
-        ("float32", (0, 0, 0, 0), TargetError), ("float32", slice(0, 9, 2), ConfigError),
-        ("float32", slice(None, None, -1), ConfigError), ("float32", None, ConfigError),
-        ("float32", "0", ConfigError), ("float32", (0, ...), ConfigError),
-        ("float32", [1, 2], ConfigError), ("float32", 1.0, ConfigError),
-        ("float32", slice("a"), CheckpointError), ("float32", True, ConfigError),
-        ("float32", slice(0, 9, 0), ConfigError),
-    ],
-)  # fmt: skip
-def test_an_index_that_does_not_fit_is_refused(
-    engine: sync.Engine,
-    volumes: tuple[str, dict[str, torch.Tensor]],
-    name: str,
-    index: Any,
-    error: type[Exception],
-) -> None:
-    """With a typed error that says what is taken."""
-    with pytest.raises(error, match=f"{name!r}|load_slice takes"):
-        engine.load_slice(volumes[0], name, index)
-
-
-def test_numbers_of_numpy_are_indices(
-    engine: sync.Engine, volumes: tuple[str, dict[str, torch.Tensor]]
-) -> None:
-    path, state = volumes
-    found = engine.load_slice(path, "float32", (np.int64(3), slice(np.uint8(1), np.int32(3))))
-    assert_same(found, state["float32"][3, 1:3])
-
-
 def test_ties_are_refused_where_torch_makes_no_memory(engine: sync.Engine, tmp_path: Path) -> None:
     """Their common memory would be a tensor of that mode; what is apart is saved."""
     base = torch.arange(10.0)
@@ -942,158 +799,6 @@ def test_a_target_inside_a_transform_is_refused(
     given = torch.zeros(2, 3) if transform is torch.vmap else torch.zeros(3)
     transform(load)(given)
     assert torch.equal(plain, torch.zeros(3))
-
-
-def test_a_tied_tensor_is_sliced_by_any_of_its_names(engine: sync.Engine, tmp_path: Path) -> None:
-    """A part of a view, too, which has no bytes of its own."""
-    weight = torch.randn(20, 10)
-    engine.save({"a": weight, "b": weight, "t": weight.t(), "s": torch.tensor(3.0)}, tmp_path / "c")
-    assert torch.equal(engine.load_slice(tmp_path / "c", "b", slice(2, 5)), weight[2:5])
-    assert engine.load_slice(tmp_path / "c", "s", ()).item() == 3
-    assert torch.equal(engine.load_slice(tmp_path / "c", "t", 0), weight.t()[0])
-
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda t: t.t(),
-    "a part": lambda t: t[3:, 1:7],
-    "every other": lambda t: t[::2, ::3],
-    "expanded": lambda t: t[:1].expand(50, -1),
-    "without elements": lambda t: t[:0],
-    "conjugate": lambda t: t.conj(),
-    "negative": lambda t: t.conj().imag,
-    "of another type": lambda t: torch.view_as_real(t)[..., 0],
-}
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-@pytest.mark.parametrize(
-    "index", [(), 0, -1, slice(1, 2), (slice(None), slice(1, 3)), (0, 0), slice(5, 5)]
-)
-def test_a_slice_of_a_view_is_that_of_the_tensor(
-    engine: sync.Engine, tmp_path: Path, kind: str, index: Any
-) -> None:
-    """Whatever it is a view of: as `load(path)[name][index]`, and in memory of its own."""
-    base = torch.randn(20, 10, dtype=torch.complex64)
-    view = VIEWS[kind](base)
-    engine.save({"a": base, "v": view}, tmp_path / "c")
-    try:
-        expected = view[index]
-    except IndexError:
-        with pytest.raises(TargetError, match="'v' of shape"):
-            engine.load_slice(tmp_path / "c", "v", index)
-        return
-    found = engine.load_slice(tmp_path / "c", "v", index)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert bytes_of(found) == bytes_of(expected)
-    assert found.is_contiguous()
-
-
-def test_a_slice_of_a_view_reads_little_more(
-    engine: sync.Engine, events: list[Event], tmp_path: Path
-) -> None:
-    """From its first byte to its last."""
-    base = torch.arange(300_000, dtype=torch.int32).reshape(-1, 100)
-    engine.save({"a": base, "v": base[10:]}, tmp_path / "c")
-    events.clear()
-    found = engine.load_slice(tmp_path / "c", "v", slice(3, 5))
-    assert torch.equal(found, base[13:15])
-    read = max(event.read_nbytes for event in events if isinstance(event, ReadProgressed))
-    assert 0 < read <= found.nbytes + 2 * BLOCK
-
-
-# -- sizes and checksums --------------------------------------------------------------
-
-
-def truncate(path: str) -> None:
-    os.truncate(path, os.path.getsize(path) - 1)
-
-
-def extend(path: str) -> None:
-    os.truncate(path, os.path.getsize(path) + 1)
-
-
-def empty(path: str) -> None:
-    os.truncate(path, 0)
-
-
-def link(path: str) -> None:
-    os.rename(path, path + ".real")
-    os.symlink(path + ".real", path)
-
-
-def fifo(path: str) -> None:
-    os.unlink(path)
-    os.mkfifo(path)
-
-
-def directory(path: str) -> None:
-    os.unlink(path)
-    os.mkdir(path)
-
-
-@pytest.mark.parametrize("harm", [truncate, extend, empty, os.unlink, link, fifo, directory])
-@pytest.mark.parametrize("which", [0, -1])
-def test_sizes_are_checked_before_the_first_byte_changes(
-    engine: sync.Engine, tmp_path: Path, harm: Any, which: int
-) -> None:
-    """Whatever happened to a file: a typed error, and a target as it was."""
-    state = sample()
-    engine.save(state, tmp_path / "c")
-    name = sorted(n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors"))[which]
-    harm(str(tmp_path / "c" / name))
-    target = blank(state)
-    with pytest.raises(CorruptionError) as caught:
-        engine.load(tmp_path / "c", target)
-    assert caught.value.file == name
-    assert caught.value.fqns or harm is extend
-    assert not any(tensor.any() for _, tensor in tensors_of("", target))
-    assert target["n"] is None
-    with pytest.raises(CorruptionError):
-        engine.load(tmp_path / "c")
-    report = engine.verify(tmp_path / "c")
-    assert [error.file for error in report.damage] == [name]
-
-
-def test_a_block_lands_only_after_its_checksum(engine: sync.Engine, tmp_path: Path) -> None:
-    """Damaged bytes never reach a target; the error says which tensor they are of."""
-    state = {"w": torch.full((100 * 1024,), 7, dtype=torch.uint8), "x": torch.ones(3)}
-    engine.save(state, tmp_path / "c")
-    (name,) = (n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors"))
-    for start in (4096, 4096 + 50_000, 4096 + 100 * 1024 - 1):
-        with open(tmp_path / "c" / name, "r+b") as file:
-            file.seek(start)
-            file.write(b"\x63")
-        target = {"w": torch.zeros(100 * 1024, dtype=torch.uint8), "x": torch.zeros(3)}
-        with pytest.raises(CorruptionError) as caught:
-            engine.load(tmp_path / "c", target)
-        assert not (target["w"] == 0x63).any()
-        block = target["w"][(start - 4096) // BLOCK * BLOCK :][:BLOCK]
-        assert not block.any()
-        assert caught.value.start <= start < caught.value.stop
-        assert "w" in caught.value.fqns
-        assert [e.start for e in engine.verify(tmp_path / "c").damage] == [start // BLOCK * BLOCK]
-        with open(tmp_path / "c" / name, "r+b") as file:
-            file.seek(start)
-            file.write(b"\x07")
-    assert_same(engine.load(tmp_path / "c"), state)
-
-
-def test_what_is_not_selected_may_be_damaged(engine: sync.Engine, tmp_path: Path) -> None:
-    """A damaged tensor does not keep the others from being loaded."""
-    state = {
-        "a": random_tensor((300_000,), torch.uint8),
-        "b": random_tensor((300_000,), torch.uint8),
-    }
-    engine.save(state, tmp_path / "c")
-    names = [n for n in os.listdir(tmp_path / "c") if n.endswith(".safetensors")]
-    assert len(names) == 2
-    os.unlink(tmp_path / "c" / min(names))
-    good = []
-    for name, tensor in state.items():
-        with contextlib.suppress(CorruptionError):
-            assert_same(engine.load(tmp_path / "c", select=name), {name: tensor})
-            good.append(name)
-    assert len(good) == 1
 
 
 @pytest.mark.parametrize("select", [["model", "optt"], ["optt", "model"], ["model.*", "m?del.z"]])
