@@ -15,10 +15,15 @@ first of these would not end. A loop that leaves then and saves nothing more is 
 whatever is done here; the log says so. So is one that looks twice a step where the signal comes
 between the two.
 
-One that has saved nothing yet may be about to ask, and is not told.
+One that has saved nothing here yet, as it was just resumed, may be about to ask, once a step. So it
+is told at the third look after the call, with no question between: at the first that saves of the
+two looks a step, too.
 """
 
 from __future__ import annotations
+
+#: Looks after the call in which a loop that has saved nothing yet does not ask.
+_NUM_SILENT_LOOKS = 2
 
 
 class Ending:
@@ -40,7 +45,8 @@ class Ending:
         self.reason = ""
         self._saved: int | None = None
         self._is_right_after_save = False
-        self._num_looks = 0  # since the call
+        self._num_silent = 0  # looks since the call, of a loop that has saved nothing
+        self._num_looks = 0  # others since the call
         self._has_saved_since = False
 
     def call(self, reason: str) -> None:
@@ -63,7 +69,11 @@ class Ending:
         """
         is_free = is_last or self._num_looks > 0 or not self._is_right_after_save
         self._is_right_after_save = False
-        if self.is_called and self._saved is not None:
+        if not self.is_called:
+            return self.is_told
+        if self._saved is None and self._num_silent < _NUM_SILENT_LOOKS:
+            self._num_silent += 1
+        else:
             self._num_looks += 1
             self.is_told |= is_free and self.is_alone and not self.is_asked_for
         return self.is_told
@@ -72,7 +82,8 @@ class Ending:
         """Say what a loop of its own has left unsaved, though it was told; `None` if it has not."""
         if not self.is_told or self.is_asked_for or self._has_saved_since:
             return None
+        last = "none was" if self._saved is None else f"the last step saved is {self._saved}"
         return (
-            f"{self.reason}: the run ends, and nothing was saved since; the last step saved is"
-            f" {self._saved}. Save where preempted is true, or where should_save() says so"
+            f"{self.reason}: the run ends, and nothing was saved since; {last}. Save where"
+            " preempted is true, or where should_save() says so"
         )

@@ -194,9 +194,10 @@ class Checkpointer:
         """Whether the run is to end: `should_save` has asked for the last save.
 
         It becomes true inside `should_save`, at the same step on all ranks, and never
-        before the state of that step can be saved. Where there is one rank, which has saved here
-        and never called that, it is true from the first look after the signal on; where that
-        comes right behind a save, from the next one on. Such a loop has to save where it is.
+        before the state of that step can be saved. Where there is one rank, which never calls
+        that, it is true from the first look after the signal on; where that comes right behind
+        a save, from the next one on; where nothing was saved here yet, from the third one on.
+        Such a loop has to save where it is.
         """
         return self._core.preempted
 
