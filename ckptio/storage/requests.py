@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import random
 from collections import deque
@@ -38,7 +39,7 @@ from ckptio.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
@@ -47,8 +48,8 @@ _log = logging.getLogger("ckptio")
 
 T = TypeVar("T")
 
-#: Seconds without an answer after which the log says so.
-_PATIENCE_S = 5.0
+#: Seconds without an answer after which the log says so; who just has a look has gone by then.
+_PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
 
@@ -196,11 +197,11 @@ class Requests:
             ConditionFailedError: The condition of the request does not hold.
         """
         tries, began_s = 0, asyncio.get_running_loop().time()
+        send = request if has_body else functools.partial(self._ask, what, key, request)
         while True:
             tries += 1
             try:
-                with self._patience(what, key):
-                    result = await self.once(request, outlive=outlive, has_body=has_body)
+                result = await self.once(send, outlive=outlive, has_body=has_body)
             except TransientError as error:
                 wait_s = self._rng.uniform(
                     0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(tries, 20))
@@ -231,16 +232,17 @@ class Requests:
                 self._first_failure_s, self._is_answered = None, True
                 return result
 
-    @contextlib.contextmanager
-    def _patience(self, what: str, key: str) -> Iterator[None]:
-        """Tell that there is no answer, if none has ever come; later, much may be on its way."""
+    async def _ask(self, what: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Send a request that has little to send, in its turn: tell if it gets no answer.
+
+        Not where one has come, ever: later, much may be on its way.
+        """
         if self._is_answered or self._is_told:
-            yield
-            return
+            return await request()
         problem = f"no answer within {_PATIENCE_S:g} s"
         timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._tell, what, key, problem)
         try:
-            yield
+            return await request()
         finally:
             timer.cancel()
 

@@ -75,7 +75,7 @@ def test_the_log_says_once_that_nothing_is_answered(
 
     run_virtual(scenario(), seed=1)
     (record,) = caplog.records
-    problem = "no answer within 5 s" if is_silent else "connection refused"
+    problem = "no answer within 10 s" if is_silent else "connection refused"
     assert record.levelname == "WARNING"
     assert f"cannot write 'http://s/a?...' of 'memory://run' yet: {problem}; " in record.message
     assert "is tried again for up to 600 s (retry_timeout_s)" in record.message
@@ -98,6 +98,26 @@ def test_the_log_says_nothing_of_what_is_soon_answered(caplog: pytest.LogCapture
         with pytest.raises(ObjectMissingError):
             await run.run("read", "a", failing(ObjectMissingError("none")))
         await run.run("read", "a", slow)
+        await requests().run("write", "a", slow, has_body=True)
+
+    run_virtual(scenario(), seed=1)
+    assert not caplog.records
+
+
+def test_the_log_says_nothing_of_what_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Behind what another save sends: the store is not asked before."""
+
+    async def slow() -> str:
+        await asyncio.sleep(20)
+        return "done"
+
+    async def scenario() -> None:
+        limit = RequestLimit(1)
+        one, other = (requests(limit=limit) for _ in range(2))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one.run("write", "a", slow, has_body=True))
+            await asyncio.sleep(0)
+            group.create_task(other.run("read", "b", failing()))
 
     run_virtual(scenario(), seed=1)
     assert not caplog.records
