@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import ckptio
 from ckptio import ConfigError, Engine, sync
 from ckptio.events import SaveProgressed
 from tests.rig import SMALL, assert_same, filled_state
@@ -137,6 +138,30 @@ def test_an_engine_that_nobody_has_ends(
     gate.engine = engine if is_circle else None
     del engine, gate
     gc.collect()
+
+
+def test_a_checkpointer_that_nobody_has_ends(tmp_path: Path, loops: list[threading.Thread]) -> None:
+    """Behind the save that it has begun, and what is removed after that."""
+    gate, before = Gate(), set(threading.enumerate())
+    keep = ckptio.KeepLast(1)
+    checkpointer = sync.Checkpointer(tmp_path, keep=keep, config=SMALL, observer=gate).__enter__()
+    loops += [t for t in threading.enumerate() if t not in before and "portal" in t.name]
+    gate.opened.set()
+    checkpointer.save(FULL, 1)
+    gate.opened.clear()
+    handle = checkpointer.start_save(FULL, 2)
+    del checkpointer
+    gc.collect()
+    gate.opened.set()
+    handle.result()
+    del handle
+    (thread,) = loops
+    for _ in range(400):
+        gc.collect()  # what it has begun may have been on the way in a circle
+        thread.join(0.05)
+        if not thread.is_alive():
+            break
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_an_engine_that_was_never_made_or_entered_goes() -> None:

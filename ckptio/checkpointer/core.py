@@ -15,6 +15,7 @@ from ckptio.checkpointer.advice import advice, missing
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.ending import Ending
 from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.listening import Listener
 from ckptio.checkpointer.losses import missed_deadline
 from ckptio.checkpointer.pace import Pace
 from ckptio.checkpointer.questions import Questions
@@ -103,6 +104,7 @@ class CheckpointerCore:
         self._stops: Stops | None = None
         self._upkeep: Upkeep | None = None
         self._questions: Questions | None = None
+        self._listener = Listener(self)
         self._watching: Running[None] | None = None
         self._pace = Pace(every)
         self._asked_s = 0.0
@@ -178,7 +180,7 @@ class CheckpointerCore:
         )
         self._questions = Questions(keeper, self._second, self._upkeep, self._pace)
         self._asked_s = self.clock()
-        self._stops = Stops(key, self._due_in_s, self._stopped)
+        self._stops = Stops(key, self._listener.due_in_s, self._listener.stopped)
         self._signals.start()
         message = [root.path, repr(self._every), self._signals.names]
         if self._second is not None:
@@ -187,8 +189,9 @@ class CheckpointerCore:
 
     def start(self) -> None:
         """Begin what goes on in the background."""
+        listen = functools.partial(self._listener.listen, self._stops)
         endless = Running[None](is_endless=True)
-        self._watching = self.engine.submit(self._watch, "watch for calls", endless)
+        self._watching = self.engine.submit(listen, "watch for calls", endless)
         self.upkeep.start()
 
     def waits(self) -> tuple[list[SaveMoments], list[Running[None]]]:
@@ -320,10 +323,11 @@ class CheckpointerCore:
         if self._stops is not None:
             self._stops.call_last(reason)
 
-    def _due_in_s(self) -> float | None:
+    def due_in_s(self) -> float | None:
+        """Say in how many seconds a save is due by time; `None` if never."""
         return None if self._every is None else self._every.wait_s(self.clock() - self._asked_s)
 
-    def _stopped(self, stop: Stop) -> None:
+    def stopped(self, stop: Stop) -> None:
         """Take note of what was agreed on. On the engine's loop."""
         self._asked_s = self.clock()
         if stop.reason:
@@ -333,10 +337,8 @@ class CheckpointerCore:
                 _log.warning(words, stop.reason)
             self.engine.emit(Preempted(path=self.keeper.root.path, reason=stop.reason))
 
-    async def _watch(self, context: EngineContext) -> None:
-        """Hear calls; after the one for the last save, see to its deadline."""
-        assert self._stops is not None  # noqa: S101  # it is open
-        await self._stops.watch(context.ranks)
+    async def hold_to_deadline(self) -> None:
+        """Let the last save, if it was called for, take no longer than it may."""
         if not self.ending.is_called or self._deadline_s is None:
             return
         await asyncio.sleep(self._deadline_s)

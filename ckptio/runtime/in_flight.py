@@ -9,7 +9,7 @@ would hold buffers and files when the engine closes. So it is handed over once m
 two tasks for one step the second does nothing.
 
 A step keeps its engine: what was begun is finished, as at the end of the program, if nobody has
-that any more. It goes behind the last of them.
+that any more. It goes behind the last of them. One that has no end does not.
 """
 
 from __future__ import annotations
@@ -81,12 +81,14 @@ class InFlight:
             step: Called with the context, on the loop.
             context: What it is given.
             name: Of its task.
-            engine: What is to be there until it has ended.
+            engine: What is to be there until it has ended, unless it is endless.
         """
+        keeps = None if running.is_endless else engine
+        del engine
 
         def spawn() -> None:
             assert self._group is not None  # noqa: S101  # as below
-            self._group.create_task(self.run(step, context, running, engine), name=name)
+            self._group.create_task(self.run(step, context, running, keeps), name=name)
 
         def hand_over() -> None:
             assert self._loop is not None  # noqa: S101  # `serve` began with the engine
