@@ -310,8 +310,8 @@ class Engine:
             A new contiguous tensor, equal to `load(path)[name][index]`.
 
         Raises:
-            TargetError: There is no such tensor, the index does not fit it, or there is no memory
-                for it on the device.
+            TargetError: There is no such tensor, or an array that is stored as bytes (dates,
+                strings), the index does not fit it, or there is no memory for it.
             ConfigError: `path` or `device` is none, or an index is neither an int nor a slice.
             CheckpointNotFoundError: As with `load`; and so are `CorruptionError`, `FormatError`,
                 `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and

@@ -182,3 +182,37 @@ def test_a_slice_of_a_view_reads_little_more(
     assert torch.equal(found, base[13:15])
     read = max(event.read_nbytes for event in events if isinstance(event, ReadProgressed))
     assert 0 < read <= found.nbytes + 2 * BLOCK
+
+
+def test_a_slice_of_what_is_stored_as_bytes_is_refused(engine: sync.Engine, tmp_path: Path) -> None:
+    """It has elements only once it is loaded; small ones are no tensors at all."""
+    state = {
+        "big": np.arange(6, dtype=">f4").reshape(2, 3),
+        "days": np.array(["2020-01-01", "2021-01-01"], "M8[D]"),
+        "bytes": bytes(5000),
+        "array": np.arange(3, dtype=np.uint8),
+        "flags": np.array([True, False]),
+    }
+    engine.save(state, tmp_path / "c")
+    for name, what in (("big", "an array of '>f4'"), ("days", "an array of"), ("bytes", "bytes")):
+        with pytest.raises(TargetError, match=f"{name!r} is {what}.* with select="):
+            engine.load_slice(tmp_path / "c", name, 0)
+    assert engine.load_slice(tmp_path / "c", "array", slice(1, 3)).tolist() == [1, 2]
+    assert engine.load_slice(tmp_path / "c", "flags", 0).item() is True
+
+
+def test_a_slice_goes_by_names_of_the_state(engine: sync.Engine, tmp_path: Path) -> None:
+    """Not by those that tensors are stored under, which may be numbered or escaped."""
+    state = {1: 1.0, "1": 2.0, "1~2": 3.0, "\xe9": 4.0, "\\xe9": 5.0}
+    engine.save({name: torch.full((2,), value) for name, value in state.items()}, tmp_path / "c")
+    for name in ("1~2", "\xe9", "\\xe9"):
+        assert engine.load_slice(tmp_path / "c", name, 0).item() == state[name]
+    assert engine.load_slice(tmp_path / "c", "1", 0).item() == 1  # the first of that name
+
+
+def test_a_slice_that_no_memory_holds_is_refused(engine: sync.Engine, tmp_path: Path) -> None:
+    """However little is stored of it."""
+    engine.save({"x": torch.ones(1).expand(1 << 50)}, tmp_path / "c")
+    with pytest.raises(TargetError, match="'x'"):
+        engine.load_slice(tmp_path / "c", "x", slice(None))
+    assert engine.load_slice(tmp_path / "c", "x", slice(3, 5)).tolist() == [1, 1]

@@ -27,6 +27,7 @@ import torch
 from ckptio._version import __version__
 from ckptio.conversion.own import sync_above, sync_kept
 from ckptio.conversion.safetensors import Written
+from ckptio.conversion.source import require_text
 from ckptio.engine.save import SaveJob
 from ckptio.engine.verify import run_verify
 from ckptio.errors import (
@@ -216,6 +217,7 @@ def _blocks_of(source: Source) -> tuple[FlatState, list[Chunk | None]]:
     names = []
     for index in numbers:
         entry = source.manifest.tensors[index]
+        require_text(entry.name)
         names.append(entry.name)
         for chunk in entry.chunks:
             box = entry.box_of(chunk)

@@ -24,7 +24,7 @@ from ckptio.conversion.own import (
     sync_kept,
     take_lock,
 )
-from ckptio.conversion.source import Leaf, batches, parts_of, read_views
+from ckptio.conversion.source import Leaf, batches, parts_of, read_views, require_text
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -79,6 +79,7 @@ class Shard:
         self.places: list[StoredTensor] = []
         start = 0
         for leaf in leaves:
+            require_text(leaf.name)
             self.places.append(StoredTensor(leaf.name, leaf.dtype, leaf.shape, start))
             start += leaf.nbytes
         notes = {"format": "pt", "ckptio.source": _identity(leaves, source_id)}

@@ -11,7 +11,7 @@ from ckptio.conversion.strip import below
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import FormatError, TargetError
+from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
@@ -202,6 +202,21 @@ class Source:
             for index, used in kinds.items()
         }
         return Rebuilder(tensors, (), []).rebuild("", self.tree)
+
+
+def require_text(name: str) -> None:
+    """Check that a data file can name a tensor so: as JSON in UTF-8.
+
+    Raises:
+        ConfigError: It is no text; `os.fsdecode` makes such, and Python's dicts take it.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{name!r} is no Unicode text, and cannot be a name in a safetensors file; leave it out"
+            " with select="
+        ) from None
 
 
 def read_views(

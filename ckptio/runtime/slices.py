@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ckptio.runtime.drive import Flow
     from ckptio.storage.resolve import PathLike
 
+#: What stored names have that are not those of the state: a number, an escape.
+_SIGNS = "~\\"
 Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
 
 
@@ -63,7 +65,8 @@ def slice_flow(
     yield lambda context: read_plan(plan, reading, context)
     target.mark_written()
     if part is not None:
-        result = view_of(result, part.node).resolve_conj().resolve_neg().contiguous()
+        view = view_of(result, part.node)  # expanded, it is larger than what was read
+        result = empty(region.shape, view.dtype, result.device, name).copy_(view)
     return result.view(shape)
 
 
@@ -76,14 +79,36 @@ def find_tensor(path: str, manifest: Manifest, name: str) -> tuple[TensorEntry, 
     Raises:
         TargetError: There is none.
     """
-    for entry in manifest.tensors:
-        if entry.name == name:
-            return entry, None
+    if not any(sign in name for sign in _SIGNS):
+        for entry in manifest.tensors:
+            if entry.name == name and entry.dtype != "uint8":
+                return entry, None
     for fqn, node in walk("", read_tree(manifest)):
         index = tensor_index(node)
         if fqn == name and index is not None and 0 <= index < len(manifest.tensors):
-            return manifest.tensors[index], node if node[TAG] == "view" else None
+            entry = manifest.tensors[index]
+            _require_elements(name, node, entry)
+            return entry, node if node[TAG] == "view" else None
+    for entry in manifest.tensors:
+        if entry.name == name:
+            return entry, None
     raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
+
+
+def _require_elements(name: str, node: Json, entry: TensorEntry) -> None:
+    """Refuse what has no elements where it is stored: bytes, and arrays that are stored as such.
+
+    Raises:
+        TargetError: It is such a thing.
+    """
+    what = node[TAG]
+    if what == "np":
+        if entry.dtype != "uint8" or node["d"] == "|u1":
+            return
+        what = f"an array of {node['d']!r}, stored as bytes"
+    elif what not in ("bytes", "bytearray"):
+        return
+    raise TargetError(f"{name!r} is {what}, and no tensor: load all of it, with select=")
 
 
 class _Part(NamedTuple):

@@ -732,3 +732,21 @@ def test_all_that_is_below_a_name_is_taken(
         return
     sync.convert(tmp_path / "a", tmp_path / "b", to="ckptio", strip=strip, config=SMALL)
     assert set(sync.load(tmp_path / "b", config=SMALL)) == names
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    """Where a file has to have them: `os.fsdecode` makes such names."""
+    state = {os.fsdecode(b"caf\xe9"): torch.ones(2), "ok": torch.ones(1)}
+    sync.save(state, tmp_path / "a", config=SMALL)
+    (tmp_path / "h").mkdir()
+    sync.convert(tmp_path / "a", tmp_path / "d", to="dcp", config=SMALL)
+    ways: Any = (("a", "h", "hf"), ("a", "s.safetensors", "safetensors"), ("d", "o", "ckptio"))
+    for source, target, to in ways:
+        with pytest.raises(ConfigError, match=r"'caf\\udce9' is no Unicode text"):
+            sync.convert(tmp_path / source, tmp_path / target, to=to, config=SMALL)
+        paths = tmp_path / source, tmp_path / ("b" + target)
+        sync.convert(*paths, to=to, select="ok", config=SMALL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ("a", "d", "h", "bh", "bs.safetensors", "bo")
+    )
+    assert not list((tmp_path / "h").iterdir())
