@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptio.config import KiB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
 #: What a rank may take above its share rather than have an item cut, of the mean load.
 _SLACK = 0.04
@@ -87,6 +87,7 @@ def share_out(
     mean = total / max(1, len(loads))
     least = min(min_part_nbytes, max(LEAST_PART_NBYTES, int(_PART_SHARE * mean)))
     lacks = [0.0] * len(loads)  # what a rank got less than its quota in the pools so far
+    taken = [0.0] * len(loads)  # of what goes to the lowest rank that holds it
     shares: list[list[list[Share]]] = [[] for _ in pools]
     for k, quota in zip(order, quotas, strict=True):
         ranks = pools[k].ranks
@@ -94,8 +95,13 @@ def share_out(
             (-(lacks[rank] + share), turns[rank], rank)
             for rank, share in zip(ranks, quota, strict=True)
         ]
+        budget = max(min_part_nbytes, _SLACK * mean)
+        small = _take_small(pools[k].items, budget - taken[ranks[0]]) if len(ranks) > 1 else {}
+        taken[ranks[0]] += sum(small.values())
+        excess, turn, rank = heap[0]
+        heap[0] = (excess + sum(small.values()), turn, rank)
         heapq.heapify(heap)
-        shares[k] = _deal(pools[k].items, heap, _SLACK * mean, least)
+        shares[k] = _deal(pools[k].items, heap, _SLACK * mean, least, small, ranks[0])
         for lack, _, rank in heap:
             lacks[rank] = -lack
     return shares
@@ -134,8 +140,25 @@ def _level(levels: Sequence[float], amount: float) -> float:
     return filled / len(ordered)
 
 
+def _take_small(items: Sequence[Item], budget: float) -> dict[int, int]:
+    """Choose the smallest items, of so many bytes in all; gives their sizes by number."""
+    small: dict[int, int] = {}
+    for k in sorted(range(len(items)), key=lambda k: items[k].nbytes):
+        nbytes = items[k].nbytes
+        budget -= nbytes
+        if nbytes > LEAST_PART_NBYTES or budget < 0:
+            break
+        small[k] = nbytes
+    return small
+
+
 def _deal(
-    items: Sequence[Item], heap: list[tuple[float, int, int]], slack: float, min_part_nbytes: int
+    items: Sequence[Item],
+    heap: list[tuple[float, int, int]],
+    slack: float,
+    min_part_nbytes: int,
+    small: Container[int],
+    lowest: int,
 ) -> list[list[Share]]:
     """Deal the items of a pool to its ranks.
 
@@ -145,11 +168,16 @@ def _deal(
             and the rank; kept up to date.
         slack: Bytes a rank may have above its quota before an item is cut.
         min_part_nbytes: Least size of a part.
+        small: Numbers of the items that go to the lowest rank.
+        lowest: That rank; the heap has what it gets so.
     """
     shares: list[list[Share]] = [[] for _ in items]
     for k in sorted(range(len(items)), key=lambda k: -items[k].nbytes):
         nbytes, steps = items[k]
         start = 0
+        if k in small and nbytes:
+            shares[k].append(Share(lowest, 0, nbytes))
+            continue
         while start < nbytes:
             excess, turn, rank = heap[0]
             stop = nbytes

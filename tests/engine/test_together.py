@@ -173,7 +173,7 @@ def test_a_rank_that_drops_what_it_wrote_for_others_fails_the_save() -> None:
 
     async def scenario() -> None:
         async with job(2) as ranks:
-            full = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+            full = {f"w{i}": torch.full((20_000,), float(i)) for i in range(4)}
 
             async def first(_: int, engine: Engine) -> None:
                 await engine.save(full, "memory")
@@ -190,6 +190,28 @@ def test_a_rank_that_drops_what_it_wrote_for_others_fails_the_save() -> None:
             assert ranks.place.manifest == before
             await ranks.all(second)
             assert ranks.place.manifest != before
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_buffers_that_differ_come_from_rank_0() -> None:
+    """As DDP takes them from there before each step: what is resumed is what went on."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                norms = {f"mean{i}": torch.full((64,), float(rank)) for i in range(8)}
+                weights = {f"w{i}": torch.full((200_000,), float(i)) for i in range(3)}
+                model = {**norms, **weights, "num_batches": torch.tensor(rank)}
+                await engine.save(model, "memory")
+                found = await engine.load("memory")
+                for name in norms:
+                    assert not found[name].any()
+                assert found["num_batches"] == 0
+                assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+            await ranks.all(body)
 
     run_virtual(scenario(), seed=0)
 

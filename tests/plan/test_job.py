@@ -422,9 +422,10 @@ def test_blocks_that_are_no_grid_are_not_cut() -> None:
 def test_equal_ranks_of_different_hosts_write_first() -> None:
     """Four tensors for eight ranks on two hosts: two on each host."""
     hosts = ["a"] * 4 + ["b"] * 4
-    world = [[LeafSpec(f"t{i}", "uint8", (100,)) for i in range(4)]] * 8
+    nbytes = 100_000
+    world = [[LeafSpec(f"t{i}", "uint8", (nbytes,)) for i in range(4)]] * 8
     plan = plan_job(world, hosts=hosts)
-    assert plan.written_nbytes == (100, 100, 0, 0, 100, 100, 0, 0)
+    assert plan.written_nbytes == (nbytes, nbytes, 0, 0, nbytes, nbytes, 0, 0)
     with pytest.raises(PlanError, match="8 ranks have 2 hosts"):
         plan_job(world, hosts=["a", "b"])
 

@@ -220,7 +220,7 @@ def test_what_ranks_hold_now_is_written_once_or_the_change_is_refused(
         check(world, job, old)
 
 
-def whole(name: str, num_elements: int = 1000, dtype: str = "float32") -> LeafSpec:
+def whole(name: str, num_elements: int = 20_000, dtype: str = "float32") -> LeafSpec:
     return LeafSpec(name, dtype, (num_elements,))
 
 
@@ -314,14 +314,14 @@ def test_tensors_without_elements_are_kept_and_new() -> None:
     ("other", "words"),
     [
         (whole("w", dtype="float64"), "'w' differs in element type"),
-        (whole("w", 500), "'w' differs in global shape"),
-        (LeafSpec("w", "float32", (10,), (1001,), (0,)), "'w' differs in global shape"),
+        (whole("w", 10_000), "'w' differs in global shape"),
+        (LeafSpec("w", "float32", (10,), (20_001,), (0,)), "'w' differs in global shape"),
     ],
 )
 @pytest.mark.parametrize("writer", [0, 1])
 def test_ranks_that_disagree_are_refused(other: LeafSpec, words: str, writer: int) -> None:
     """Whether the one that changed was to write the tensor or not."""
-    filler = whole("filler", 2000)
+    filler = whole("filler", 40_000)
     world: World = [[whole("w")], [whole("w")]]
     world[1 - writer].append(filler)
     job = plan_job(world)
@@ -334,7 +334,7 @@ def test_ranks_that_disagree_are_refused(other: LeafSpec, words: str, writer: in
 
 def test_a_chunk_that_nobody_writes_any_more_is_refused() -> None:
     """Its other holder has let go of its tensors by then; the error says which and whose."""
-    world: World = [[whole("w"), whole("own", 2000)], [whole("w")]]
+    world: World = [[whole("w"), whole("own", 40_000)], [whole("w")]]
     job = plan_job(world)
     words = r"nobody writes 'w' at \(0,\) any more, which rank 1 wrote"
     with pytest.raises(StalePlanError, match=words):
@@ -354,13 +354,13 @@ def test_a_tensor_that_all_ranks_drop_is_gone() -> None:
 def test_who_writes_now_takes_over_what_another_dropped() -> None:
     """Of what a rank has that did not change, and was not to write."""
     world: World = [
-        [whole("w"), whole("own", 2000)],
+        [whole("w"), whole("own", 40_000)],
         [whole("w")],
-        [whole("w"), whole("log", 2000)],
+        [whole("w"), whole("log", 40_000)],
     ]
     job = plan_job(world)
     assert holders_of(job, "w") == [[1]]
-    changed = {1: [whole("x")], 2: [whole("w"), whole("log", 3000)]}
+    changed = {1: [whole("x")], 2: [whole("w"), whole("log", 60_000)]}
     again = replan(job, world, changed)
     assert holders_of(again, "w") == [[2]]
     check(apply(world, changed), again, {0: parts_of(world, job)[0]})
@@ -368,10 +368,10 @@ def test_who_writes_now_takes_over_what_another_dropped() -> None:
 
 def test_a_part_of_another_plan_is_nobodys_number() -> None:
     """A rank wrote by one plan, and was to write something by another."""
-    world: World = [[whole("w")], [whole("w")], [whole("w"), whole("own2", 2000)]]
+    world: World = [[whole("w")], [whole("w")], [whole("w"), whole("own2", 40_000)]]
     job = plan_job(world)
     assert holders_of(job, "w") == [[0]]
-    before: World = [[whole("w"), whole("own0", 2000)], *world[1:]]
+    before: World = [[whole("w"), whole("own0", 40_000)], *world[1:]]
     later = plan_again(plan_job(before), before, world)
     assert holders_of(later, "w") == [[1]]
     plans = [Followed(job, world, [1]), Followed(later, world, [0])]
@@ -385,14 +385,14 @@ def test_a_part_of_another_plan_is_nobodys_number() -> None:
     [
         [whole("z", 1), *[whole(f"m{i}") for i in range(6)]],
         [*[whole(f"m{i}") for i in range(6)], whole("z", 1)],
-        [*[whole(f"m{i}") for i in reversed(range(6))], whole("a", 9000)],
+        [*[whole(f"m{i}") for i in reversed(range(6))], whole("a", 180_000)],
     ],
     ids=["renamed", "at the end", "another order"],
 )
 def test_a_list_in_another_order_keeps_its_writers(now: list[LeafSpec]) -> None:
     """What a rank has is the same by whatever number."""
     shared = [whole(f"m{i}") for i in range(6)]
-    world: World = [[whole("a", 9000), *shared], shared, shared]
+    world: World = [[whole("a", 180_000), *shared], shared, shared]
     after: World = [now, shared, shared]
     job = plan_job(world)
     again = plan_again(job, world, after)
@@ -419,7 +419,7 @@ def test_what_is_as_it_was_keeps_its_writers(
     world: World, replicate: Replicate, min_part: int, data: st.DataObject
 ) -> None:
     """Whatever else a rank has: so ranks may go by plans of different saves, and make one."""
-    sizes = st.lists(st.integers(0, 3000), min_size=len(world), max_size=len(world))
+    sizes = st.lists(st.integers(0, 60_000), min_size=len(world), max_size=len(world))
     states = [with_own(world, data.draw(sizes)) for _ in range(3)]
     job = plan_job(states[0], replicate=replicate, min_part_nbytes=min_part)
     jobs = [job]

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio.config import MiB
+from ckptio.config import KiB, MiB
 from ckptio.plan.writers import Item, Pool, Share, share_out
 
 Shares = list[list[list[Share]]]
@@ -101,9 +101,36 @@ def test_what_has_no_steps_is_not_cut() -> None:
 
 def test_equal_ranks_come_in_turn() -> None:
     """Not by their number."""
-    pool = Pool((0, 1, 2), [Item(8), Item(8)])
+    pool = Pool((0, 1, 2), [Item(MiB), Item(MiB)])
     (shares,) = share_out([0, 0, 0], [pool], turns=[2, 1, 0], min_part_nbytes=MiB)
     assert [share.rank for (share,) in shares] == [2, 1]
+
+
+@given(job=jobs(MiB // 4), data=st.data())
+def test_the_smallest_come_from_the_lowest_rank(
+    job: tuple[list[int], list[Pool]], data: st.DataObject
+) -> None:
+    """Up to so much; whatever else there is, and whoever has much already."""
+    loads, pools = job
+    sizes = st.lists(st.integers(0, 64 * KiB), max_size=8)
+    small = [Pool(pool.ranks, [Item(nbytes) for nbytes in data.draw(sizes)]) for pool in pools]
+    mixed = [
+        Pool(pool.ranks, pool.items + more.items) for pool, more in zip(pools, small, strict=True)
+    ]
+    shares = share_out(loads, mixed, turns=range(len(loads)), min_part_nbytes=4 * MiB)
+    for pool, found in zip(pools, shares, strict=True):
+        for shared in found[len(pool.items) :]:
+            assert [share.rank for share in shared] in ([], [pool.ranks[0]])
+
+
+def test_what_is_small_and_much_is_shared_out() -> None:
+    """The smallest go to the lowest rank, and of the others as many as to anyone."""
+    sizes = [8, *[60 * KiB] * 100, 16]
+    pool = Pool((1, 2), [Item(nbytes) for nbytes in sizes])
+    (shares,) = share_out([0, 0, 0], [pool], turns=[0, 1, 2], min_part_nbytes=MiB)
+    assert [shares[0], shares[-1]] == [[Share(1, 0, 8)], [Share(1, 0, 16)]]
+    found = written([0, 0, 0], [shares])
+    assert abs(found[1] - found[2]) <= 60 * KiB
 
 
 def test_cuts_lie_between_rows_where_that_is_near() -> None:
