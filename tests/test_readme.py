@@ -20,7 +20,7 @@ README = TOP / "README.md"
 PAGES = {
     "README.md": 8,
     "ckptio/adapters/README.md": 3,
-    "ckptio/checkpointer/README.md": 3,
+    "ckptio/checkpointer/README.md": 5,
     "ckptio/ranks/README.md": 2,
     "ckptio/state/README.md": 7,
     "ckptio/storage/README.md": 2,

@@ -116,7 +116,8 @@ class Upkeep:
             if not moments.durable.done():
                 what = "copy" if moments.committed.done() else "save"
                 if error is not None:
-                    _log.warning("the %s of step %d is aborted by %r", what, step, error)
+                    words = "the %s of step %d is aborted by %r, unless it is just being committed"
+                    _log.warning(words, what, step, error)
                 moments.abort()
         for running in self.passes:
             running.abort()

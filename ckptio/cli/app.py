@@ -241,7 +241,9 @@ def convert(
     select: SelectOption,
     strip: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Only what is below NAME, without it in the names."),
+        typer.Option(
+            metavar="NAME", help="Only what is below NAME, without it in the names; so in --select."
+        ),
     ] = "",
     drop_values: Annotated[
         bool, typer.Option("--drop-values", help="Leave out what safetensors cannot hold.")

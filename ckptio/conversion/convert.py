@@ -114,7 +114,7 @@ def run_convert(
         path: What to write: a file for `"safetensors"`, a directory for the others, and for
             `"ckptio"` also a URL.
         to: The format.
-        select: Names to take, as in `ckptio.load`.
+        select: Names to take, as in `ckptio.load`; with `strip`, as they are without that.
         strip: Take only what is below this name, and drop it from the names: `"model"` makes
             `layers.0.weight` of `model.layers.0.weight`, and `"model._orig_mod"` of what
             `torch.compile` calls `model._orig_mod.layers.0.weight`.

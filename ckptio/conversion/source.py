@@ -124,7 +124,10 @@ class Source:
             tree = prune(tree, make_predicate(select))
             if tree == {}:
                 where = f" below {strip!r}, which names do not begin with then," if strip else ""
-                raise TargetError(f"{select!r} selects nothing{where} in checkpoint {self.path!r}")
+                error = TargetError(f"{select!r} selects nothing{where} in {self.path!r}")
+                if strip:
+                    error.add_note("give the names in select= without what strip= takes off")
+                raise error
         self.tree = tree
 
     @property

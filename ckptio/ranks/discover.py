@@ -130,8 +130,9 @@ def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | No
     rank, port = _number(environ, "RANK"), _number(environ, "MASTER_PORT")
     if rank is None or not 0 <= rank < world_size:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size} and RANK is {environ.get('RANK')!r}; set RANK from 0"
-            f" to {world_size - 1}, or pass ranks='solo'"
+            f"WORLD_SIZE is {world_size} and RANK is {environ.get('RANK')!r}; open the engine when"
+            " torch.distributed.init_process_group was called (Lightning sets RANK no sooner), or"
+            f" set RANK from 0 to {world_size - 1}; where one rank saves alone, pass ranks='solo'"
         )
     address = environ.get("MASTER_ADDR")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not address or port is None:

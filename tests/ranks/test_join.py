@@ -303,7 +303,7 @@ async def test_a_rank_without_others_is_alone(environ: dict[str, str], threads: 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"RANK": "2"}, "WORLD_SIZE is 2 and RANK is '2'; set RANK from 0 to 1"),
+        ({"RANK": "2"}, "WORLD_SIZE is 2 and RANK is '2'; .*set RANK from 0 to 1"),
         ({"RANK": None}, "RANK is None"),
         ({"RANK": "one"}, "RANK must be an int, not 'one'"),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, "init_process_group first, or pass ranks='s"),
