@@ -131,11 +131,14 @@ class FilesResolver(Resolver):
     """Finds checkpoints that are read and written by the given file operations."""
 
     def __init__(self, context: EngineContext, files: PosixFiles) -> None:
-        super().__init__(context.config, context.executor, context.observer, context.stores)
+        super().__init__(
+            context.config, context.executor, context.observer, context.stores, context.far
+        )
         self._files = files
 
-    def storage(self, path: PathLike) -> Storage:
-        return LocalStorage(local_path(path), self._config, self._executor, self._emit, self._files)
+    def storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
+        threads = self._threads(is_second=is_second)
+        return LocalStorage(local_path(path), self._config, threads, self._emit, self._files)
 
 
 class FilesCore(EngineCore):
@@ -211,7 +214,8 @@ class StoragesResolver(Resolver):
         super().__init__(context.config, context.executor, context.observer, context.stores)
         self._storages = storages
 
-    def storage(self, path: PathLike) -> Storage:
+    def storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
+        del is_second
         return self._storages.get(os.fspath(path)) or MemoryStorage(os.fspath(path))
 
     def root(self, path: PathLike) -> Root:

@@ -13,7 +13,7 @@ import pytest
 import ckptio
 from ckptio import ConfigError, Engine, sync
 from ckptio.events import SaveProgressed
-from tests.rig import SMALL, assert_same, filled_state
+from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,24 @@ handle = engine.start_save({"w": torch.ones(8_000_000)}, sys.argv[1])
 del engine
 """
 
+KEEPS = """
+import sys, threading, torch, ckptio, ckptio.sync
+is_last = threading.Event()
+def observe(event):
+    if isinstance(event, ckptio.events.SaveProgressed) and is_last.is_set():
+        while checkpointer.engine._core._portal is not None:  # the end has not begun
+            threading.Event().wait(0.01)
+    if isinstance(event, ckptio.events.RetentionFailed):
+        print(event, flush=True)
+checkpointer = ckptio.sync.Checkpointer(
+    sys.argv[1], then=sys.argv[2], keep=ckptio.KeepLast(1), observer=observe
+).__enter__()
+for step in (0, 1):
+    checkpointer.save({"w": torch.ones(10)}, step)
+is_last.set()
+checkpointer.start_save({"w": torch.ones(10)}, 2)
+"""
+
 
 class Gate:
     """An observer that holds a save until it may go on."""
@@ -42,6 +60,20 @@ class Gate:
     def __call__(self, event: Event) -> None:
         if isinstance(event, SaveProgressed):
             assert self.opened.wait(60)
+
+
+def test_what_is_not_kept_goes_behind_the_last_save_of_a_program(tmp_path: Path) -> None:
+    """Also of a checkpointer that nobody leaves, on both tiers."""
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS, *tiers],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [names_in(tier) for tier in tiers] == [["step-00000002"]] * 2
 
 
 @pytest.fixture

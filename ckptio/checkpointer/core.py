@@ -165,7 +165,7 @@ class CheckpointerCore:
         )
         keeper = Keeper(root, context.executor, engine.emit)
         if self._second is not None:
-            self._second.open(engine, root, self.make_root)
+            self._second.open(engine, self.make_root)
         key = engine.next_key("checkpointer")
         self._engine, self._keeper = engine, keeper
         self.ending.is_alone = context.ranks.world_size == 1
@@ -184,7 +184,7 @@ class CheckpointerCore:
         self._signals.start()
         message = [root.path, repr(self._every), self._signals.names]
         if self._second is not None:
-            message.append(self._second.keeper.root.path)
+            return functools.partial(self._second.meet, root, key, message)
         return functools.partial(meet, key, message)
 
     def start(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.heads import read_head
@@ -60,20 +61,29 @@ class SecondTier:
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
         self._is_silent = False
+        self._looking: Running[bool] | None = None  # the look that was begun last
 
-    def open(self, engine: EngineCore, first: Root, make_root: Callable[..., Root]) -> None:
-        """Begin.
-
-        Raises:
-            ConfigError: It is the first tier.
-        """
+    def open(self, engine: EngineCore, make_root: Callable[..., Root]) -> None:
+        """Begin. Touches nothing."""
         context = engine.context
-        root = make_root(self._then, engine.config, context.executor, engine.emit, context.stores)
-        here, there = (engine.own_storage(tier.join(step_name(0))) for tier in (first, root))
-        if here.identity == there.identity:
-            raise ConfigError(f"then= is {root.path!r}, which is the root itself")
+        threads = context.far or context.executor
+        root = make_root(self._then, engine.config, threads, engine.emit, context.stores)
         self._engine, self._context = engine, context
         self._keeper = Keeper(root, context.executor, engine.emit)
+
+    async def meet(self, first: Root, key: str, message: list[Any], context: EngineContext) -> None:
+        """Check that this is not the first tier, by another name, and that ranks want the same.
+
+        Raises:
+            ConfigError: It is.
+            RankError: They do not.
+        """
+        root, storage, name = self.keeper.root, self.context.resolver.own_storage, step_name(0)
+        here, there = storage(first.join(name)), storage(root.join(name), is_second=True)
+        await there.locate()
+        if here.identity == there.identity:
+            raise ConfigError(f"then= is {root.path!r}, which is the root itself")
+        await meet(key, [*message, root.path], context)
 
     @property
     def engine(self) -> EngineCore:
@@ -106,9 +116,14 @@ class SecondTier:
         """Whether a step on the first tier is still to be copied."""
         return await is_owed(self.context.resolver.storage(path), self.context)
 
-    def look_for(self, step: int) -> Running[bool]:
-        """Begin to look whether this tier has a step already. From any thread."""
-        storage = self.engine.own_storage(self.path(step))
+    def look_for(self, step: int) -> Running[bool] | None:
+        """Begin to look whether this tier has a step already. From any thread.
+
+        Not while one look that was waited for in vain hangs: each would take a thread for good.
+        """
+        if self._is_silent and self._looking is not None and not self._looking.end.done():
+            return None
+        storage = self.context.resolver.own_storage(self.path(step), is_second=True)
 
         async def look(_: EngineContext) -> bool:
             try:
@@ -117,18 +132,25 @@ class SecondTier:
                 return False
             return True
 
-        return self.engine.submit(look, f"look for {storage.path}")
+        self._looking = self.engine.submit(look, f"look for {storage.path}")
+        return self._looking
 
-    async def require_free(self, step: int, looking: Running[bool]) -> None:
+    async def require_free(self, step: int, looking: Running[bool] | None) -> None:
         """Check that this tier has no such step, before it is committed on the first.
 
         Its copy could never be made, and the first tier would keep it for ever. A tier that
         does not answer for a while is away, and is nothing that a save waits for: the next ones
         wait no more, until it has answered before they ask.
 
+        Args:
+            step: The step.
+            looking: What looks for it; `None` if nothing does.
+
         Raises:
             CheckpointExistsError: It has.
         """
+        if looking is None:
+            return
         answer = looking.end.wrapped()
         await asyncio.wait((answer,), timeout=0 if self._is_silent else _LOOK_S)
         self._is_silent = not answer.done()
@@ -190,7 +212,7 @@ class SecondTier:
             head = await read_head(here, context)
             if not there or head is None:
                 return
-            later = await read_head(storage(self.path(there[0])), context)
+            later = await read_head(storage(self.path(there[0]), is_second=True), context)
             is_left = later is not None and is_newer(later.created, head.created)
             if is_left and not await here.has_note(head.save_id):
                 event = HigherStepFound(path=first.root.path, step=there[0], highest=step)
@@ -235,7 +257,8 @@ class SecondTier:
     async def _has(self, step: int, path: str) -> bool:
         """Whether a step of the first tier is on this one, whole."""
         storage = self.context.resolver.storage
-        return await is_copied(storage(path), storage(self.path(step)), self.context)
+        there = storage(self.path(step), is_second=True)
+        return await is_copied(storage(path), there, self.context)
 
     async def sparing(
         self, exempt: Callable[[], set[int]], found: Sequence[Found], first: Root

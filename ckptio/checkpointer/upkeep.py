@@ -65,6 +65,7 @@ class Upkeep:
         clock: Callable[[], float],
     ) -> None:
         self._engine = engine
+        self._context = engine.context  # for what runs on the loop, as the engine closes, too
         self._keeper = keeper
         self._second = second
         self._keep = keep
@@ -228,10 +229,8 @@ class Upkeep:
 
     async def _owes(self, step: int) -> bool:
         """Whether a step of the first tier is still to be copied."""
-        context = self._engine.context
-        return await is_owed(
-            context.resolver.storage(self._keeper.root.join(step_name(step))), context
-        )
+        storage = self._context.resolver.storage(self._keeper.root.join(step_name(step)))
+        return await is_owed(storage, self._context)
 
     def _look_for_metrics(self, keeper: Keeper, policy: Retention) -> None:
         """Say, once, that everything is kept since nothing has the metric that decides."""

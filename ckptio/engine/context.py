@@ -76,6 +76,8 @@ class EngineContext:
         waiters: Threads that wait for devices in saves.
         load_waiters: The same in loads, which must not wait behind the copies of a save; the
             same threads if not given.
+        far: Threads for what blocks on a second tier. It may hang, and nothing else is to wait
+            for it; those of the first tier if not given.
         pool: Slabs.
         cache: Manifests.
         observer: Takes events, if anybody does.
@@ -110,6 +112,7 @@ class EngineContext:
     pool: SlabPool
     cache: MetadataCache
     load_waiters: Executor | None = None
+    far: Executor | None = None
     observer: Observer | None = None
     ranks: Ranks = field(default_factory=SoloRanks)
     linker: Linker = field(default_factory=HostLinker)
@@ -133,7 +136,7 @@ class EngineContext:
     def __post_init__(self) -> None:
         """Make what is empty at first, and the limits."""
         self.stores = Stores(self.config, self.executor)
-        self.resolver = Resolver(self.config, self.executor, self.observer, self.stores)
+        self.resolver = Resolver(self.config, self.executor, self.observer, self.stores, self.far)
         self.plans = Recent(_MAX_PLANS)
         self.agreements = Recent(1)
         # more than any rank refers to
@@ -148,7 +151,8 @@ class EngineContext:
     def end_threads(self) -> None:
         """Let the threads end."""
         waiters = (self.waiters, self.load_waiters or self.waiters)
-        for threads in (self.executor, self.copiers, self.writers, self.readers, *waiters):
+        others = (self.copiers, self.writers, self.readers, self.far or self.executor)
+        for threads in (self.executor, *others, *waiters):
             threads.shutdown()
 
     def emit(self, event: Event) -> None:

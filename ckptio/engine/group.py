@@ -79,8 +79,16 @@ class Course:
         return f"{self._key} {phase}"
 
 
-async def fetch_manifest(storage: Storage, context: EngineContext, course: Course) -> Manifest:
+async def fetch_manifest(
+    storage: Storage, context: EngineContext, course: Course, phase: str = "manifest"
+) -> Manifest:
     """Read the manifest, on rank 0 for all.
+
+    Args:
+        storage: The checkpoint.
+        context: The engine.
+        course: How far the load has come.
+        phase: Names the session in which ranks meet.
 
     Raises:
         CheckpointNotFoundError: There is none; on every rank.
@@ -105,7 +113,7 @@ async def fetch_manifest(storage: Storage, context: EngineContext, course: Cours
 
     has = context.received.get(storage.identity)
     course.next_session = ""
-    async with context.ranks.session(course.of("manifest"), course.title) as session:
+    async with context.ranks.session(course.of(phase), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("read")
         message = {"path": storage.path, "has": None if has is None else has.save_id}

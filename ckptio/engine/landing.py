@@ -20,6 +20,7 @@ from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from concurrent.futures import Executor
 
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
@@ -123,23 +124,25 @@ async def bring(
     pending: list[PendingCopies],
     *,
     keep: bool = False,
+    threads: Executor | None = None,
 ) -> list[CorruptionError]:
     """Read, verify and land a range; arguments and result are those of `check_and_land`.
 
     What came over a network, and is not what was written, is asked for once more: it may have
-    changed on its way.
+    changed on its way. A file is read on `threads`, those for reading if not given.
     """
     if not isinstance(source, AwaitedSource):
+        arguments = (segment, slab, source, reading, pending)
         return await run_unless_cancelled(
-            context.readers, check_and_land, segment, slab, source, reading, pending, keep=keep
+            threads or context.readers, check_and_land, *arguments, keep=keep
         )
     damage: list[CorruptionError] = []
     try:
         with slab.view[: segment.nbytes] as room:
             await source.read_into(segment.start, room)
-        arguments = (segment, slab, None, reading, pending)
+        landing = (segment, slab, None, reading, pending)
         damage = await run_unless_cancelled(
-            context.copiers, check_and_land, *arguments, keep=keep, repeats=True
+            context.copiers, check_and_land, *landing, keep=keep, repeats=True
         )
         for error in damage:  # nothing was landed of these blocks, and no device reads them
             start, stop = error.start - segment.start, error.stop - segment.start

@@ -1,7 +1,9 @@
 """Choose the tier that a checkpoint is read from: the first that has it whole.
 
 Whole is what a load looks at before it begins: a manifest that can be read, and every data
-file with the size that it should have. Where a block turns out damaged later, one process alone
+file with the size that it should have. Where a file is cut, the second tier is read if it has the
+same save or a later one; an older one would be the past without a word, and the damage is said.
+Where a block turns out damaged later, one process alone
 reads the second tier if that has the same save: its checksums are the same, so nothing is guessed.
 Ranks raise, and say where it may be whole. That they begin anew together was rejected: one of them
 may have another reason to end, or a caller that has given up, and the others would wait for it.
@@ -9,18 +11,17 @@ may have another reason to end, or a caller that has given up, and the others wo
 A first tier may be what one machine has, and the second what all of them share. Was the step
 saved again elsewhere, by the clocks of both, what is here is the past: the later one is read,
 unless the copy of this one is still to be made. A second tier that does not answer soon is away,
-and the first is read.
+and the first is read; only where that has nothing is it waited for, as in any load of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
+import logging
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import Threads
+from ckptio.engine.group import fetch_manifest
 from ckptio.engine.heads import read_head
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
@@ -36,63 +37,107 @@ from ckptio.errors import (
 from ckptio.events import TierPassedOver
 from ckptio.format.summary import is_newer
 from ckptio.ranks.interface import OutOfStepError, Same
-from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.group import Course
+    from ckptio.format.manifest import Manifest
     from ckptio.format.summary import Summary
     from ckptio.storage.interface import Storage
+
+_log = logging.getLogger("ckptio")
 
 #: How long a load from the first tier waits to hear what the second one has.
 _LOOK_S = 5.0
 
 
-async def find_nearest(first: Storage, second: Storage, context: EngineContext) -> Storage:
-    """Say which of two tiers to read.
+async def _find_nearest(
+    first: Storage, second: Storage, context: EngineContext, *, answers: bool
+) -> Storage | None:
+    """Say which of two tiers to read; `None` if neither has a checkpoint.
 
     An event says so if it is not the first.
 
+    Args:
+        first: The first tier.
+        second: The second.
+        context: The engine.
+        answers: Whether the second has answered just now.
+
     Raises:
-        CheckpointNotFoundError: Neither has a checkpoint.
         StorageError: The first has none, and the second cannot be reached.
         ConfigError: Its blocks do not fit the slabs of this engine.
     """
-    try:
-        await _check(first, context)
-    except ConfigError:
-        raise
-    except CheckpointError as error:
-        try:
-            await second.version()
-        except CheckpointNotFoundError:
-            if isinstance(error, CheckpointNotFoundError):
-                raise _missing(first, second) from None
-            return first  # what is wrong with it is said by whoever reads it
-        except StorageError:
-            if isinstance(error, CheckpointNotFoundError):
-                raise  # nobody knows whether there is one
-            return first  # as above
-        context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
-        return second
-    if not await _is_of_the_past(first, second, context):
+    here, wrong = await _look_at(first, context)
+    if here is None or isinstance(wrong, CheckpointNotFoundError):
+        has_none = isinstance(wrong, CheckpointNotFoundError)
+        # where nothing else is left to read, a mount that hangs is waited for, as in a load of it
+        has_other = await _has_any(second, raises=has_none) if answers or has_none else False
+        if has_other:
+            _pass_over(first, second, wrong, context)
+            return second
+        return None if has_none else first  # what is wrong with it is said by whoever reads it
+    if not answers:
         return first
-    problem = "a later save of it is on the second tier, and this one owes no copy"
-    context.emit(
-        TierPassedOver(
-            path=first.path, to=second.path, error=StorageError(problem, path=first.path)
-        )
-    )
+    there = await _head_soon(second, context) if wrong is None else await _head(second, context)
+    if there is None:
+        return first
+    if wrong is None:
+        problem = "a later save of it is on the second tier, and this one owes no copy"
+        is_second = await _is_replaced(here, there, first)
+        wrong = StorageError(problem, path=first.path)
+    else:  # an older one would be the past, without a word
+        is_second = there.save_id == here.save_id or await _is_replaced(here, there, first)
+    if not is_second:
+        return first
+    _pass_over(first, second, wrong, context)
     return second
 
 
-async def _is_of_the_past(first: Storage, second: Storage, context: EngineContext) -> bool:
-    """Whether what is on the first tier was replaced elsewhere; no if nobody can tell."""
-    here = await context.cache.get(first)
-    there = None if here.is_foreign else await _head_soon(second, context)
-    if there is None or there.save_id == here.save_id or not is_newer(there.created, here.created):
+async def _look_at(
+    storage: Storage, context: EngineContext
+) -> tuple[Manifest | None, CheckpointError | None]:
+    """Give the manifest of a checkpoint, if it can be read, and what is wrong with it, if so."""
+    manifest = None
+    for is_last in (False, True):
+        try:
+            manifest = await context.cache.get(storage)
+            await check_sizes(Reading(storage, manifest), range(len(manifest.files)), context)
+        except ConfigError:
+            raise
+        except CheckpointError as error:
+            # overwritten meanwhile, there is another one
+            if is_last or not isinstance(error, CheckpointChangedError):
+                return manifest, error
+        else:
+            return manifest, None
+    raise AssertionError  # it was returned, or raised
+
+
+async def _has_any(storage: Storage, *, raises: bool) -> bool:
+    """Whether a tier has a checkpoint, of anybody's.
+
+    Args:
+        storage: The tier.
+        raises: Whether that nobody can tell is an error, and not a no.
+    """
+    try:
+        await storage.version()
+    except CheckpointNotFoundError:
+        return False
+    except StorageError:
+        if raises:
+            raise
+        return False
+    return True
+
+
+async def _is_replaced(here: Manifest, there: Summary, first: Storage) -> bool:
+    """Whether what is on the first tier was saved again elsewhere; no if nobody can tell."""
+    is_other = not here.is_foreign and there.save_id != here.save_id
+    if not is_other or not is_newer(there.created, here.created):
         return False
     try:
         return not await first.has_note(here.save_id)
@@ -100,55 +145,66 @@ async def _is_of_the_past(first: Storage, second: Storage, context: EngineContex
         return False
 
 
+def _pass_over(
+    first: Storage, second: Storage, error: CheckpointError | None, context: EngineContext
+) -> None:
+    """Say that the second tier is read; to the log, unless the first has just nothing."""
+    assert error is not None  # noqa: S101  # there is a reason
+    context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
+    if context.observer is None and not isinstance(error, CheckpointNotFoundError):
+        _log.warning("%s is read, the second tier of %s: %s", second.path, first.path, error)
+
+
 async def _head_soon(storage: Storage, context: EngineContext) -> Summary | None:
     """Give the head of what a tier has; `None` if it has nothing, or says nothing soon."""
-    if not await _answers(storage.path):
-        return None
     try:
         async with asyncio.timeout(_LOOK_S):
-            return await read_head(storage, context)
-    except (TimeoutError, CheckpointError):
+            return await _head(storage, context)
+    except TimeoutError:
         return None
 
 
-async def _answers(path: str) -> bool:
-    """Whether a file system answers: where a mount hangs, so does whoever looks at it.
-
-    The thread that looks is given up then; it holds nothing.
-    """
-    if remote_url(path) is not None:
-        return True
-    threads = Threads(1, "ckptio-look")
-    looking = asyncio.get_running_loop().run_in_executor(threads, _look_at, path)
-    threads.shutdown(wait=False)
-    done, _ = await asyncio.wait((looking,), timeout=_LOOK_S)
-    return bool(done)
+async def _head(storage: Storage, context: EngineContext) -> Summary | None:
+    """Give the head of what a tier has; `None` if it has nothing, or nobody can tell."""
+    try:
+        return await read_head(storage, context)
+    except CheckpointError:
+        return None
 
 
-def _look_at(path: str) -> None:
-    """Have a server say something: what is kept of it here may be shown while it hangs. Blocks."""
-    with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-
-
-async def _check(storage: Storage, context: EngineContext) -> None:
-    """Look whether a checkpoint is whole.
+async def fetch_nearest(
+    first: Storage, second: Storage, context: EngineContext, course: Course
+) -> tuple[Storage, Manifest]:
+    """Say which of two tiers to read, and read its manifest; rank 0, for all.
 
     Raises:
-        CheckpointError: It is not.
+        CheckpointError: As `_agree` and `fetch_manifest` do.
     """
-    for is_last in (False, True):
-        manifest = await context.cache.get(storage)
-        try:
-            await check_sizes(Reading(storage, manifest), range(len(manifest.files)), context)
-        except CheckpointChangedError:  # overwritten meanwhile: there is another one
-            if is_last:
-                raise
-        else:
-            return
+    storage = await _agree(first, second, context, course)
+    found = await _fetch(storage, context, course, "manifest")
+    if isinstance(found, CheckpointNotFoundError) and storage is first:
+        # removed since it was looked at, for all ranks: no reason to begin a run anew
+        gone, storage = found, second
+        course.next_session = course.of("manifest again")
+        found = await _fetch(second, context, course, "manifest again")
+        if context.ranks.rank == 0 and not isinstance(found, CheckpointNotFoundError):
+            _pass_over(first, second, gone, context)
+    if isinstance(found, CheckpointNotFoundError):
+        raise _missing(first, second)
+    return storage, found
 
 
-async def agree_on_tier(
+async def _fetch(
+    storage: Storage, context: EngineContext, course: Course, phase: str
+) -> Manifest | CheckpointNotFoundError:
+    """Read a manifest, or give the error that says, on every rank, that there is none."""
+    try:
+        return await fetch_manifest(storage, context, course, phase)
+    except CheckpointNotFoundError as error:
+        return error
+
+
+async def _agree(
     first: Storage, second: Storage, context: EngineContext, course: Course
 ) -> Storage:
     """Say which of two tiers to read; rank 0, for all.
@@ -156,10 +212,18 @@ async def agree_on_tier(
     Raises:
         CheckpointNotFoundError: Neither has a checkpoint; on every rank.
         RankError: It failed on some rank.
-        ConfigError: As `find_nearest` says, of one rank alone.
+        StorageError: The first has none, and the second cannot be reached; of one rank alone.
+        ConfigError: Its blocks do not fit the slabs of this engine; of one rank alone. Or the
+            second is the first, by another name.
     """
+    answers = await second.locate()
+    if second.identity == first.identity:
+        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     if context.ranks.world_size == 1:
-        return await find_nearest(first, second, context)
+        found = await _find_nearest(first, second, context, answers=answers)
+        if found is None:
+            raise _missing(first, second)
+        return found
 
     async def decide(messages: Sequence[Any]) -> Same:
         for rank, message in enumerate(messages):
@@ -168,17 +232,15 @@ async def agree_on_tier(
                     f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
                     " alike and in one order"
                 )
-        try:
-            return Same(await find_nearest(first, second, context) is second)
-        except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
-            return Same(None)
+        found = await _find_nearest(first, second, context, answers=answers)
+        return Same(None if found is None else found is second)
 
     course.next_session = ""
     async with context.ranks.session(course.of("tier"), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("manifest")
         is_second = await session.round("tier", [first.path, second.path], decide)
-    if is_second is None:
+    if is_second is None:  # raised as such on every rank: who resumes catches it
         course.next_session = ""
         raise _missing(first, second)
     return second if is_second else first
@@ -207,10 +269,15 @@ async def makes_up_for(
     is_lost = isinstance(error, StorageError) and error.errno == errno.EIO
     if not (isinstance(error, CorruptionError) or is_lost):
         return False
-    head = await _head_soon(second, context)
-    if head is None or head.save_id != save_id:
+    head = await _head_soon(second, context) if await second.locate() else None
+    if head is None:
         return False
-    context.emit(TierPassedOver(path=first.path, to=second.path, error=error))
+    if head.save_id != save_id:
+        error.add_note(
+            f"the second tier has another save of it, of {head.created}: load {second.path!r}"
+        )
+        return False
+    _pass_over(first, second, error, context)
     return True
 
 

@@ -33,6 +33,7 @@ class Resolver:
         executor: Threads for calls that block.
         observer: Takes the events of the places.
         stores: Object stores, on the loop on which the places are used.
+        far: Threads for second tiers; the same if not given.
     """
 
     def __init__(
@@ -41,23 +42,35 @@ class Resolver:
         executor: Executor,
         observer: Observer | None,
         stores: Stores,
+        far: Executor | None = None,
     ) -> None:
         self._config = config
         self._executor = executor
+        self._far = far or executor
         self._emit = functools.partial(notify, observer)
         self._stores = stores
 
-    def storage(self, path: PathLike) -> Storage:
+    def storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
         """Find the storage for a path, of checkpoints in any format.
+
+        Args:
+            path: The checkpoint.
+            is_second: It is on a second tier, which may hang: what blocks there has threads of
+                its own, so that nothing else waits for it.
 
         Raises:
             ConfigError: The path is none, or a URL that nobody knows.
         """
-        return AnyStorage(self.own_storage(path), self._config, self._executor)
+        own = self.own_storage(path, is_second=is_second)
+        return AnyStorage(own, self._config, self._threads(is_second=is_second))
 
-    def own_storage(self, path: PathLike) -> Storage:
-        """Find the storage for a path, of checkpoints of ours; raises as `storage`."""
-        return resolve_storage(path, self._config, self._executor, self._emit, self._stores)
+    def own_storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
+        """Find the storage for a path, of checkpoints of ours; see `storage`."""
+        threads = self._threads(is_second=is_second)
+        return resolve_storage(path, self._config, threads, self._emit, self._stores)
+
+    def _threads(self, *, is_second: bool) -> Executor:
+        return self._far if is_second else self._executor
 
     def root(self, path: PathLike) -> Root:
         """Find the root of the checkpoints under a path; raises as `storage`."""

@@ -104,7 +104,7 @@ class CopyLine:
             on_wait: Called if there is no place.
         """
         if ticket is not None:
-            await self._turn(ticket)
+            await self.turn(ticket)
         before = self._targets.get(target)
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._targets[target] = end
@@ -135,8 +135,8 @@ class CopyLine:
         else:
             before.add_done_callback(finish)
 
-    async def _turn(self, ticket: int) -> None:
-        """Wait until all with lower numbers have a place, or want none."""
+    async def turn(self, ticket: int) -> None:
+        """Wait until all with lower numbers have a place, or want none. Repeatable."""
         if ticket <= self._next:
             return
         waiter = self._waiting[ticket] = asyncio.get_running_loop().create_future()

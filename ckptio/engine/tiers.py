@@ -126,6 +126,7 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
         CheckpointExistsError: There is another checkpoint and `overwrite` is off.
         CheckpointChangedError: The checkpoint was overwritten or removed meanwhile.
         CorruptionError: A block of it does not have its checksum.
+        ConfigError: The second tier is the first, by another name.
         RankError: It failed on some rank.
         CheckpointError: The first failure of any part.
     """
@@ -209,6 +210,11 @@ class _Copy:
         def on_wait() -> None:
             context.emit(CopyQueued(path=job.source.path, to=job.target.path, save_id=job.save_id))
 
+        if job.ticket is not None:  # so that no more look at a mount that hangs than may copy
+            await context.copies.turn(job.ticket)
+        await job.target.locate()
+        if job.target.identity == job.source.identity:
+            raise ConfigError(f"then= is {job.target.path!r}, which is the checkpoint itself")
         await place.enter_async_context(
             context.copies.place(job.ticket, job.target.identity, on_wait)
         )

@@ -1,4 +1,4 @@
-"""Bring data files of a checkpoint from one storage to another, byte for byte.
+"""Bring data files of a checkpoint to its second tier, byte for byte.
 
     one worker a slab    leases it, takes the next segment, reads, verifies, writes
 
@@ -58,7 +58,7 @@ async def transfer(
     Args:
         reading: The checkpoint; damage raises, unless somebody collects it.
         files: Indices of the files.
-        attempt: Where to; `None` to verify alone.
+        attempt: Where to, on the second tier; `None` to verify what is there alone.
         context: The engine; holds its share of the pool at the most.
         on_written: Told how many bytes were written, as they are.
 
@@ -132,7 +132,10 @@ class _Transfer:
 
     async def _carry(self, segment: ReadSegment, file: _File, slab: Slab) -> None:
         context, sink = self.context, file.sink
-        damage = await bring(segment, slab, file.source, self.reading, context, [], keep=True)
+        readers = None if self.attempt is not None else context.far  # the second tier is read
+        damage = await bring(
+            segment, slab, file.source, self.reading, context, [], keep=True, threads=readers
+        )
         while damage:  # as in `engine.load`: no frame keeps an error that has that frame
             self.reading.damaged(damage.pop(0))
         if sink is None:
@@ -141,15 +144,15 @@ class _Transfer:
             with slab.view[: segment.nbytes] as data:
                 await sink.write(segment.start, data)
         else:
-            block_nbytes = context.config.block_nbytes
-            await run_unless_cancelled(context.writers, _write, segment, slab, block_nbytes, sink)
+            block_nbytes, writers = context.config.block_nbytes, context.far or context.writers
+            await run_unless_cancelled(writers, _write, segment, slab, block_nbytes, sink)
 
     async def _end(self, file: _File) -> None:
         """End a file that is written."""
         if isinstance(file.sink, AwaitedSink):
             await file.sink.close()
         elif file.sink is not None:
-            await run_blocking(self.context.executor, file.sink.close)
+            await run_blocking(self.context.far or self.context.executor, file.sink.close)
         await self._close(file)
 
     async def _close(self, file: _File) -> None:

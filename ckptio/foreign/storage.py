@@ -76,6 +76,10 @@ class AnyStorage:
         """The same for two names of the same place."""
         return self._inner.identity
 
+    async def locate(self) -> bool:
+        """Find `identity` out; see `storage.interface.Storage`."""
+        return await self._inner.locate()
+
     @property
     def gap_nbytes(self) -> int:
         """As the place for checkpoints of ours has it."""

@@ -17,7 +17,7 @@ from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import plan_and_read
-from ckptio.engine.nearest import agree_on_tier, makes_up_for
+from ckptio.engine.nearest import fetch_nearest, makes_up_for
 from ckptio.engine.places import find_wanted
 from ckptio.engine.request import make_request
 from ckptio.engine.restore import LoadReport, plan_restoration
@@ -249,9 +249,13 @@ def load_flow(
         request = make_request(asked)
         storage = core.storage(path)
         second = second_tier(core, storage, then)
-        if second is not None:
-            storage = yield functools.partial(agree_on_tier, storage, second, course=course)
-        manifest: Manifest = yield functools.partial(_fetch, storage, course)
+        manifest: Manifest
+        if second is None:
+            manifest = yield functools.partial(_fetch, storage, course)
+        else:
+            storage, manifest = yield functools.partial(
+                fetch_nearest, storage, second, course=course
+            )
         try:
             load, nbytes = yield from _read(core, storage, manifest, request, course)
         except CheckpointError as error:

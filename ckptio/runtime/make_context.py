@@ -49,6 +49,7 @@ def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineC
         readers=Threads(config.max_reads, "ckptio-read"),
         waiters=Threads(_NUM_WAITERS, "ckptio-device"),
         load_waiters=Threads(_NUM_WAITERS, "ckptio-device-load"),
+        far=Threads(_NUM_ODD_JOBS + config.max_tier_copies + config.max_writes, "ckptio-far"),
         pool=SlabPool(
             config.num_slabs * config.slab_nbytes,
             config.slab_nbytes,

@@ -123,10 +123,11 @@ async def _take_owed(
             save_id=save_id,
             key=f"owed {save_id}",
             source=storage,
-            target=context.resolver.storage(found.copy_to),
+            target=context.resolver.storage(found.copy_to, is_second=True),
             overwrite=found.overwrite,
             resumes=True,
         )
+        await job.target.locate()
     except BaseException:
         await shielded(note.release())
         raise

@@ -8,6 +8,7 @@ from ckptio._aio import run_blocking
 from ckptio.engine.transfer import require_files
 from ckptio.errors import CheckpointError, ConfigError
 from ckptio.format.manifest import decode_manifest
+from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -19,15 +20,25 @@ if TYPE_CHECKING:
 def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
     """Find the storage of a second tier; `None` if there is to be none. Touches nothing.
 
+    Where links lead is not looked at on the caller's thread: a mount may hang. Who copies or
+    loads looks.
+
     Raises:
         ConfigError: It is the first tier.
     """
     if then is None:
         return None
-    second = core.storage(then)
-    if second.identity == first.identity:
+    second = core.context.resolver.storage(then, is_second=True)
+    if _is_called_alike(first, second):
         raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself goes")
     return second
+
+
+def _is_called_alike(one: Storage, other: Storage) -> bool:
+    """Whether two places are the same by what they are called."""
+    if remote_url(one.path) is None or remote_url(other.path) is None:
+        return one.path == other.path
+    return one.identity == other.identity  # of stores, which are asked nothing for it
 
 
 async def is_copied(first: Storage, second: Storage, context: EngineContext) -> bool:

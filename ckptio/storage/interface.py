@@ -131,7 +131,21 @@ class Storage(Protocol):
 
     @property
     def identity(self) -> str:
-        """The same for two names of the same place: links are followed."""
+        """The same for two names of the same place: links are followed.
+
+        On a file system that may block, unless the place was located.
+        """
+        ...
+
+    async def locate(self) -> bool:
+        """Find `identity` out, so that it does not block from here on, nor change.
+
+        A place that says nothing for some seconds, as a mount does whose server is gone, is known
+        by its path then. Whoever looks at it is given up, and holds nothing.
+
+        Returns:
+            Whether it has answered. What is asked by requests, which end, is not asked here.
+        """
         ...
 
     @property

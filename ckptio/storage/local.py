@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import aiofiles
 
-from ckptio._aio import run_blocking, shielded
+from ckptio._aio import run_blocking, run_or_give_up, shielded
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _MAX_FOLLOWING = 3
 #: What files of torch.save are usually called.
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
+#: How long a place is waited for that is only looked for, in seconds.
+_LOOK_S = 5.0
 #: Entries of a directory that are looked at for what is below it.
 _MAX_LOOKED_AT = 1000
 
@@ -71,6 +73,7 @@ class LocalStorage:
         self._executor = executor
         self._emit = emit
         self._files = files or PosixFiles()
+        self._located = ""
 
     @property
     def path(self) -> str:
@@ -79,7 +82,23 @@ class LocalStorage:
 
     @property
     def identity(self) -> str:
-        """The directory with links followed."""
+        """The directory with links followed; blocks unless it was located."""
+        return self._located or os.path.realpath(self._path)
+
+    async def locate(self) -> bool:
+        """Find `identity` out on a thread of its own; see `interface.Storage`."""
+        try:
+            found = await run_or_give_up(self._look, _LOOK_S, "ckptio-look")
+        except TimeoutError:
+            self._located = self._located or self._path
+            return False
+        self._located = self._located or found
+        return True
+
+    def _look(self) -> str:
+        """Have a server say something: what is kept of it here may be shown while it hangs."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK))
         return os.path.realpath(self._path)
 
     @property

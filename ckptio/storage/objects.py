@@ -86,6 +86,10 @@ class ObjectStorage:
         """The store and the prefix."""
         return f"{self._open_store.identity}/{self._prefix}"
 
+    async def locate(self) -> bool:
+        """Nothing: its name says where it is; see `interface.Storage`."""
+        return True
+
     @property
     def gap_nbytes(self) -> int:
         """Bytes worth reading over rather than sending another request."""

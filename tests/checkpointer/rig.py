@@ -39,13 +39,16 @@ class RootResolver(Resolver):
     """Finds what is local by the given file operations, and only checkpoints of ours."""
 
     def __init__(self, context: EngineContext, files: PosixFiles | None) -> None:
-        super().__init__(context.config, context.executor, context.observer, context.stores)
+        super().__init__(
+            context.config, context.executor, context.observer, context.stores, context.far
+        )
         self._files = files
 
-    def storage(self, path: PathLike) -> Storage:
+    def storage(self, path: PathLike, *, is_second: bool = False) -> Storage:
         if remote_url(path) is not None:
             return self.own_storage(path)
-        return LocalStorage(local_path(path), self._config, self._executor, self._emit, self._files)
+        threads = self._threads(is_second=is_second)
+        return LocalStorage(local_path(path), self._config, threads, self._emit, self._files)
 
     def root(self, path: PathLike) -> Root:
         if remote_url(path) is not None:

@@ -29,10 +29,12 @@ from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
 from ckptio.events import CopyFailed, CopyStarted, HigherStepFound, TierPassedOver
 from ckptio.runtime.running import Running
+from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.testing import EventLog, run_virtual
-from tests.checkpointer.rig import checkpointer_on, engines
+from tests.checkpointer.rig import checkpointer_on, committed_steps, engines
+from tests.mounts import Mount
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -490,6 +492,31 @@ async def test_the_root_is_no_second_tier(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="the root itself"):
             async with Checkpointer(root, then=then, config=SMALL):
                 pass
+
+
+def test_steps_are_saved_while_the_second_tier_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount does whose server is gone; and opening waits for it no longer than a moment."""
+    monkeypatch.setattr(tiers, "_LOOK_S", 0.05)
+    monkeypatch.setattr(local, "_LOOK_S", 0.05)
+    near, far = tmp_path / "near", tmp_path / "far"
+    mount = Mount(far, monkeypatch)
+    with mount.hanging(at_once=False):
+        ckpt = sync.Checkpointer(near, then=far, config=SMALL)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ckpt)
+            ckpt.save(state_of(0), 0)
+            mount.hang()
+            for step in range(1, 9):
+                ckpt.save(state_of(step), step)
+                assert_same(ckpt.load(step=step), state_of(step))
+            assert len([what for what in mount.waited if what.startswith("stat ")]) <= 3
+            other = sync.Checkpointer(tmp_path / "other", then=far / "other", config=SMALL)
+            with other:
+                other.save(state_of(1), 1)
+                mount.answer()
+    assert committed_steps(far) == [*range(9)]
 
 
 def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:

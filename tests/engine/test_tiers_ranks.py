@@ -19,6 +19,7 @@ from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
     from ckptio import Engine
+    from ckptio.testing import Operation
 
 NUM_RANKS = 3
 WHOLE = torch.arange(3 * 20_000, dtype=torch.float32)
@@ -151,6 +152,41 @@ def test_ranks_agree_on_the_tier_that_is_read() -> None:
     run_virtual(scenario(), seed=0)
     (event,) = log.of(TierPassedOver)
     assert event.to == "far"
+
+
+@pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
+@pytest.mark.parametrize("looks", range(1, 4))
+def test_what_is_removed_as_it_is_looked_at_is_read_from_the_second_tier(
+    num_ranks: int, looks: int
+) -> None:
+    """Before the tier is decided on or after that: on every rank, in step."""
+    log = EventLog()
+    far = MemoryStorage("far")
+    state = {"x": torch.ones(1000)}
+
+    async def scenario() -> None:
+        async with job(num_ranks, observer=log, far=far) as ranks:
+            num_left = looks
+
+            def remove(operation: Operation) -> None:
+                nonlocal num_left
+                num_left -= operation.kind in ("version", "read_manifest")
+                if num_left == 0:
+                    ranks.place._place.manifest = None
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(state, "memory", then="far").durable
+                await asyncio.sleep(5.0)
+                if rank == 0:
+                    ranks.place.fault = remove
+                found = await engine.load("memory", then="far")
+                assert torch.equal(found["x"], state["x"])
+
+            await ranks.all(body)
+            assert num_left <= 1
+
+    run_virtual(scenario(), seed=0)
+    assert len(log.of(TierPassedOver)) == (looks < 3)
 
 
 def test_ranks_say_where_else_a_damaged_checkpoint_is() -> None:

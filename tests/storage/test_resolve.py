@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptio.errors import ConfigError
+from ckptio.storage import local
 from ckptio.storage.resolve import local_path, resolve_storage
 from ckptio.storage.stores import Stores
 from ckptio.testing import EventLog
+from tests.mounts import Mount
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -98,3 +100,26 @@ def test_links_lead_to_one_identity(tmp_path: Path, executor: Executor) -> None:
     )
     assert one.identity == two.identity
     assert one.path != two.path
+
+
+async def test_a_place_that_was_located_stays_where_it_is(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its links; by its name, where nobody said in time where those lead."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "latest").symlink_to("a")
+    stores = Stores(SMALL, executor)
+    one, two = (
+        resolve_storage(tmp_path / "latest", SMALL, executor, EventLog(), stores) for _ in range(2)
+    )
+    assert await one.locate()
+    monkeypatch.setattr(local, "_LOOK_S", 0.01)
+    mount = Mount(tmp_path / "latest", monkeypatch)
+    with mount.hanging():
+        assert not await two.locate()
+        assert not await one.locate()
+        assert (one.identity, two.identity) == (f"{tmp_path}/a", f"{tmp_path}/latest")
+    monkeypatch.setattr(local, "_LOOK_S", 60.0)
+    assert await two.locate()
+    (tmp_path / "latest").unlink()
+    assert (one.identity, two.identity) == (f"{tmp_path}/a", f"{tmp_path}/latest")

@@ -1,0 +1,129 @@
+"""A second tier on a mount whose server is gone: who waits for it, and who does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio import sync
+from ckptio.errors import ConfigError, CorruptionError, StorageError
+from ckptio.events import SaveCommitted
+from ckptio.format.note import CopyNote, encode_note
+from ckptio.storage import local
+from ckptio.storage.file_names import NOTE_PREFIX
+from tests.mounts import HangingFiles, Mount
+from tests.rig import SMALL, FilesCore, assert_same, config_with, filled_state, random_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptio.events import Event
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+SIZES = [100_000, 3000]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    monkeypatch.setattr(local, "_LOOK_S", 0.05)
+    return Mount(tmp_path / "far", monkeypatch)
+
+
+def test_a_load_does_not_wait_for_it(tmp_path: Path, mount: Mount) -> None:
+    """Nor does it where a block of the first tier is damaged: that is said."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    sync.save(random_state(SIZES), near, config=SMALL)
+    sync.save(filled_state(SIZES, 1), far, config=SMALL)
+    with mount.hanging():
+        with sync.Engine(SMALL) as engine:
+            assert_same(engine.load(near, then=far), random_state(SIZES))
+            for file in near.glob("data-*"):
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+            with pytest.raises(CorruptionError):
+                engine.load(near, then=far)
+            next(near.glob("data-*")).unlink()
+            with pytest.raises(CorruptionError):
+                engine.load(near, then=far)
+        assert mount.waited  # and leaving did not
+
+
+def test_neither_the_caller_nor_any_save_waits_for_it(tmp_path: Path, mount: Mount) -> None:
+    """From the moment of a commit on: the copy alone does, and is made when it is back."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    state, config = random_state(SIZES), config_with(max_tier_copies=4)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            mount.hang()
+
+    with sync.Engine(config, observer=watch) as engine, mount.hanging(at_once=False):
+        handles = []
+        for i in range(6):
+            handles.append(engine.start_save(state, near / str(i), then=far / str(i)))
+            handles[-1].result()
+            engine.save(state, near / f"alone-{i}")
+            assert_same(engine.load(near / str(i)), state)
+        assert not any(handle.durable.done() for handle in handles)
+        # no more look at it than may copy, and the next in line
+        assert len(mount.waited) <= 2 * (config.max_tier_copies + 1)
+    for handle in handles:
+        handle.durable.wait()
+    assert_same(sync.load(far / "5", config=SMALL), state)
+
+
+def test_an_engine_that_takes_copies_up_goes_on_meanwhile(tmp_path: Path, mount: Mount) -> None:
+    """What an earlier run owed to it is looked for on no thread that saves need."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with sync.Engine(SMALL) as engine:
+        far.write_text("in the way")
+        with pytest.raises(StorageError):
+            engine.start_save(random_state(SIZES), near / "a", then=far / "a").durable.wait()
+        far.unlink()
+    with sync.Engine(SMALL) as engine, mount.hanging():
+        handle = engine.start_save(random_state(SIZES), near / "b", then=far / "b")
+        handle.result()
+        engine.save(random_state(SIZES), near / "c")
+    assert_same(sync.load(far / "a", config=SMALL), random_state(SIZES))
+
+
+@pytest.mark.parametrize("call", ["pwrite", "pread"])
+def test_a_copy_that_hangs_midway_keeps_no_thread_of_the_first_tier(
+    tmp_path: Path, mount: Mount, call: str
+) -> None:
+    """With one thread to write, and one to read: those of the copy are others."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    state = random_state(SIZES)
+    config = config_with(max_writes=1, max_reads=1)
+    info = sync.save(state, near / "a", then=far / "a", config=SMALL)
+    # a copy that nobody has said the end of: what is there is read
+    owed = encode_note(CopyNote(copy_to=str(far / "a"), overwrite=False))
+    (near / "a" / f"{NOTE_PREFIX}{info.save_id}").write_bytes(owed)
+    engine = sync.Engine(config)
+    engine._core = FilesCore(config, None, HangingFiles(mount, call))
+    with engine, mount.hanging(at_once=False):
+        handle = engine.start_save(state, near / "b", then=far / "b")
+        handle.result()
+        mount.wait_until_hung(call, "/a/data-" if call == "pread" else "/b/data-")
+        for i in range(3):
+            engine.save(state, near / f"alone-{i}")
+            assert_same(engine.load(near / f"alone-{i}"), state)
+    assert_same(sync.load(far / "b", config=SMALL), state)
+
+
+def test_a_second_tier_that_is_the_first_by_a_link_is_refused(tmp_path: Path) -> None:
+    """By the copy, and by a load: not on the caller's thread. Nothing is owed then."""
+    near, link = tmp_path / "near", tmp_path / "link"
+    link.symlink_to(near)
+    with sync.Engine(SMALL) as engine:
+        handle = engine.start_save(random_state(SIZES), near, then=link)
+        handle.result()
+        with pytest.raises(ConfigError, match="is the checkpoint itself"):
+            handle.durable.wait()
+        with pytest.raises(ConfigError, match="where the checkpoint itself is"):
+            engine.load(near, then=link)
+        assert engine.finish_copies(near) == ()
+        assert not list(near.glob(".copy-*"))
+        assert_same(engine.load(near), random_state(SIZES))

@@ -1,0 +1,135 @@
+"""A mount whose server is gone: whatever looks at it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ckptio.storage.files import PosixFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import pytest
+
+_CALLS = (
+    "access",
+    "link",
+    "listdir",
+    "lstat",
+    "mkdir",
+    "open",
+    "readlink",
+    "rename",
+    "replace",
+    "rmdir",
+    "scandir",
+    "stat",
+    "unlink",
+)
+_PATIENCE_S = 60.0
+
+
+class Mount:
+    """A directory that can hang, for all threads but those of which none may wait for it.
+
+    These are the main thread, which is the caller's, and any with a loop: they go on, and are
+    found guilty when `hanging` ends.
+
+    Args:
+        root: The directory.
+        monkeypatch: Puts calls of `os` back.
+
+    Attributes:
+        root: The directory.
+        waited: What hangs, or did: calls.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = str(root)
+        self._is_hanging = False
+        self._answers = threading.Event()
+        self._guilty: list[str] = []
+        self.waited: list[str] = []
+        self._changed = threading.Condition()
+        for name in _CALLS:
+            monkeypatch.setattr(os, name, self._hung(name, getattr(os, name)))
+
+    def _hung(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hung(path: Any = ".", *args: Any, **options: Any) -> Any:
+            if self._is_hanging and not isinstance(path, int):
+                text = os.fsdecode(path)
+                if text == self.root or text.startswith(f"{self.root}/"):
+                    self.wait(f"{name} {text}")
+            return call(path, *args, **options)
+
+        return hung
+
+    def wait(self, what: str) -> None:
+        """Hang, until it answers."""
+        has_loop = asyncio._get_running_loop() is not None
+        if has_loop or threading.current_thread() is threading.main_thread():
+            self._guilty.append(f"{what} on {threading.current_thread().name}")
+            return
+        with self._changed:
+            self.waited.append(what)
+            self._changed.notify_all()
+        if not self._answers.wait(_PATIENCE_S):
+            self._guilty.append(f"{what} is waited for")
+
+    def wait_until_hung(self, *parts: str) -> None:
+        """Wait until a call hangs that has some text in it."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: any(all(part in what for part in parts) for what in self.waited),
+                _PATIENCE_S,
+            )
+
+    def hang(self) -> None:
+        """Hang from now on, until `hanging` ends."""
+        self._is_hanging = True
+
+    def answer(self) -> None:
+        """Hang no more."""
+        self._is_hanging = False
+        self._answers.set()
+
+    @contextlib.contextmanager
+    def hanging(self, *, at_once: bool = True) -> Iterator[None]:
+        """Hang, and look at the end whether anybody waited who may not."""
+        self._is_hanging = at_once
+        try:
+            yield
+        finally:
+            self.answer()
+        assert self._guilty == []
+
+
+class HangingFiles(PosixFiles):
+    """Hang where data files that are open on a mount are read or written, or one of these.
+
+    Args:
+        mount: The mount, which says where and how long.
+        call: Which.
+    """
+
+    def __init__(self, mount: Mount, call: str) -> None:
+        self._mount = mount
+        self._call = call
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        self._wait(fd, "pwrite")
+        return super().pwrite(fd, data, offset)
+
+    def pread(self, fd: int, room: memoryview, offset: int) -> int:
+        self._wait(fd, "pread")
+        return super().pread(fd, room, offset)
+
+    def _wait(self, fd: int, what: str) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if what == self._call and path.startswith(f"{self._mount.root}/") and "/data-" in path:
+            self._mount.wait(f"{what} {path}")
