@@ -15,7 +15,8 @@ from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizer_blocks import with_blocks
 from ckptio.state.optimizers import optimizer_differs, require_parameters, template_of
-from ckptio.state.parts import before_taking, put_back
+from ckptio.state.parts import put_back
+from ckptio.state.places import before_taking
 from ckptio.state.take import take_state
 from ckptio.state.tensors import TensorMatcher
 from ckptio.state.tree import is_kept

@@ -32,13 +32,22 @@ if TYPE_CHECKING:
 _LATE_OPTIONS = frozenset(
     {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 )
+#: Options that one class had from early on, and sets as well where a state lacks them.
+_EARLY_OPTIONS = {
+    **dict.fromkeys(("Adam", "AdamW"), frozenset({"amsgrad"})),
+    "SGD": frozenset({"nesterov"}),
+    "RMSprop": frozenset({"centered", "momentum"}),
+}
 #: Options that a class of torch's had from the first, or never has: state with one that the
 #: target has not, in none of its groups, is another's. What users add to groups is not asked.
 _TELLING_OPTIONS = frozenset({"amsgrad", "momentum_decay"})
 #: The same of one class, whose options all others of its kind have; elsewhere, trainers add it.
 _TELLING_OF_SPARSE = frozenset({"weight_decay"})
 #: State that tells two classes apart which have the same options.
-_TELLING_MOMENTS = {"Adamax": "exp_avg_sq", "RAdam": "exp_inf"}
+_TELLING_MOMENTS = {
+    "Adamax": "exp_avg_sq",
+    **dict.fromkeys(("Adam", "AdamW", "RAdam"), "exp_inf"),
+}
 #: State of torch's optimizers that has an element for each of the parameter.
 _ELEMENTWISE = frozenset(
     {
@@ -108,11 +117,17 @@ def _options_differ(
 ) -> str:
     """Say by which option groups are not those of the class of one of torch's optimizers.
 
+    Adamax and RAdam have all options of Adam's but "amsgrad", which need not be there, and "fused":
+    a state that has others as late as that one, and neither of the two, is theirs.
+
     Before torch 2.7 nothing tells Adam and AdamW apart. From there on an option does, which AdamW
     has switched on, and Adam off unless it is asked for; it matters where it is taken.
     """
     there = set[str]().union(*stored)
-    if lacking := sorted(optimizer.defaults.keys() - _LATE_OPTIONS - there):
+    set_by_torch = _LATE_OPTIONS
+    if "fused" in there or not there & _LATE_OPTIONS or not _is_adam(optimizer):
+        set_by_torch |= _EARLY_OPTIONS.get(type(optimizer).__name__, frozenset())
+    if lacking := sorted(optimizer.defaults.keys() - set_by_torch - there):
         return f"without {lacking[0]!r}"
     here = optimizer.defaults.keys() | set[str]().union(*optimizer.param_groups)
     telling = _TELLING_OPTIONS
@@ -120,12 +135,16 @@ def _options_differ(
         telling |= _TELLING_OF_SPARSE
     if added := sorted((there & telling) - here):
         return f"with {added[0]!r}"
-    if takes_groups and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+    if takes_groups and _is_adam(optimizer):
         name, is_apart = "decoupled_weight_decay", type(optimizer) is torch.optim.AdamW
         saved = {group[name] for group in stored if type(group.get(name)) is bool}
         if saved and saved.isdisjoint(g.get(name, is_apart) for g in optimizer.param_groups):
             return f"with {name}={saved.pop()}"
     return ""
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
 
 
 def parameters_by_name(

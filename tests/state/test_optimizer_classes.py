@@ -94,6 +94,43 @@ def test_an_option_that_torch_has_since_2_7_need_not_be_there(
     assert_same(other.state_dict()["state"], one.state_dict()["state"])
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("Adam", "amsgrad"), ("AdamW", "amsgrad"), ("SGD", "nesterov")),
+        *(("RMSprop", "centered"), ("RMSprop", "momentum")),
+    ],
+)
+def test_an_option_that_torch_sets_itself_need_not_be_there(
+    tmp_path: Path, name: str, option: str, *, is_old: bool
+) -> None:
+    """Of its own class; in a state of today, and in one that has no option of later versions."""
+    one, other = stepped(name, 4, 3), fresh(name, 4, 3)
+    state, twin = one.state_dict(), fresh(name, 4, 3)
+    for late in LATE if is_old else ():
+        state["param_groups"][0].pop(late, None)
+    del state["param_groups"][0][option]
+    twin.load_state_dict(copy.deepcopy(state))
+    sync.save({"opt": state}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+    assert_same(other.state_dict(), twin.state_dict())
+
+
+LATE = ["capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_takes_no_old_state_of_adamax(tmp_path: Path, name: str) -> None:
+    """Which has all options that Adam cannot do without, but other moments."""
+    state = stepped("Adamax", 4, 3).state_dict()
+    for late in LATE:
+        state["param_groups"][0].pop(late, None)
+    sync.save({"opt": state}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=rf"opt: {name} in the target, one with 'exp_inf'"):
+        sync.load(tmp_path / "c", {"opt": fresh(name, 4, 3)}, config=SMALL)
+
+
 def test_adam_takes_the_state_of_adamw_without_its_options(tmp_path: Path) -> None:
     """They have the same moments, and the groups stay as they are."""
     one, other = stepped("AdamW", 4, 3), fresh("Adam", 4, 3)

@@ -372,6 +372,100 @@ def test_states_in_the_place_of_parts_are_noted(tmp_path: Path) -> None:
     assert numbers_in(held[1].part) == {"a": "counted 1", "c": {"n": 1}}
 
 
+def test_a_dict_of_parts_with_other_names_takes_those_that_it_has(tmp_path: Path) -> None:
+    """Who loads what fits is told of the others."""
+    sync.save({"x": Has(net={"a": net_of(1), "c": net_of(2)})}, tmp_path / "c", config=SMALL)
+    nets = {"a": net_of(0), "b": net_of(0)}
+    target = Has(net=dict(nets))
+    report = sync.load_with_report(tmp_path / "c", {"x": target}, config=SMALL).report
+    assert report.notes == ("x.net.c: has a state, and there was no object that takes it",)
+    assert target.net["a"] is nets["a"]
+    assert target.net["b"] is nets["b"]
+    assert nets["a"].weight.eq(1).all()
+
+
+def test_lists_that_are_parts_states_are_noted(tmp_path: Path) -> None:
+    """Nobody can tell these from lists of states."""
+    sync.save({"x": Has(part=Listed(net=Counted(1), n=1))}, tmp_path / "c", config=SMALL)
+    target = {"x": Has(part=Listed(net=Counted(2), n=2))}
+    report = sync.load_with_report(tmp_path / "c", target, config=SMALL).report
+    assert [note.partition(":")[0] for note in report.notes] == ["x.part"]
+
+
+class Shadowed(Has):
+    """One whose property has the name of what it has, and raises."""
+
+    @property
+    def part(self) -> Any:
+        raise RuntimeError("after setup() alone")
+
+
+class ShadowedSlot(Slotted):
+    __slots__ = ()
+
+    @property
+    def net(self) -> Any:  # type: ignore[override]  # that is the point
+        raise RuntimeError("after setup() alone")
+
+
+def test_properties_are_not_asked_for_parts(tmp_path: Path) -> None:
+    """The attribute itself is read, and written."""
+    sync.save({"x": Shadowed(part=Counted(1), n=1)}, tmp_path / "c", config=SMALL)
+    part, net = Counted(0), net_of(0)
+    target = Shadowed(part=part, n=0)
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert vars(target)["part"] is part
+    assert (part.number, target.n) == (1, 1)
+    slot: Any = vars(Slotted)["net"]
+
+    class Takes(ShadowedSlot):
+        __slots__ = ()
+
+        def __init__(self, net: torch.nn.Module) -> None:
+            slot.__set__(self, net)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": slot.__get__(self)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            slot.__set__(self, state["model"])
+
+    sync.save({"x": Takes(net_of(1))}, tmp_path / "d", config=SMALL)
+    slotted = Takes(net)
+    sync.load(tmp_path / "d", {"x": slotted}, config=SMALL)
+    assert slot.__get__(slotted) is net
+    assert net.weight.eq(1).all()
+
+
+def test_parts_come_back_where_a_list_of_them_has_become_a_tuple(tmp_path: Path) -> None:
+    class Freezing(Has):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.net = tuple(state["net"])
+
+    sync.save({"x": Has(net=[net_of(1), net_of(2)])}, tmp_path / "c", config=SMALL)
+    nets = [net_of(0), net_of(0)]
+    target = Freezing(net=[*nets])
+    sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert target.net == (*nets,)
+    assert [net.weight[0, 0].item() for net in nets] == [1, 2]
+
+
+def test_whatever_fails_the_parts_are_where_they_were(tmp_path: Path) -> None:
+    """Also those that come after it, and those of parts."""
+    sync.save(
+        {"x": Has(n=[torch.nn.Linear(3, 2)], net=net_of(1), part=Has(net=[net_of(1)]))},
+        tmp_path / "c",
+        config=SMALL,
+    )
+    nets = [net_of(0) for _ in range(3)]
+    part = Has(net=[nets[2]])
+    target = Has(n=[nets[0]], net=nets[1], part=part)
+    with pytest.raises(TargetError, match=r"'x\.n\.0' does not take its state"):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert [*target.n, target.net, *part.net] == nets
+    assert target.part is part
+
+
 def test_parts_beside_a_long_history_stay(tmp_path: Path) -> None:
     """However long it is, and wherever: what is looked through for parts is bounded."""
     history = [(i, 0.5) for i in range(400)]

@@ -1,0 +1,274 @@
+"""Where an object has parts, noted before it takes its state, and what is there afterwards.
+
+A part is what takes a state itself: in attributes, in the lists, tuples and dicts there, and in
+attributes of other parts. These are read and written in the `__dict__` and in the slots themselves:
+a property of the same name may raise, or do anything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ckptio.format.encode import join_fqn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
+#: but samples or the like; some are inside themselves.
+_MAX_PARTS, _MAX_DEPTH = 1000, 4
+_METHODS = ("state_dict", "load_state_dict")
+DICTS = (dict, OrderedDict)
+_CONTAINERS = (list, tuple, deque, *DICTS)
+#: What says itself what it takes.
+_SELF_SAYING = (torch.nn.Module, torch.optim.Optimizer)
+#: What is found where a list or a dict has no such place any more.
+LOST = object()
+
+
+class Attribute(NamedTuple):
+    """An attribute that an object has itself; `slot` is `None` for one in its `__dict__`."""
+
+    owner: Any
+    name: str
+    slot: MemberDescriptorType | None
+
+    def read(self) -> Any:
+        """Give what it has; `None` for nothing."""
+        if self.slot is None:
+            return vars(self.owner).get(self.name)
+        try:
+            return self.slot.__get__(self.owner)
+        except AttributeError:
+            return None
+
+    def write(self, value: Any) -> None:
+        """Set it, also where the class does not allow that."""
+        if self.slot is None:
+            vars(self.owner)[self.name] = value
+        else:
+            self.slot.__set__(self.owner, value)
+
+    def put(self, path: tuple[Any, ...], value: Any) -> None:
+        """Set what is somewhere in it; lists and dicts stay the very ones, as others may have."""
+        now = self.read()
+        if (made := _with(now, path, value)) is not now:
+            self.write(made)
+
+
+class Place(NamedTuple):
+    """A place where a part was, or where a state is too many.
+
+    Attributes:
+        fqn: Its name.
+        part: What was there; `None` for a state too many.
+        found: What is there now: `LOST` where its list or dict has none such, `None` where that
+            is something else altogether.
+        path: What leads to it, from the attribute on.
+    """
+
+    fqn: str
+    part: Any
+    found: Any
+    path: tuple[Any, ...] = ()
+
+
+class Held(NamedTuple):
+    """An attribute that is a part or has parts.
+
+    Attributes:
+        fqn: Its name.
+        attribute: It.
+        value: What it was, containers copied.
+        depth: How many parts it is in.
+        is_given: Whether the object gives parts in it as they are.
+    """
+
+    fqn: str
+    attribute: Attribute
+    value: Any
+    depth: int
+    is_given: bool
+
+    def places(self) -> list[Place]:
+        """Give the places of parts, and states too many, in what it is now."""
+        return list(places_in(self.fqn, self.value, self.attribute.read()))
+
+
+class Before(NamedTuple):
+    """What an object had, and what it is given.
+
+    Attributes:
+        target: The object.
+        values: What it is given, containers copied.
+        states: The dicts in that.
+        unnamed: Those that are under no name of an attribute.
+        held: The attributes with parts, those of its parts after its own.
+        is_asked: Whether it was asked what it gives.
+    """
+
+    target: Any
+    values: Any
+    states: list[Any]
+    unnamed: list[Any]
+    held: list[Held]
+    is_asked: bool
+
+
+def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> Before:
+    """Note the parts of an object that take states themselves, and the parts of those.
+
+    Args:
+        fqn: Its name.
+        target: The object; modules and optimizers say themselves what they take.
+        values: What it is given.
+        template: What its `state_dict()` gives; `None` where it is not asked.
+    """
+    held = list(_held_by(fqn, target, template))
+    if not held:
+        return Before(target, None, [], [], [], template is not None)
+    names = {attribute.name for attribute in _attributes_of(target)}
+    names |= {name.strip("_") for name in names}
+    others = [value for key, value in _items_of(values) if key not in names]
+    unnamed = [state for value in others for state in dicts_in(value)]
+    states = list(dicts_in(values))
+    return Before(target, _copied(values), states, unnamed, held, template is not None)
+
+
+def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
+    if isinstance(target, _SELF_SAYING):
+        return
+    own = {id(part) for attribute in _attributes_of(target) for part in _parts_in(attribute.read())}
+    given = [part for value in _values_of(template) for part in _parts_in(value, _MAX_DEPTH + 1)]
+    by_id = set(map(id, given))
+    copies = {type(part) for part in given if id(part) not in own}
+    seen: set[int] = set()
+    ahead = deque([(fqn, target, 0, False)])
+    while ahead:
+        fqn, owner, depth, is_below = ahead.popleft()
+        if isinstance(owner, _SELF_SAYING) or id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        found = [(attribute, attribute.read()) for attribute in _attributes_of(owner)]
+        for attribute, value in sorted(found, key=lambda pair: not is_part(pair[1])):
+            parts = list(_parts_in(value))
+            if parts:
+                is_given = is_below or any(id(p) in by_id or type(p) in copies for p in parts)
+                name = join_fqn(fqn, attribute.name)
+                held = Held(name, attribute, _copied(value), depth, is_given)
+                yield held
+                ahead += [(place.fqn, place.part, depth + 1, is_given) for place in held.places()]
+
+
+def _values_of(template: Any) -> list[Any]:
+    """Give what is in a state, each of which takes its own time; itself if it is no container."""
+    return [value for _, value in _items_of(template)] or [template]
+
+
+def _attributes_of(owner: Any) -> Iterator[Attribute]:
+    """Give what an object has as attributes, those in slots among them."""
+    for name in list(getattr(owner, "__dict__", ())):
+        yield Attribute(owner, name, None)
+    for kind in type(owner).__mro__:
+        for name, slot in list(vars(kind).items()):
+            if type(slot) is MemberDescriptorType:
+                yield Attribute(owner, name, slot)
+
+
+def places_in(
+    fqn: str, before: Any, after: Any, path: tuple[Any, ...] = (), depth: int = _MAX_DEPTH
+) -> Iterator[Place]:
+    """Give each place of a part in a value, and what is there in what the value has become.
+
+    Parts come in the order in which they were, whatever that is.
+    """
+    if is_part(before):
+        yield Place(fqn, before, after, path)
+        return
+    if not depth or not has_parts(before, depth):
+        return
+    is_alike = type(after) in _CONTAINERS and (type(after) in DICTS) == (type(before) in DICTS)
+    is_there = is_alike and bool(after)  # else something else altogether
+    found = dict(_items_of(after)) if is_there else {}
+    lost = LOST if is_there or after is LOST else None
+    for key, value in _items_of(before):
+        place = join_fqn(fqn, key), value, found.pop(key, lost), (*path, key)
+        yield from places_in(*place, depth - 1)
+    for key, value in found.items():
+        if any(True for _ in dicts_in(value)):
+            yield Place(join_fqn(fqn, key), None, value, (*path, key))
+
+
+def _parts_in(value: Any, max_depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Give what takes a state in a value: itself, or what is in lists, tuples and dicts."""
+    left, ahead = _MAX_PARTS, [(value, max_depth)]
+    while ahead:
+        item, depth = ahead.pop()
+        if type(item) not in _CONTAINERS:
+            if is_part(item):
+                yield item
+        elif depth and len(item) <= left:
+            left -= len(item)
+            ahead += [(each, depth - 1) for _, each in _items_of(item)]
+
+
+def dicts_in(value: Any) -> Iterator[Any]:
+    """Give what may be the state of a part in a value: dicts, as far as parts are looked for."""
+    if type(value) in DICTS:
+        yield value
+    for _, each in _items_of(value):  # a history takes its own time
+        left, ahead = _MAX_PARTS, [(each, 2 * _MAX_DEPTH)]  # states of parts have those of others
+        while ahead:
+            item, depth = ahead.pop()
+            if type(item) in DICTS:
+                yield item
+            if type(item) in _CONTAINERS and depth and len(item) <= left:
+                left -= len(item)
+                ahead += [(one, depth - 1) for _, one in _items_of(item)]
+
+
+def has_parts(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
+    """Whether a value is a part, or has some."""
+    return any(True for _ in _parts_in(value, max_depth))
+
+
+def is_part(value: Any) -> bool:
+    """Whether its class takes states: what a proxy stands for may be gone."""
+    return all(hasattr(type(value), method) for method in _METHODS)
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Give keys and values of what may hold parts; nothing of anything else."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else []
+
+
+def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Copy the containers of a value, which may be written to, as far as they are looked into."""
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
+        return value
+    items = [(key, _copied(item, depth - 1)) for key, item in _items_of(value)]
+    return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+
+
+def _like(container: Any, items: Any) -> Any:
+    """Give a container of the same kind with other items."""
+    return deque(items, container.maxlen) if type(container) is deque else type(container)(items)
+
+
+def _with(value: Any, path: tuple[Any, ...], item: Any) -> Any:
+    """Give a value with an item at a place in it: the very value, but for a tuple."""
+    if not path:
+        return item
+    made = _with(value[path[0]], path[1:], item)
+    if made is value[path[0]]:
+        return value
+    if type(value) is tuple:
+        return (*value[: path[0]], made, *value[path[0] + 1 :])
+    value[path[0]] = made
+    return value

@@ -1,0 +1,60 @@
+"""Whether two states are the same, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptio.state.leaves import raw_bytes
+from ckptio.state.sharded import memory_of
+from ckptio.state.wrappers import is_wrapper
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two states are the same, bit for bit; not where that cannot be told.
+
+    Args:
+        one: What a checkpoint may have: containers, numbers, tensors.
+        other: Another.
+    """
+    try:
+        return _is_same(one, other)
+    except Exception:  # of a class of the caller's, or of tensors that cannot be read
+        return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):  # 1, True and 1.0 are equal
+        return False
+    if isinstance(one, torch.Tensor):
+        return _is_same_tensor(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, (np.ndarray, np.generic)):
+        is_like = one.dtype == other.dtype and one.shape == other.shape
+        return bool(is_like and one.tobytes() == other.tobytes())
+    if dataclasses.is_dataclass(one):  # what differs between ranks is in one, too
+        return all(
+            _is_same(getattr(one, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(one)
+        )
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # nan is nan, and 0.0 is not -0.0
+    return bool(one == other)
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if is_wrapper(one):  # DTensors are such
+        names, more = one.__tensor_flatten__()  # type: ignore[attr-defined]  # it is one
+        is_like = _is_same((names, more), other.__tensor_flatten__())  # type: ignore[attr-defined]  # as above
+        return is_like and all(_is_same(getattr(one, n), getattr(other, n)) for n in names)
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return memory_of(one) == memory_of(other) or torch.equal(raw_bytes(one), raw_bytes(other))

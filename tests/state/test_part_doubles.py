@@ -1,0 +1,184 @@
+"""Parts that an object has in two places, with a state of its own for each in the checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ckptio import TargetError, sync
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptio import LoadResult
+
+
+class Loader:
+    """A part that has a number alone."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def loaded(tmp_path: Path, saved: Any, target: Any, **options: Any) -> LoadResult:
+    sync.save(saved, tmp_path / "c", config=SMALL, overwrite=True)
+    return sync.load_with_report(tmp_path / "c", target, config=SMALL, **options)
+
+
+class Trainer:
+    """An object whose state is its attributes: it gives its parts, and takes what it is given."""
+
+    model: Any
+    best: Any
+    net: Any
+    agent: Any
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def net_of(value: float) -> torch.nn.Linear:
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, value)
+    torch.nn.init.zeros_(net.bias)
+    return net
+
+
+HELD: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "attributes": lambda one, other: {"model": one, "best": other},
+    "a list": lambda one, other: {"nets": [one, other]},
+    "a tuple": lambda one, other: {"nets": (one, other)},
+    "a dict": lambda one, other: {"nets": {"model": one, "best": other}},
+    "parts": lambda one, other: {"model": one, "agent": Trainer(net=other)},
+}
+
+
+def nets_in(trainer: Any) -> list[Any]:
+    """Give what stands where parts were."""
+    found: list[Any] = []
+    for value in vars(trainer).values():
+        if isinstance(value, (list, tuple)):
+            found += value
+        elif isinstance(value, dict) and "weight" not in value:
+            found += value.values()
+        else:
+            found += nets_in(value) if isinstance(value, Trainer) else [value]
+    return found
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_a_part_takes_no_two_states(
+    tmp_path: Path, held: Callable[[Any, Any], dict[str, Any]]
+) -> None:
+    """The best model is the model itself at the start, and has a state of its own later."""
+    sync.save({"x": Trainer(**held(net_of(1), net_of(2)))}, tmp_path / "c", config=SMALL)
+    both = net_of(0)
+    target = Trainer(**held(both, both))
+    with pytest.raises(TargetError, match=r"'x\..*' is one object with 'x\..*' in the target and"):
+        sync.load(tmp_path / "c", {"x": target}, config=SMALL)
+    assert nets_in(target) == [both, both]
+    assert both.weight[0, 0] != 2
+    nets = [net_of(0), net_of(0)]
+    apart = Trainer(**held(*nets))
+    sync.load(tmp_path / "c", {"x": apart}, config=SMALL)
+    assert nets_in(apart) == nets
+    assert [net.weight[0, 0].item() for net in nets] == [1, 2]
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_part_of_which_both_states_are_the_same_stays_one(
+    tmp_path: Path, held: Callable[[Any, Any], dict[str, Any]], *, is_tied: bool
+) -> None:
+    """Bit for bit: programs that keep no ties store them apart."""
+    one = net_of(float("nan"))
+    saved = Trainer(**held(one, one if is_tied else copy.deepcopy(one)))
+    both = net_of(0)
+    target = Trainer(**held(both, both))
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert result.report.notes == ()
+    assert nets_in(target) == [both, both]
+    assert both.weight.isnan().all()
+
+
+def test_one_of_two_places_of_a_part_may_be_left_out(tmp_path: Path) -> None:
+    both = net_of(0)
+    target, saved = Trainer(model=both, best=both), Trainer(model=net_of(1), best=net_of(2))
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, select="x.model", strict="raise")
+    assert result.report.notes == ()
+    assert nets_in(target) == [both, both]
+    assert both.weight.eq(1).all()
+
+
+def test_a_second_state_of_who_is_not_asked_stays_a_dict(tmp_path: Path) -> None:
+    """It may give states, and know what to do with them; a note says so."""
+    both = Loader()
+    target, saved = Trainer(model=both, best=both), Trainer(model=Loader(1), best=Loader(2))
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert (target.model, target.best) == (both, {"at": 2})
+    assert both.at == 1
+    (note,) = result.report.notes
+    assert note.startswith("x.best: is one object with 'x.model' in the target and another in")
+    assert note.endswith("its state stays a dict")
+
+
+class Renaming(Trainer):
+    """Has other names in its state, and hands one of two on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"now": self.model, "before": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["now"])
+        self.best = state["before"]
+
+
+def test_a_part_that_was_handed_its_state_under_another_name_keeps_it(tmp_path: Path) -> None:
+    """Nothing says which one it was handed, but that there is one in no other place."""
+    both = net_of(0)
+    saved = Renaming(model=net_of(1), best=net_of(2))
+    target = Renaming(model=both, best=both)
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert target.model is both
+    assert both.weight.eq(1).all()
+    assert target.best["weight"].eq(2).all()
+    assert [note.partition(":")[0] for note in result.report.notes] == ["x.best"]
+
+
+class Agent(Trainer):
+    """Hands its state on to its part."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+
+
+def test_a_part_that_another_part_hands_its_state_is_noted(tmp_path: Path) -> None:
+    """It has that one, or its own: the code of the other part ran last, or first."""
+    both = net_of(0)
+    for one, other, num_notes in ((1, 2, 1), (1, 1, 0)):
+        saved = Trainer(model=net_of(one), agent=Agent(net=net_of(other)))
+        target = Trainer(model=both, agent=Agent(net=both))
+        report = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise").report
+        assert len(report.notes) == num_notes
+        assert all("given both" in note for note in report.notes)
+        assert target.model is target.agent.net is both
