@@ -83,12 +83,21 @@ def loops() -> Iterator[list[threading.Thread]]:
     yield loops
     assert loops
     for thread in loops:
-        thread.join(60)
-        assert not thread.is_alive()
+        has_ended(thread)
     assert {t.name for t in threading.enumerate() if t not in before} <= {
         "ckptio-close",
         "ckptio-leave",
     }
+
+
+def has_ended(thread: threading.Thread) -> None:
+    """Wait for the end of a thread; what was under way when it was dropped may be in a circle."""
+    for _ in range(600):
+        gc.collect()
+        thread.join(0.1)
+        if not thread.is_alive():
+            return
+    raise AssertionError(thread)
 
 
 def opened(loops: list[threading.Thread], gate: Gate | None = None) -> sync.Engine:
@@ -187,12 +196,7 @@ def test_a_checkpointer_that_nobody_has_ends(tmp_path: Path, loops: list[threadi
     gate.opened.set()
     handle.result()
     del handle
-    (thread,) = loops
-    for _ in range(400):
-        gc.collect()  # what it has begun may have been on the way in a circle
-        thread.join(0.05)
-        if not thread.is_alive():
-            break
+    has_ended(*loops)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
