@@ -79,6 +79,7 @@ class Upkeep:
         self._losses = Losses()
         self._lock = threading.Lock()
         self._one_pass = asyncio.Lock()
+        self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
         self._committed: int | None = None  # the step that was committed here last
         self._steps: set[int] = set()  # all that were saved here
         self._is_warned = False
@@ -171,22 +172,36 @@ class Upkeep:
         """Look after one tier.
 
         All its steps are looked at only where that is needed: in an object store, it takes a
-        request for each of them, and this is done for each that is saved.
+        request for each of them, and this is done for each that is saved. One that waits for its
+        turn looks at all that there is by then: it stands for those that come meanwhile, where
+        saves are quicker than removals.
         """
-        async with self._one_pass:
-            try:
-                policy = self._keep if is_after_save else None
-                sweeps = self._is_sweep_due(keeper)
-                found = await keeper.find() if sweeps or policy is not None else None
-                await self._look_ahead(keeper, found)
-                if policy is not None and found is not None:
-                    await self._remove(keeper, policy, found)
-                if self._second is not None and keeper is self._keeper and is_after_save:
-                    await self._second.thin_out(keeper, self.exempt)
-                if sweeps and found is not None and not self._is_in_a_hurry():
-                    await self._sweep(keeper, found)
-            except Exception as error:  # the observer is told; the run goes on
-                self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
+        turn = keeper, is_after_save
+        if turn in self._waiting:
+            return
+        self._waiting.add(turn)
+        try:
+            await self._one_pass.acquire()
+        finally:
+            self._waiting.discard(turn)
+        try:
+            await self._tidy_now(keeper, is_after_save=is_after_save)
+        except Exception as error:  # the observer is told; the run goes on
+            self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
+        finally:
+            self._one_pass.release()
+
+    async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool) -> None:
+        policy = self._keep if is_after_save else None
+        sweeps = self._is_sweep_due(keeper)
+        found = await keeper.find() if sweeps or policy is not None else None
+        await self._look_ahead(keeper, found)
+        if policy is not None and found is not None:
+            await self._remove(keeper, policy, found)
+        if self._second is not None and keeper is self._keeper and is_after_save:
+            await self._second.thin_out(keeper, self.exempt)
+        if sweeps and found is not None and not self._is_in_a_hurry():
+            await self._sweep(keeper, found)
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
         """Whether a tier is to be swept now: the first time, and then after a while."""

@@ -242,3 +242,28 @@ def test_metrics_that_are_no_numbers_are_left_out() -> None:
     written = {"metrics": {"loss": 0.5, "nan": "nan", "big": 10**400, "is": True, "text": "1"}}
     assert metrics_of(written) == {"loss": 0.5, "nan": "nan"}
     assert metrics_of({"metrics": [1]}) == metrics_of({}) == {}
+
+
+def test_saves_that_are_quicker_than_removals_share_them(tmp_path: Path) -> None:
+    """What waits for a removal to end does what all that were saved meanwhile need."""
+
+    async def scenario() -> None:
+        async with engines() as (engine,):
+            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+                keeper = ckpt._core.keeper
+                find, may_go, num_looks = keeper.find, asyncio.Event(), 0
+
+                async def slow() -> Any:
+                    nonlocal num_looks
+                    num_looks += 1
+                    await may_go.wait()
+                    return await find()
+
+                keeper.find = slow  # type: ignore[method-assign]  # as a file system far away
+                for step in range(1, 9):
+                    await ckpt.save(filled_state(SIZES, step), step)
+                may_go.set()
+            assert num_looks == 2
+            assert committed_steps(tmp_path) == [8]
+
+    run_virtual(scenario(), seed=0)
