@@ -114,7 +114,7 @@ def test_what_the_next_save_mends_is_not_raised_by_it(tmp_path: Path) -> None:
     """A rank lets go of what it was to write, and another has that still: that one stages it."""
 
     async def body(rank: int, engine: Engine) -> None:
-        average = {f"e{i}": torch.ones(3) for i in range(6)}
+        average = {f"e{i}": torch.ones(20_000) for i in range(6)}  # of which each rank writes some
         async with checkpointer_on(engine, tmp_path) as checkpointer:
             await save(checkpointer, 1, average)
             if rank:
