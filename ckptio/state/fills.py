@@ -102,7 +102,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         name: What the target calls it.
         span: First byte and end of the memory of one that takes what is stored as it is, by
             one memmove; not known of any other.
-        dtype: Its element type, where that may be another than the stored one.
+        dtype: Its element type, where that is another than the stored one.
     """
 
     stored: int
