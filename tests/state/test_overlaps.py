@@ -139,6 +139,7 @@ def test_what_has_gaps_and_lies_over_another_has_a_note(
         {"diagonal": MATRIX.diagonal(), "row": MATRIX[3]},
         {"a": MATRIX[0:10, 0:10], "b": MATRIX[5:15, 5:15]},
         {"array": MATRIX.numpy(), "column": MATRIX[:, 0]},
+        {"a": MATRIX[0], "b": MATRIX[0, :5], "probe": MATRIX[::9, 3]},
     ],
     ids=", ".join,
 )
