@@ -131,7 +131,7 @@ class Rebuilder:
     notes: list[str] = field(default_factory=list)
     dtype: torch.dtype | None = None
     kept: Collection[int] = ()
-    _converted: dict[int | tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    _converted: dict[int | tuple[int, str, bool], torch.Tensor] = field(default_factory=dict)
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     def rebuild(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
@@ -230,14 +230,17 @@ class Rebuilder:
 
         Not the view: expanded, it is far larger than the memory that it spans.
         """
-        key = node["t"], node["d"]
+        is_neg = bool(node.get("neg"))
+        # torch negates no numbers of less than two bytes, and can use no view that is to be so
+        resolves = is_neg and self.dtype is not None and self.dtype.itemsize == 1
+        key = node["t"], node["d"], resolves
         itemsize = DTYPES[node["d"]].itemsize
         if key not in self._converted:
             size = stored.nbytes // itemsize
-            whole = {"d": node["d"], "o": 0, "s": [size], "r": [1]}
+            whole = {"d": node["d"], "o": 0, "s": [size], "r": [1], "neg": resolves}
             self._converted[key] = view_of(stored, whole).to(self.dtype)
         view = self._converted[key].as_strided(node["s"], node["r"], node["o"] // itemsize)
-        return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001
+        return torch._neg_view(view) if is_neg and not resolves else view  # noqa: SLF001
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(node["d"])
