@@ -14,7 +14,7 @@ import struct
 import zoneinfo
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
@@ -34,6 +34,12 @@ _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
 _ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
+
+
+class Made(NamedTuple):
+    """A value in the place of its node; see `ahead`."""
+
+    value: Any
 
 
 @dataclass
@@ -120,7 +126,7 @@ class ObjectDecoder:
             return self.decode_leaf(fqn, node)
         if type(node) is list:
             return [self._decode(join_fqn(fqn, i), item, depth + 1) for i, item in enumerate(node)]
-        return node
+        return node.value if type(node) is Made else node
 
     def _scalar(self, make: Callable[[Json], Any], fqn: str, node: Json) -> Any:
         try:

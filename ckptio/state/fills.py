@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.sharded import Block
+    from ckptio.state.taken import Taken
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +161,7 @@ class Match:
     Attributes:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
+        taken: Values to make, in the order of the target.
         wrapped: Tensors of the target whose memory is filled behind their back.
         doubles: One line for each place of an object that takes what another place has.
         kept: Values kept for each rank that the checkpoint has for other ranks only; they
@@ -178,6 +180,7 @@ class Match:
 
     fills: list[Fill] = field(default_factory=list)
     fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    taken: list[Taken] = field(default_factory=list)
     wrapped: list[torch.Tensor] = field(default_factory=list)
     doubles: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)

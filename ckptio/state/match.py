@@ -9,15 +9,17 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.decode import class_names_in
-from ckptio.format.encode import class_name
+from ckptio.format.encode import TAG, class_name
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
+from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.prune import prune_at
+from ckptio.state.taken import Taken
 from ckptio.state.tree import names_kept, orders_in
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.state.rebuild import Rebuilder
@@ -60,8 +62,24 @@ class Noted:
                     f" target has none yet; pass {', '.join(map(repr, lacking))} in types="
                 )
         self.match.num_values += 1
-        self.match.make(orders_in(node))
-        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
+        if type(node) in SCALAR_TYPES:
+            return lambda _: node
+        orders = orders_in(node)
+        self.match.make(orders)
+        taken = Taken(fqn, node, tuple(own), holds_tensors=bool(orders))
+        self.match.taken.append(taken)
+        return taken.value
+
+    def _take_keys(
+        self, fqn: str, nodes: Sequence[Json], own: Sequence[type], target: dict[Any, Any]
+    ) -> Callable[[Rebuilder], Iterable[Any]]:
+        """Take keys of the mapping at `fqn` as they are stored, beside those that a target has."""
+        if all(type(node) in SCALAR_TYPES for node in nodes):
+            return lambda _: nodes
+        keys = {TAG: "dict", "v": [[node, None] for node in nodes]}
+        taken = Taken(fqn, keys, tuple(own), beside=target)
+        self.match.taken.append(taken)
+        return taken.value
 
     def _place_before(self, fqn: str, target: Any, node: Json) -> str | None:
         """Name the place at which the same object takes something else; `None` if there is none.

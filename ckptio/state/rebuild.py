@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ckptio.errors import ConfigError, FormatError, TargetError
+from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
@@ -148,14 +149,20 @@ class Rebuilder:
         decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
         return decoder.decode(fqn, node)
 
-    def rebuild_key(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
-        """Make a key of the mapping at `fqn`; it is hashable. `own` as in `rebuild`.
+    def made_ahead(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Json:
+        """Make what in a node is made of no tensor, before these are there.
+
+        Args:
+            fqn: Its name.
+            node: The node.
+            own: As in `rebuild`, which takes what is given here.
 
         Raises:
             FormatError: The node is not what `flatten` makes.
+            TargetError: A class does not take what is stored, or this machine lacks a zone.
         """
         decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
-        return decoder.decode_key(fqn, node)
+        return made_ahead(decoder, fqn, node)
 
     def _leaf(self, fqn: str, node: Json) -> Any:
         tag = node[TAG]
