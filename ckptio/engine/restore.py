@@ -222,7 +222,10 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     for fill in fills:
         _fill(manifest, fill, restoration, late, bases)
     tensors: dict[int, torch.Tensor] = {}
-    kinds = {index: _Kind(None, None, order) for index, order in sorted(match.fresh.items())}
+    kinds = {  # of their own type: `dtype` says what a target may have
+        index: _Kind(None if index in match.on_host else request.device, None, order)
+        for index, order in sorted(match.fresh.items())
+    }
     _make(manifest, kinds, tensors, restoration)
     rebuilder = Rebuilder(tensors, request.types, restoration.notes)
     for taken in match.taken:  # what does not fit is an error before anything is filled

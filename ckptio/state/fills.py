@@ -161,6 +161,7 @@ class Match:
     Attributes:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
+        on_host: Those of them that are made in the host's memory, wherever others are.
         taken: Values to make, in the order of the target.
         wrapped: Tensors of the target whose memory is filled behind their back.
         doubles: One line for each place of an object that takes what another place has.
@@ -180,6 +181,7 @@ class Match:
 
     fills: list[Fill] = field(default_factory=list)
     fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    on_host: set[int] = field(default_factory=set)
     taken: list[Taken] = field(default_factory=list)
     wrapped: list[torch.Tensor] = field(default_factory=list)
     doubles: list[str] = field(default_factory=list)

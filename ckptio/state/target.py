@@ -131,7 +131,8 @@ class Matcher(ObjectMatcher):
         if (tag := record_tag(target)) is not None and tag == tag_of(node):
             return self._record(fqn, self._own(fqn, target, node), node)
         if is_stateful(target):
-            return self._stateful(fqn, target, node)
+            with self._within_object():
+                return self._stateful(fqn, target, node)
         if tag == "dataclass" and (node is not None or is_filled(target, by_place=False)):
             fields = fields_in(fqn, node)
             if fields is None:

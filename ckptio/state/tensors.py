@@ -73,8 +73,7 @@ class TensorMatcher(Noted):
         self._hands_over = resizes and is_exact
         self._is_exact, self._is_alone = is_exact, is_alone
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
-        super().__init__(keep, types)
-        self._device = device
+        super().__init__(keep, types, device)
         self._blanks: dict[Hashable, Blank] = {}
         self._num_blanks = 0
         self._describer = Describer()
