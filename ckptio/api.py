@@ -234,8 +234,8 @@ class Engine:
                 has none or is cut, or is older and owes no copy; by one rank, where it is damaged.
             device: Where new tensors go; of `into`, for what is on the meta device, or `None` yet.
             dtype: Convert floating-point tensors to this, step counts of optimizers too:
-                `select` what is meant. With `into`: allow targets that have it. Nothing is ever
-                converted without it.
+                `select` what is meant. With `into`: allow targets that have it, not `None`. Nothing
+                is ever converted without it.
             select: Load only these names: a dotted prefix, a glob, several of them, or a
                 predicate.
             strict: What to do about names that are missing, unexpected or different:

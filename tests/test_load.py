@@ -442,6 +442,38 @@ def test_what_is_made_in_the_place_of_nothing_goes_where_device_says(tmp_path: P
     assert torch.equal(target["b"], torch.ones(3))
 
 
+@pytest.mark.parametrize("part", ["t", "nested", "view"])
+def test_what_is_made_in_the_place_of_nothing_is_made_on_the_device(
+    tmp_path: Path, part: str
+) -> None:
+    """A device that nobody has says so; and of what kind it is nothing but `dtype=` of a target."""
+    weight = torch.ones(3, 2)
+    state = {"t": weight, "nested": [{"a": weight + 1}], "view": weight.t()}
+    sync.save({"x": state, "w": torch.ones(2)}, tmp_path / "c", config=SMALL)
+    target: dict[str, Any] = {"x": dict.fromkeys(state), "w": torch.zeros(2)}
+    select = ["w", f"x.{part}"]
+    with pytest.raises(TargetError, match=r"cannot make .* on cuda:99"):
+        sync.load(tmp_path / "c", target, select=select, device="cuda:99", config=SMALL)
+    assert not target["w"].any()
+    sync.load(tmp_path / "c", target, select=select, dtype=torch.bfloat16, config=SMALL)
+    assert_same(target["x"][part], state[part])
+
+
+def test_what_is_no_tensor_of_a_target_is_made_in_the_memory_of_the_host(tmp_path: Path) -> None:
+    """Arrays and bytes; and what an object is given, which puts it where it needs it."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    state = {"x": {"array": np.arange(3), "bytes": b"x" * 2000}, "optimizer": optimizer}
+    sync.save(state, tmp_path / "c", config=SMALL)
+    fresh = torch.optim.Adam([torch.nn.Parameter(torch.ones(3))])
+    target: dict[str, Any] = {"x": None, "optimizer": fresh}
+    sync.load(tmp_path / "c", target, device="cuda:99", config=SMALL)
+    assert_same(target["x"], state["x"])
+    assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 class Counters:
     """A stateful object with values inside lists, tuples and dicts."""
 

@@ -77,7 +77,7 @@ class Restoration:
         has_values: Whether something is loaded that is no tensor.
         num_tensors: Tensors that are filled or made; several `makers` may be parts of one.
         match: How target and checkpoint agree; `None` without a target.
-        notes: Filled in by `finish`.
+        notes: For the report; `finish` adds some.
         unclaimed: The error of a target that lacks names, where those of other ranks may have
             them: each rank of a pipeline has its own layers. It is raised if none has.
     """
@@ -222,9 +222,14 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     for fill in fills:
         _fill(manifest, fill, restoration, late, bases)
     tensors: dict[int, torch.Tensor] = {}
-    kinds = {index: _Kind(None, None, order) for index, order in sorted(match.fresh.items())}
+    kinds = {  # of their own type: `dtype` says what a target may have
+        index: _Kind(None if index in match.on_host else request.device, None, order)
+        for index, order in sorted(match.fresh.items())
+    }
     _make(manifest, kinds, tensors, restoration)
     rebuilder = Rebuilder(tensors, request.types, restoration.notes)
+    for taken in match.taken:  # what does not fit is an error before anything is filled
+        taken.make_ahead(rebuilder)
 
     def finish() -> Any:
         for copy in late:

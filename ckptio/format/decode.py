@@ -14,7 +14,7 @@ import struct
 import zoneinfo
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
@@ -34,6 +34,12 @@ _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
 _ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
+
+
+class Made(NamedTuple):
+    """A value in the place of its node; see `ahead`."""
+
+    value: Any
 
 
 @dataclass
@@ -58,8 +64,8 @@ class ObjectDecoder:
 
         Raises:
             FormatError: It is not what `ObjectEncoder` writes.
-            TargetError: Keys are equal without their classes, which `types` lacks; or a class
-                does not take what is stored.
+            TargetError: Keys are equal without their classes, which `types` lacks; a class does
+                not take what is stored; or this machine does not know a time zone.
         """
         try:
             return self._decode(fqn, node, 0)
@@ -67,7 +73,7 @@ class ObjectDecoder:
             raise
         except (
             KeyError, ValueError, TypeError, OverflowError, AttributeError,
-            RecursionError, zoneinfo.ZoneInfoNotFoundError, OSError, struct.error,
+            RecursionError, OSError, struct.error,
         ) as error:  # fmt: skip  # whatever a value's own constructor says of a bad document
             raise FormatError(f"bad value in the manifest: {error!r}") from None
 
@@ -114,13 +120,22 @@ class ObjectDecoder:
                     return self._container(tag, fqn, node, depth + 1)
                 scalar = _SCALARS.get(tag)
                 if scalar is not None:
-                    return scalar(node)
+                    return self._scalar(scalar, fqn, node)
             if self._num_open_keys and (type(tag) is not str or "t" in node):
                 raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
             return self.decode_leaf(fqn, node)
         if type(node) is list:
             return [self._decode(join_fqn(fqn, i), item, depth + 1) for i, item in enumerate(node)]
-        return node
+        return node.value if type(node) is Made else node
+
+    def _scalar(self, make: Callable[[Json], Any], fqn: str, node: Json) -> Any:
+        try:
+            return make(node)
+        except zoneinfo.ZoneInfoNotFoundError:  # a matter of this machine, and no damage
+            raise TargetError(
+                f"{fqn!r} is in the time zone {node['z']!r}, which this machine does not know;"
+                " install tzdata, or leave it out with select="
+            ) from None
 
     def _items(self, fqn: str, node: Json, depth: int) -> Iterable[tuple[Any, Any]]:
         """Give keys and values of a mapping, which is an object or a list of pairs."""
@@ -204,16 +219,17 @@ class ObjectDecoder:
         cls = self._class_of(fqn, node, "a tuple")
         if cls is None:
             return tuple(fields.values())
-        return self._build(fqn, cls, lambda: cls(**fields))
+        return self._build(fqn, cls, "a tuple", lambda: cls(**fields))
 
     def _dataclass(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))
-        cls = self._class_of(fqn, node, "a tuple" if self._num_open_keys else "a dict")
+        instead = "a tuple" if self._num_open_keys else "a dict"
+        cls = self._class_of(fqn, node, instead)
         if cls is None:
             return _hashable(list(fields.values())) if self._num_open_keys else fields
         if hasattr(cls, "__tensor_unflatten__"):
             self._require_context(fqn, cls, dict(node["v"]).get(CONTEXT))
-        return self._build(fqn, cls, lambda: restore(cls, fields))
+        return self._build(fqn, cls, instead, lambda: restore(cls, fields))
 
     def _require_context(self, fqn: str, cls: type, context: Json) -> None:
         """Refuse to make a tensor of others with plain values for what tells it what it is.
@@ -232,16 +248,14 @@ class ObjectDecoder:
         cls = self._class_of(fqn, node, "its value")
         if cls is None:
             return _hashable(value) if self._num_open_keys else value
-        return self._build(fqn, cls, lambda: cls(value))
+        return self._build(fqn, cls, "its value", lambda: cls(value))
 
-    def _build(self, fqn: str, cls: type, build: Callable[[], Any]) -> Any:
+    def _build(self, fqn: str, cls: type, instead: str, build: Callable[[], Any]) -> Any:
         """Let the caller's own class build a value, and name it when it will not."""
         try:
             return build()
         except Exception as error:  # the class is the caller's: whatever it raises is the cause
-            raise TargetError(
-                f"{fqn!r} does not fit {class_name(cls)!r} as passed in types=: {error!r}"
-            ) from error
+            raise misfit(fqn, cls, error, instead) from error
 
     def _class_of(self, fqn: str, node: Json, instead: str) -> type | None:
         name = node["c"]
@@ -254,6 +268,14 @@ class ObjectDecoder:
                 " pass the class in types= to get it back"
             )
         return cls
+
+
+def misfit(fqn: str, cls: type, error: Exception, instead: str) -> TargetError:
+    """Say that a class does not take what is stored, and as what that comes back without it."""
+    return TargetError(
+        f"{fqn!r} does not fit {class_name(cls)!r}: {error!r}; without the class in types= (or an"
+        f" object of it in the target, where None takes anything) it comes back as {instead}"
+    )
 
 
 def class_names_in(node: Json) -> Iterator[str]:
@@ -311,7 +333,10 @@ def _zone(node: Json) -> zoneinfo.ZoneInfo:
     key = node["z"]
     if not _ZONE_KEY.fullmatch(key):
         raise FormatError(f"bad time zone {key!r} in the manifest")
-    return zoneinfo.ZoneInfo(key)
+    try:
+        return zoneinfo.ZoneInfo(key)
+    except OSError as error:  # some versions of Python open a directory, say
+        raise zoneinfo.ZoneInfoNotFoundError(key) from error
 
 
 def _datetime(node: Json) -> dt.datetime:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import UnsupportedLeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 #: Fields of a tensor that is made of others, beside those: what `__tensor_unflatten__` takes.
 CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
@@ -144,6 +145,36 @@ def _holds(is_such: Callable[[type], bool], item: Any, owner: Any) -> bool:
     return False
 
 
+def require_fields(cls: Any, names: Collection[str]) -> None:
+    """Say whether a record takes fields of these names, as far as that shows before it is made.
+
+    Args:
+        cls: A dataclass, or a class of named tuples.
+        names: The names.
+
+    Raises:
+        TypeError: It does not.
+    """
+    is_tuple = issubclass(cls, tuple)
+    arguments = list(names) if is_tuple else _arguments(cls, names)
+    if type(cls).__call__ is type.__call__:
+        make = cls.__new__ if is_tuple else cls.__init__
+        inspect.signature(make, follow_wrapped=False).bind(cls, **dict.fromkeys(arguments))
+
+
+def _arguments(cls: Any, names: Collection[str]) -> list[str]:
+    """Give the fields of a dataclass that its constructor takes.
+
+    Raises:
+        TypeError: It does not have one of these fields.
+    """
+    known = {f.name: f.init for f in dataclasses.fields(cls)}
+    strangers = [name for name in names if name not in known]
+    if strangers:
+        raise TypeError(f"there is no field {strangers[0]!r}")
+    return [name for name in names if known[name]]
+
+
 def restore(cls: Any, fields: Mapping[str, Any]) -> Any:
     """Make a dataclass, or a tensor that is made of others, of its fields.
 
@@ -155,11 +186,7 @@ def restore(cls: Any, fields: Mapping[str, Any]) -> Any:
     if hasattr(cls, "__tensor_unflatten__"):
         parts = {name: part for name, part in fields.items() if name not in (*_NO_PARTS, LAYOUT)}
         return cls.__tensor_unflatten__(parts, *(fields[name] for name in _NO_PARTS))
-    known = {f.name: f.init for f in dataclasses.fields(cls)}
-    strangers = [name for name in fields if name not in known]
-    if strangers:
-        raise TypeError(f"there is no field {strangers[0]!r}")
-    value = cls(**{name: item for name, item in fields.items() if known[name]})
+    value = cls(**{name: fields[name] for name in _arguments(cls, fields)})
     for name, item in fields.items():
         object.__setattr__(value, name, item)  # whatever __post_init__ or a default made of it
     return value

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
     from ckptio.state.sharded import Block
+    from ckptio.state.taken import Taken
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         name: What the target calls it.
         span: First byte and end of the memory of one that takes what is stored as it is, by
             one memmove; not known of any other.
-        dtype: Its element type, where that may be another than the stored one.
+        dtype: Its element type, where that is another than the stored one.
     """
 
     stored: int
@@ -160,6 +161,8 @@ class Match:
     Attributes:
         fills: Memory to fill; several pieces for one sharded tensor, or none.
         fresh: Stored tensors that have to be made, by index; with `order` as in `allocate`.
+        on_host: Those of them that are made in the host's memory, wherever others are.
+        taken: Values to make, in the order of the target.
         wrapped: Tensors of the target whose memory is filled behind their back.
         doubles: One line for each place of an object that takes what another place has.
         kept: Values kept for each rank that the checkpoint has for other ranks only; they
@@ -178,6 +181,8 @@ class Match:
 
     fills: list[Fill] = field(default_factory=list)
     fresh: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    on_host: set[int] = field(default_factory=set)
+    taken: list[Taken] = field(default_factory=list)
     wrapped: list[torch.Tensor] = field(default_factory=list)
     doubles: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,15 +10,17 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.decode import class_names_in
-from ckptio.format.encode import class_name
+from ckptio.format.encode import TAG, class_name
 from ckptio.shards import PerRank
 from ckptio.state.fills import Match, names_of
+from ckptio.state.leaves import SCALAR_TYPES
 from ckptio.state.prune import prune_at
-from ckptio.state.tree import names_kept, orders_in
+from ckptio.state.taken import Taken
+from ckptio.state.tree import names_kept, orders_in, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.state.rebuild import Rebuilder
@@ -32,13 +35,21 @@ class Noted:
     Args:
         keep: Accepts the names to load; everything if not given.
         types: Classes that may be made.
+        device: Where tensors are made; the CPU if not given.
 
     Attributes:
         match: Takes what is found.
     """
 
-    def __init__(self, keep: Predicate | None, types: Sequence[type] = ()) -> None:
+    def __init__(
+        self,
+        keep: Predicate | None,
+        types: Sequence[type] = (),
+        device: torch.device | None = None,
+    ) -> None:
         self._keep = keep
+        self._device = device
+        self._num_objects = 0
         self._types = frozenset(map(class_name, types))
         self.match = Match()
         #: What was matched, its name and its node, by its id, which nobody else has meanwhile.
@@ -60,8 +71,38 @@ class Noted:
                     f" target has none yet; pass {', '.join(map(repr, lacking))} in types="
                 )
         self.match.num_values += 1
-        self.match.make(orders_in(node))
-        return lambda rebuilder: rebuilder.rebuild(fqn, node, own)
+        if type(node) in SCALAR_TYPES:
+            return lambda _: node
+        orders = orders_in(node)
+        self.match.make(orders)
+        if self._device is not None:
+            self.match.on_host |= orders.keys() if self._num_objects else _arrays_in(node)
+        taken = Taken(fqn, node, tuple(own), holds_tensors=bool(orders))
+        self.match.taken.append(taken)
+        return taken.value
+
+    @contextmanager
+    def _within_object(self) -> Iterator[None]:
+        """Match what an object is given. It puts that where it needs it, as an optimizer does.
+
+        Its step count stays in the host's memory, where the device would wait for it.
+        """
+        self._num_objects += 1
+        try:
+            yield
+        finally:
+            self._num_objects -= 1
+
+    def _take_keys(
+        self, fqn: str, nodes: Sequence[Json], own: Sequence[type], target: dict[Any, Any]
+    ) -> Callable[[Rebuilder], Iterable[Any]]:
+        """Take keys of the mapping at `fqn` as they are stored, beside those that a target has."""
+        if all(type(node) in SCALAR_TYPES for node in nodes):
+            return lambda _: nodes
+        keys = {TAG: "dict", "v": [[node, None] for node in nodes]}
+        taken = Taken(fqn, keys, tuple(own), beside=target)
+        self.match.taken.append(taken)
+        return taken.value
 
     def _place_before(self, fqn: str, target: Any, node: Json) -> str | None:
         """Name the place at which the same object takes something else; `None` if there is none.
@@ -109,3 +150,9 @@ class Noted:
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""
         return self._keep is None or bool(names_kept(fqn, node, self._keep))
+
+
+def _arrays_in(node: Json) -> set[int]:
+    """Give the indices of what arrays and bytes are made of, which have the host's memory."""
+    found = (each for _, each in walk("", node) if each[TAG] in ("np", "bytes", "bytearray"))
+    return {index for index in map(tensor_index, found) if index is not None}

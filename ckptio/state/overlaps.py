@@ -21,10 +21,11 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.layout import DTYPES, row_major_strides
+from ckptio.state.leaves import DTYPE_NAMES
 from ckptio.state.ties import WITHOUT_MEMORY, spans_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from ckptio.state.fills import Blank, Fill
 
@@ -55,8 +56,9 @@ def settle_overlaps(fills: Sequence[Fill], notes: list[str]) -> Sequence[Fill]:
     blanks = {id(fill.tensor) for fill in fills if not isinstance(fill.tensor, torch.Tensor)}
     if len(blanks) == num_blanks and all(a[1] <= b[0] for a, b in itertools.pairwise(spans)):
         return fills
-    left_out = _doubles(fills, notes)
-    _require_apart(((s, fills[s[2]]) for s in spans if s[2] not in left_out), notes)
+    cuts = _cuts_of(fills)
+    left_out = _doubles(fills, cuts, notes)
+    _require_apart(((s, fills[s[2]]) for s in spans if s[2] not in left_out), cuts, notes)
     return [fill for number, fill in enumerate(fills) if number not in left_out]
 
 
@@ -77,14 +79,14 @@ def _spans_of_others(fills: Sequence[Fill]) -> list[tuple[int, int, int]]:
     return [(*span, number) for span, number in zip(found, numbers, strict=True)]
 
 
-def _doubles(fills: Sequence[Fill], notes: list[str]) -> set[int]:
+def _doubles(fills: Sequence[Fill], cuts: Mapping[str, int], notes: list[str]) -> set[int]:
     """Find what fills the very memory that something before it fills with something else."""
     firsts: dict[Hashable, Fill] = {}
     doubles: set[int] = set()
     said: set[tuple[str, str]] = set()
     for number, fill in enumerate(fills):
         first = firsts.setdefault((_memory(fill.tensor), _place(fill)), fill)
-        if _origin(first) == _origin(fill):
+        if _origin(first, cuts) == _origin(fill, cuts):
             continue
         doubles.add(number)
         if (fill.name, first.name) not in said:  # once, of however many blocks
@@ -117,7 +119,9 @@ def _strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
 
 
-def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]], notes: list[str]) -> None:
+def _require_apart(
+    spans: Iterable[tuple[tuple[int, int, int], Fill]], cuts: Mapping[str, int], notes: list[str]
+) -> None:
     """Refuse dense tensors that overlap, unless they were saved as views that do so too.
 
     Those with gaps that lie over another get a note: saved with little in common with the memory
@@ -125,6 +129,7 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]], notes: li
 
     Args:
         spans: First byte and end of each, sorted, and what it is.
+        cuts: How those that are blocks are cut, by name.
         notes: Takes the notes.
     """
     gapped: list[tuple[int, Hashable, Fill, Any]] = []
@@ -136,7 +141,7 @@ def _require_apart(spans: Iterable[tuple[tuple[int, int, int], Fill]], notes: li
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
         if start == stop:
             continue
-        origin = _origin(fill)
+        origin = _origin(fill, cuts)
         end, others, other = furthest.setdefault(tensor.device, (start, origin, fill))
         is_dense = stop - start == tensor.nbytes
         if start < end and others != origin:
@@ -190,25 +195,75 @@ class _Memory:
         }
 
 
-def _origin(fill: Fill) -> Hashable:
+def _cuts_of(fills: Sequence[Fill]) -> dict[str, int]:
+    """Number the ways in which tensors are held in blocks, by their names: equal for equal ones."""
+    blocks: dict[str, list[Hashable]] = {}
+    for fill in fills:
+        if fill.block is not None:
+            blocks.setdefault(fill.name, []).append(_place(fill))
+    numbers: dict[Hashable, int] = {}
+    return {name: numbers.setdefault(tuple(of), len(numbers)) for name, of in blocks.items()}
+
+
+def _origin(fill: Fill, cuts: Mapping[str, int]) -> Hashable:
     """Say what a tensor is a view of: which in the checkpoint, where that would begin, and how.
 
     Two that are equal in this and overlap have the same stored element at every place.
+
+    Args:
+        fill: The tensor.
+        cuts: How it is cut, by its name, if it is one of its blocks.
     """
     tensor, view = fill.tensor, fill.view
     if not isinstance(tensor, torch.Tensor):
         return fill.stored, msgspec.json.encode(view)
-    if fill.block is not None:
-        return fill.stored, tensor.data_ptr()  # blocks of one tensor lie beside each other
+    if fill.block is not None:  # blocks of one tensor lie beside each other
+        return fill.stored, msgspec.json.encode(view), tensor.data_ptr(), cuts[fill.name]
+    itemsize = tensor.itemsize
     if view is None:
-        before, stored, flips = 0, row_major_strides(tuple(tensor.shape)), (False, False)
+        first, stored, flips = 0, row_major_strides(tuple(tensor.shape)), (False, False)
+        is_converted = fill.dtype is not None
     else:
-        before = view["o"] * tensor.itemsize // DTYPES[view["d"]].itemsize
+        # of a type that is converted on the way, in bytes of the target's
+        first = view["o"] * itemsize // DTYPES[view["d"]].itemsize
         stored, flips = view["r"], (bool(view.get("conj")), bool(view.get("neg")))
-    turned = {
-        (here, there)
-        for n, here, there in zip(tensor.shape, tensor.stride(), stored, strict=True)
-        if n > 1 and here != there
-    }
-    conj, neg = tensor.is_conj() != flips[0], tensor.is_neg() != flips[1]
-    return fill.stored, tensor.data_ptr() - before, frozenset(turned), conj, neg
+        is_converted = DTYPE_NAMES[tensor.dtype] != view["d"]
+    changed = tensor.is_conj() != flips[0], tensor.is_neg() != flips[1], is_converted
+    kind = (*changed, tensor.dtype) if any(changed) else None  # bytes are those of a type, then
+    start = tensor.data_ptr()
+    steps = _steps(tensor.shape, tensor.stride(), stored, itemsize)
+    if all(here == there for _, here, there in steps):
+        return fill.stored, kind, start - first
+    *inner, (_, here, there) = steps
+    if not _is_nested(steps):
+        return fill.stored, kind, start, first, steps
+    # however many there are of the outermost dimension, and wherever in it both begin
+    return fill.stored, kind, start % here, first - start // here * there, tuple(inner), here, there
+
+
+def _steps(
+    shape: Sequence[int], here: Sequence[int], there: Sequence[int], itemsize: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Give extent and steps in bytes of each dimension here and there, innermost first.
+
+    The bytes of an element are one. Those that make one dimension, here and there, do so.
+    """
+    steps = [(itemsize, 1, 1)]
+    dims = zip(here, there, shape, strict=True)
+    for one, other, extent in sorted((a * itemsize, b * itemsize, n) for a, b, n in dims if n > 1):
+        count, *last = steps[-1]
+        if [one, other] == [count * last[0], count * last[1]]:
+            steps[-1] = count * extent, last[0], last[1]
+        else:
+            steps.append((extent, one, other))
+    return tuple(steps)
+
+
+def _is_nested(steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether each dimension steps over all that is within: each place is in one step of it."""
+    reach = 1
+    for extent, here, _ in steps:
+        if here < reach:
+            return False
+        reach += (extent - 1) * here
+    return True

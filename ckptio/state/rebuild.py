@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ckptio.errors import ConfigError, FormatError, TargetError
+from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
@@ -131,7 +132,7 @@ class Rebuilder:
     notes: list[str] = field(default_factory=list)
     dtype: torch.dtype | None = None
     kept: Collection[int] = ()
-    _converted: dict[int | tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    _converted: dict[int | tuple[int, str, bool], torch.Tensor] = field(default_factory=dict)
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     def rebuild(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
@@ -148,14 +149,20 @@ class Rebuilder:
         decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
         return decoder.decode(fqn, node)
 
-    def rebuild_key(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Any:
-        """Make a key of the mapping at `fqn`; it is hashable. `own` as in `rebuild`.
+    def made_ahead(self, fqn: str, node: Json, own: Sequence[type] = ()) -> Json:
+        """Make what in a node is made of no tensor, before these are there.
+
+        Args:
+            fqn: Its name.
+            node: The node.
+            own: As in `rebuild`, which takes what is given here.
 
         Raises:
             FormatError: The node is not what `flatten` makes.
+            TargetError: A class does not take what is stored, or this machine lacks a zone.
         """
         decoder = ObjectDecoder(self._leaf, named_types((*own, *self.types)), self.notes)
-        return decoder.decode_key(fqn, node)
+        return made_ahead(decoder, fqn, node)
 
     def _leaf(self, fqn: str, node: Json) -> Any:
         tag = node[TAG]
@@ -230,14 +237,17 @@ class Rebuilder:
 
         Not the view: expanded, it is far larger than the memory that it spans.
         """
-        key = node["t"], node["d"]
+        is_neg = bool(node.get("neg"))
+        # torch negates no numbers of less than two bytes, and can use no view that is to be so
+        resolves = is_neg and self.dtype is not None and self.dtype.itemsize == 1
+        key = node["t"], node["d"], resolves
         itemsize = DTYPES[node["d"]].itemsize
         if key not in self._converted:
             size = stored.nbytes // itemsize
-            whole = {"d": node["d"], "o": 0, "s": [size], "r": [1]}
+            whole = {"d": node["d"], "o": 0, "s": [size], "r": [1], "neg": resolves}
             self._converted[key] = view_of(stored, whole).to(self.dtype)
         view = self._converted[key].as_strided(node["s"], node["r"], node["o"] // itemsize)
-        return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001
+        return torch._neg_view(view) if is_neg and not resolves else view  # noqa: SLF001
 
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(node["d"])

@@ -131,7 +131,8 @@ class Matcher(ObjectMatcher):
         if (tag := record_tag(target)) is not None and tag == tag_of(node):
             return self._record(fqn, self._own(fqn, target, node), node)
         if is_stateful(target):
-            return self._stateful(fqn, target, node)
+            with self._within_object():
+                return self._stateful(fqn, target, node)
         if tag == "dataclass" and (node is not None or is_filled(target, by_place=False)):
             fields = fields_in(fqn, node)
             if fields is None:
@@ -247,11 +248,12 @@ class Matcher(ObjectMatcher):
                 self._note_unexpected(name, item)
             elif self._selects(name, item):
                 made.append((encoded_key, self._value(name, None, item, own)))
+        keys = self._take_keys(fqn, [encoded_key for encoded_key, _ in made], own, target)
 
         def update(rebuilder: Rebuilder) -> Any:
             values = {key: assemble(rebuilder) for key, assemble in merged}
-            for encoded_key, assemble in made:
-                values[rebuilder.rebuild_key(fqn, encoded_key, own)] = assemble(rebuilder)
+            for key, (_, assemble) in zip(keys(rebuilder), made, strict=True):
+                values[key] = assemble(rebuilder)
             if closed:
                 filled = updated(target, values)
                 whole = arranged(fqn, filled, found_here) if is_whole else filled

@@ -22,7 +22,7 @@ from ckptio.state.fits import (
     shape_of,
     stored_as,
 )
-from ckptio.state.leaves import as_tensor
+from ckptio.state.leaves import DTYPE_NAMES, as_tensor
 from ckptio.state.match import Noted
 from ckptio.state.sharded import Describer, is_dtensor, memory_of
 from ckptio.state.tree import is_kept
@@ -73,8 +73,7 @@ class TensorMatcher(Noted):
         self._hands_over = resizes and is_exact
         self._is_exact, self._is_alone = is_exact, is_alone
         self._find = functools.partial(find_tensor, tensors, converted=dtype)
-        super().__init__(keep, types)
-        self._device = device
+        super().__init__(keep, types, device)
         self._blanks: dict[Hashable, Blank] = {}
         self._num_blanks = 0
         self._describer = Describer()
@@ -109,7 +108,9 @@ class TensorMatcher(Noted):
             blank = self._handed.blank(fqn, target, like, found, view)
             self.match.fills.append(Fill(found, blank, view, None, fqn))
             return lambda _: blank.value()
-        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=target.dtype))
+        stored = DTYPE_NAMES[target.dtype] == (view["d"] if view else self._tensors[found].dtype)
+        dtype = None if stored else target.dtype
+        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=dtype))
         return lambda _: target
 
     def _is_resized(self, fqn: str, target: Any = None) -> bool:

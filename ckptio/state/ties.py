@@ -9,10 +9,12 @@ at closely; in a state without any, this is one sort.
     a dense heap of views, or an expansion  their common memory is stored, all are views
     sparse views of a large storage         stored apart: 64 bytes of a 64 MiB storage
                                             write 64 bytes; reported if they may overlap
+                                            (dense ones that they lie over stay tied)
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from ckptio.state.looks import Occurrence
 
@@ -60,13 +62,11 @@ def resolve_ties(
     twins = _twins(spans, occurrences)
     bases: dict[int, Occurrence] = {}  # of each member of a settled cluster, by its index
     untied: list[str] = []
-    for cluster in _clusters(spans, occurrences, twins):
-        members = [occurrences[i] for i in cluster]
-        base = _base_of(members, [spans[i] for i in cluster], distinct)
-        if base is not None:
-            bases.update(dict.fromkeys(cluster, base))
-        elif len(members) > 1:
-            untied += [member.name for member in members]
+    numbers = [i for i in range(len(occurrences)) if i not in twins]
+    for cluster in _clusters(numbers, spans, occurrences):
+        bases |= _bases_in(cluster, spans, occurrences, distinct)
+        if len(cluster) > 1:
+            untied += [occurrences[i].name for i in cluster if i not in bases]
     firsts = [twins.get(i, i) for i in range(len(occurrences))]
     stored = list({id(o): o for o in (bases.get(i, occurrences[i]) for i in firsts)}.values())
     place = {id(occurrence): position for position, occurrence in enumerate(stored, first)}
@@ -156,11 +156,10 @@ def span_of(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
 
 
 def _clusters(
-    spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence], twins: Container[int]
+    numbers: Sequence[int], spans: Sequence[tuple[int, int]], occurrences: Sequence[Occurrence]
 ) -> list[list[int]]:
     """Group tensors whose memory overlaps; lone ones only if expanded (less memory than bytes)."""
-    numbers = (i for i, (a, b) in enumerate(spans) if a < b and i not in twins)
-    order = sorted(numbers, key=spans.__getitem__)
+    order = sorted((i for i in numbers if spans[i][0] < spans[i][1]), key=spans.__getitem__)
     clusters: list[list[int]] = []
     stop = -1
     device = None
@@ -181,6 +180,53 @@ def _clusters(
     ]
 
 
+def _bases_in(
+    cluster: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    occurrences: Sequence[Occurrence],
+    distinct: Callable[[str], str],
+) -> dict[int, Occurrence]:
+    """Give what to store for each member of a cluster, as far as that is more than the member.
+
+    One sparse view over all of a memory is no reason to store apart what has that in common: where
+    there is no base, what has the widest gaps is left out, and the rest looked at again. In each
+    turn gaps are half as wide at most, so there are few. What lies within a base then is a view of
+    it all the same.
+    """
+    bases: dict[int, Occurrence] = {}
+    found: list[Occurrence] = []
+    left: list[int] = []
+    ahead = [list(cluster)]
+    while ahead:
+        numbers = ahead.pop()
+        base = _base_of([occurrences[i] for i in numbers], [spans[i] for i in numbers], distinct)
+        if base is not None:
+            bases.update(dict.fromkeys(numbers, base))
+            found.append(base)
+            continue
+        gaps = {i: (spans[i][1] - spans[i][0]) / occurrences[i].tensor.nbytes for i in numbers}
+        widest = max(gaps.values())
+        if widest > 1:
+            wide = {i for i in numbers if gaps[i] > max(1, widest / 2)}
+            left += wide
+            ahead += _clusters([i for i in numbers if i not in wide], spans, occurrences)
+    found.sort(key=lambda base: base.tensor.data_ptr())
+    starts = [base.tensor.data_ptr() for base in found]
+    for i in left:
+        start, stop = spans[i]
+        number = bisect.bisect_right(starts, start) - 1
+        is_within = number >= 0 and stop <= starts[number] + found[number].tensor.nbytes
+        if is_within and _is_part([occurrences[i]], starts[number]):
+            bases[i] = found[number]
+    return bases
+
+
+def _is_part(members: Sequence[Occurrence], start: int) -> bool:
+    """Whether tensors can be views of what begins at an address."""
+    aligned = all((m.tensor.data_ptr() - start) % m.tensor.itemsize == 0 for m in members)
+    return aligned and all(m.node.keys() <= {TAG, "p"} for m in members)
+
+
 def _base_of(
     members: Sequence[Occurrence],
     spans: Sequence[tuple[int, int]],
@@ -188,39 +234,35 @@ def _base_of(
 ) -> Occurrence | None:
     """Give what to store for a cluster so that each member is a view of it, or `None`."""
     start, stop = min(a for a, _ in spans), max(b for _, b in spans)
-    base: Occurrence | None = None
+    if not _is_part(members, start):
+        return None
     for member, span in zip(members, spans, strict=True):
         tensor = member.tensor
         if span == (start, stop) and tensor.is_contiguous() and _is_physical(tensor):
-            base = member
-            break
+            return member
     first = members[0]
-    if base is None:
-        storage = first.tensor.untyped_storage()
-        lone = len(members) == 1
-        if stop - start > sum(m.tensor.nbytes for m in members) or any(
-            m.tensor.untyped_storage().data_ptr() != storage.data_ptr() for m in members
-        ):
-            return None
-        if lone and not _is_physical(first.tensor):
-            return None
-        dtype = first.tensor.dtype if lone else torch.uint8
-        flat = torch.empty(0, dtype=dtype, device=first.tensor.device)
-        if type(flat) is not torch.Tensor:
-            raise UnsupportedLeafError(
-                first.name,
-                f"it shares memory, and torch makes a {type(flat).__name__} of that here",
-                "save outside of that mode",
-            )
-        begin = start - storage.data_ptr()
-        length = (stop - start) // dtype.itemsize
-        flat.set_(storage, begin // dtype.itemsize, (length,), (1,))
-        base = type(first)(
-            distinct(f"{first.name}~storage"), flat, first.dtype if lone else "uint8", {}
+    storage = first.tensor.untyped_storage()
+    lone = len(members) == 1
+    if stop - start > sum(m.tensor.nbytes for m in members) or any(
+        m.tensor.untyped_storage().data_ptr() != storage.data_ptr() for m in members
+    ):
+        return None
+    if lone and not _is_physical(first.tensor):
+        return None
+    dtype = first.tensor.dtype if lone else torch.uint8
+    flat = torch.empty(0, dtype=dtype, device=first.tensor.device)
+    if type(flat) is not torch.Tensor:
+        raise UnsupportedLeafError(
+            first.name,
+            f"it shares memory, and torch makes a {type(flat).__name__} of that here",
+            "save outside of that mode",
         )
-    aligned = all((m.tensor.data_ptr() - start) % m.tensor.itemsize == 0 for m in members)
-    plain = all(m.node.keys() <= {TAG, "p"} for m in members)
-    return base if aligned and plain else None
+    begin = start - storage.data_ptr()
+    length = (stop - start) // dtype.itemsize
+    flat.set_(storage, begin // dtype.itemsize, (length,), (1,))
+    return type(first)(
+        distinct(f"{first.name}~storage"), flat, first.dtype if lone else "uint8", {}
+    )
 
 
 def _is_physical(tensor: torch.Tensor) -> bool:

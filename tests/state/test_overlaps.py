@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ckptio.sync
@@ -22,6 +22,7 @@ from ckptio.state.target import Matcher
 from tests.strategies import assert_same
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptio.events import Event
@@ -138,6 +139,7 @@ def test_what_has_gaps_and_lies_over_another_has_a_note(
         {"diagonal": MATRIX.diagonal(), "row": MATRIX[3]},
         {"a": MATRIX[0:10, 0:10], "b": MATRIX[5:15, 5:15]},
         {"array": MATRIX.numpy(), "column": MATRIX[:, 0]},
+        {"a": MATRIX[0], "b": MATRIX[0, :5], "probe": MATRIX[::9, 3]},
     ],
     ids=", ".join,
 )
@@ -332,3 +334,128 @@ def test_what_was_saved_as_views_of_one_memory_is_filled_as_such(tmp_path: Path)
     target = {"whole": memory, "view": memory[2:5], "again": memory}
     assert not ckptio.sync.load_with_report(path, into=target).report.notes
     assert torch.equal(memory, saved)
+
+
+BYTES = torch.arange(1, 9, dtype=torch.uint8)
+FLOATS = torch.arange(8.0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        pytest.param(
+            {"a": FLOATS, "b": FLOATS.as_strided((2, 2), (4, 1))},
+            lambda room: {"a": room[::2], "b": room.as_strided((2, 2), (4, 2))},
+            id="the same steps, one of them in another dimension",
+        ),
+        pytest.param(
+            {"a": BYTES.view(torch.float32), "b": BYTES[:3]},
+            lambda room: {"a": room[:4:2], "b": room.view(torch.uint8)[:6:2]},
+            id="the same steps, of elements of another size",
+        ),
+        pytest.param(
+            {"a": FLOATS[:3], "b": FLOATS[2:5]},
+            lambda room: {"a": room[:6:2], "b": room[2:8:2]},
+            id="as far from each other, but not in steps",
+        ),
+    ],
+)
+def test_views_that_lie_otherwise_than_they_were_saved_have_a_note(
+    tmp_path: Path, saved: dict[str, torch.Tensor], target: Callable[[torch.Tensor], dict[str, Any]]
+) -> None:
+    """Views of one stored tensor that begin at one place of it, and take other steps from there."""
+    path, into = str(tmp_path / "c"), target(torch.zeros(16))
+    ckptio.sync.save(saved, path)
+    (note,) = ckptio.sync.load_with_report(path, into=into).report.notes
+    assert "shares a part of its memory with" in note
+    assert not all(torch.equal(into[name], saved[name]) for name in saved)
+
+
+def test_views_of_a_tensor_that_lies_otherwise_are_filled(tmp_path: Path) -> None:
+    """Columns first, say: what is one of its parts is so there, too, of any type that it has."""
+    path, rows = str(tmp_path / "c"), torch.arange(24.0).view(4, 6)
+    bits = rows.view(torch.int32)
+    ckptio.sync.save({"w": rows, "t": rows.t(), "part": rows[:, 1:4], "bits": bits}, path)
+    memory = torch.zeros(6, 4).t()
+    target = {"w": memory, "t": memory.t(), "part": memory[:, 1:4]}
+    target["bits"] = memory.view(torch.int32)
+    report = ckptio.sync.load_with_report(path, into=target, strict="report").report
+    assert not report.notes
+    assert torch.equal(memory, rows)
+
+
+def test_bytes_of_what_is_converted_are_refused(tmp_path: Path) -> None:
+    """They are bytes of another type."""
+    path, weight = str(tmp_path / "c"), torch.randn(8)
+    ckptio.sync.save({"w": weight, "raw": weight.view(torch.uint8)[:16]}, path)
+    memory = torch.zeros(8, dtype=torch.bfloat16)
+    target = {"w": memory, "raw": memory.view(torch.uint8)}
+    with pytest.raises(TargetError, match="they share a part"):
+        ckptio.sync.load(path, into=target, dtype=torch.bfloat16)
+    assert not memory.any()
+
+
+def test_views_of_what_is_converted_are_filled(tmp_path: Path) -> None:
+    """They are views of it afterwards, too."""
+    path, weight = str(tmp_path / "c"), torch.randn(8)
+    ckptio.sync.save({"w": weight, "part": weight[2:6]}, path)
+    memory = torch.zeros(8, dtype=torch.bfloat16)
+    ckptio.sync.load(path, into={"w": memory, "part": memory[2:6]}, dtype=torch.bfloat16)
+    assert torch.equal(memory, weight.bfloat16())
+
+
+def test_blocks_of_one_memory_that_are_parts_of_other_places_are_refused(tmp_path: Path) -> None:
+    """One stored tensor and one memory are not enough for blocks, either."""
+    path, whole, memory = str(tmp_path / "c"), torch.arange(8.0), torch.zeros(4)
+    ckptio.sync.save({"a": whole, "b": whole, "c": whole[2:6]}, path)
+
+    def block(offset: int, extent: int = 8) -> Shard:
+        return Shard(memory, global_shape=(extent,), global_offset=(offset,))
+
+    with pytest.raises(TargetError, match="they share a part"):
+        ckptio.sync.load(path, into={"a": block(0), "b": block(4)}, select=["a", "b"])
+    assert not memory.any()
+    target = {"a": block(0), "b": block(0), "c": block(0, 4)}
+    (note,) = ckptio.sync.load_with_report(path, into=target).report.notes
+    assert note.startswith("c: is one tensor with 'a' in the target and another in the checkpoint")
+    assert torch.equal(memory, whole[:4])
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw two views of one shape: of what is saved, and of a target."""
+    shape = draw(st.lists(st.integers(1, 4), max_size=2))
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32]))
+    found = []
+    for base in (SOURCE, ROOM):
+        steps = [draw(st.integers(1, 6)) for _ in shape]
+        reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        first = draw(st.integers(0, 3))
+        assume((first + reach + 1) * dtype.itemsize <= base.numel())
+        found.append(base.view(dtype).as_strided(shape, steps, first))
+    return found[0], found[1]
+
+
+SOURCE = torch.randperm(256)[:96].to(torch.uint8)
+ROOM = torch.zeros(96, dtype=torch.uint8)
+
+
+@given(pairs=st.lists(strided(), min_size=2, max_size=4))
+def test_whatever_lies_otherwise_than_it_was_saved_is_said(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Views of any strides, there and here: without a word, each is what was saved."""
+    saved = {str(i): pair[0] for i, pair in enumerate(pairs)}
+    flat = flatten(saved)
+    entries = tuple(TensorEntry(s.name, s.dtype, s.shape, ()) for s in flat.specs)
+    matcher, notes = Matcher(entries), list[str]()
+    try:
+        matcher.merge("", {str(i): pair[1] for i, pair in enumerate(pairs)}, flat.tree)
+        fills = settle_overlaps(matcher.match.fills, notes)
+    except TargetError:
+        return
+    for fill in fills:
+        base = flat.sources[fill.stored].clone(memory_format=torch.contiguous_format)
+        fill.memory().copy_(base if fill.view is None else view_of(base, fill.view))
+    if not notes:
+        assert all(torch.equal(there.contiguous(), here.contiguous()) for there, here in pairs)

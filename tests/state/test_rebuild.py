@@ -196,6 +196,19 @@ def test_a_device_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.Monkey
         empty((2,), torch.float32, torch.device("mps"), "w")
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float64", "float8_e5m2", "float8_e4m3fn"])
+def test_a_negated_view_is_one_of_a_type_that_torch_negates(name: str) -> None:
+    """Of the others it has the values themselves, or nothing could read it."""
+    dtype = torch_dtype(name)
+    values = torch.tensor([1 + 2j, -3 + 0.5j, 0 - 1j, 4 + 0j])
+    state = {"c": values, "plus": values.imag, "minus": values.conj().imag}
+    flat = flatten(state)
+    found = Rebuilder(dict(enumerate(flat.sources)), dtype=dtype).rebuild("", flat.tree)
+    assert found["plus"].dtype == found["minus"].dtype == dtype
+    assert found["plus"].float().tolist() == [2.0, 0.5, -1.0, 0.0]
+    assert found["minus"].float().tolist() == [-2.0, -0.5, 1.0, 0.0]
+
+
 def test_only_floating_point_tensors_take_another_dtype() -> None:
     """Counters stay what they are."""
     assert allocate(TensorEntry("w", "float32", (2,), ()), dtype=torch.bfloat16).dtype == (

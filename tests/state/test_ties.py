@@ -94,6 +94,54 @@ def test_sparse_views_that_overlap_are_stored_apart_and_named() -> None:
     assert_same(rebuilt(flat), state)
 
 
+def test_a_sparse_view_over_all_unties_nothing_else() -> None:
+    """What lies within what the others have in common is a view of it; what does not is apart."""
+    big = torch.arange(10_000.0)
+    state = {
+        "a": big[:10],
+        "b": big[5:15],
+        "probe": big[::100],
+        "within": big[:15:5],
+        "far": big[5_000:5_010],
+        "beside": big[5_005:5_015],
+        "twin": big[::100],
+    }
+    flat = flatten(state)
+    assert flat.untied == ("probe",)
+    assert flat.nbytes == (15 + 15 + 100) * 4
+    found = rebuilt(flat)
+    assert_same(found, state)
+    assert is_tied(found["a"], found["b"])
+    assert is_tied(found["a"], found["within"])
+    assert is_tied(found["far"], found["beside"])
+    assert is_tied(found["probe"], found["twin"])
+    assert not is_tied(found["probe"], found["a"])
+
+
+def test_views_with_gaps_are_tied_beside_sparser_ones() -> None:
+    """Parts of a fused weight have gaps, and all of it in common."""
+    fused = torch.randn(100, 64)
+    state = {"q": fused[:, :32], "k": fused[:, 32:], "part": fused[:, :40], "probe": fused[::50, 1]}
+    apart = torch.randn(200, 64)
+    state |= {"halves": apart[:100, :32], "others": apart[:100, 16:], "few": apart[::50, 20]}
+    flat = flatten(state)
+    assert flat.untied == ("few",)
+    assert flat.nbytes == fused.nbytes + (99 * 64 + 64) * 4 + 4 * 4
+    found = rebuilt(flat)
+    assert_same(found, state)
+    assert all(is_tied(found["q"], found[name]) for name in ("k", "part", "probe"))
+    assert is_tied(found["halves"], found["others"])
+
+
+def test_a_thousand_sparse_views_are_settled_in_a_few_turns() -> None:
+    """However many widths their gaps have."""
+    big = torch.zeros(1 << 20)
+    state = {str(i): big[i :: 37 * (i + 2)] for i in range(1000)} | {"a": big[:9], "b": big[4:12]}
+    flat = flatten(state)
+    assert len(flat.untied) == 1000
+    assert len(flat.specs) == 1001
+
+
 def test_a_storage_that_mixes_element_types_is_stored_once() -> None:
     """Views of other types see the same bytes, afterwards, too."""
     base = random_tensor((64,), torch.uint8)
