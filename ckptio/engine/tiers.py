@@ -109,6 +109,14 @@ class _OvertakenError(Exception):
     """The second tier has a newer checkpoint, which is what stays."""
 
 
+def is_replaced(error: BaseException) -> bool:
+    """Whether a copy failed as what was to be copied is gone, or another one; on whatever rank."""
+    causes = error.causes.values() if isinstance(error, RankError) else ()
+    name = CheckpointChangedError.__name__
+    is_of_a_rank = any(cause.startswith(f"{name}:") for cause in causes)
+    return isinstance(error, CheckpointChangedError) or is_of_a_rank
+
+
 async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> int | None:
     """Copy a committed checkpoint. When this returns, it exists at the second tier.
 
@@ -258,11 +266,7 @@ class _Copy:
 
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
         """Leave what was sent to who goes on with it, if anybody can."""
-        causes = error.causes.values() if isinstance(error, RankError) else ()
-        name = CheckpointChangedError.__name__
-        is_gone = isinstance(error, (CheckpointChangedError, _OvertakenError)) or any(
-            cause.startswith(f"{name}:") for cause in causes
-        )
+        is_gone = is_replaced(error) or isinstance(error, _OvertakenError)
         # of a checkpoint that the second tier has, an attempt owns nothing
         await (attempt.abort() if is_gone and not self._was_there else attempt.leave())
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio.config import KiB
+from ckptio.config import KiB, MiB
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -26,6 +26,9 @@ _SLACK = 0.04
 #: bytes at the least. Smaller parts would balance what takes no time.
 _PART_SHARE = 1 / 16
 LEAST_PART_NBYTES = 64 * KiB
+#: What the lowest rank that holds it takes of the smallest items, in all pools: the buffers of
+#: large networks, beside all that is as small; about 10 ms of writing.
+_SMALL_NBYTES = 16 * MiB
 #: Passes over all pools, and visits of ranks in them, after which pouring ends.
 _MAX_PASSES = 50
 _MAX_VISITS = 1_000_000
@@ -95,7 +98,7 @@ def share_out(
             (-(lacks[rank] + share), turns[rank], rank)
             for rank, share in zip(ranks, quota, strict=True)
         ]
-        budget = max(min_part_nbytes, _SLACK * mean)
+        budget = max(_SMALL_NBYTES, _SLACK * mean)
         small = _take_small(pools[k].items, budget - taken[ranks[0]]) if len(ranks) > 1 else {}
         taken[ranks[0]] += sum(small.values())
         excess, turn, rank = heap[0]

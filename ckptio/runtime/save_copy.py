@@ -11,8 +11,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
-from ckptio.engine.tiers import CopyJob, make_copy
-from ckptio.errors import CheckpointChangedError, EngineClosedError, SaveAbortedError
+from ckptio.engine.tiers import CopyJob, is_replaced, make_copy
+from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import CopyFailed
 from ckptio.moments import CheckpointInfo
 from ckptio.runtime.owed_copies import parent_of, take_up
@@ -128,14 +128,14 @@ def _nothing() -> None:
 
 def _fail(moments: SaveMoments, error: BaseException) -> None:
     # a save that failed has said so
-    if moments.durable.fail_unless_done(error) and isinstance(error, CheckpointChangedError):
+    if moments.durable.fail_unless_done(error) and is_replaced(error):
         moments.seen()  # a later save took its place, and has a copy of its own
 
 
 def _cause(job: CopyJob, error: BaseException) -> Exception:
     """Give what `durable` raises."""
     if isinstance(error, Exception):
-        if not isinstance(error, CheckpointChangedError):  # then it has gone
+        if not is_replaced(error):  # then it has gone
             error.add_note(f"the checkpoint {job.source.path!r} itself is committed, and stays")
         return error
     return SaveAbortedError(

@@ -11,7 +11,7 @@ import torch
 
 from ckptio import Shard
 from ckptio.errors import CheckpointNotFoundError, RankError, SaveAbortedError, StorageError
-from ckptio.events import CopyCommitted, TierPassedOver
+from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import DEADLINES, job
@@ -96,6 +96,24 @@ def test_saves_in_a_row_are_copied_with_one_place_for_copies(seed: int) -> None:
             assert ranks.place.files == far.files
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_a_copy_that_a_later_save_overtook_is_no_failure_of_a_run() -> None:
+    """It has a copy of its own; on ranks as on one, leaving the engine says nothing."""
+    log, far = EventLog(), MemoryStorage("far", max_delay_s=2)
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                for _ in range(4):
+                    await engine.save(state_of(rank), "memory", overwrite=True, then="far")
+
+            await ranks.all(body)
+        assert ranks.place.manifest == far.manifest
+
+    run_virtual(scenario(), seed=0)
+    assert any("CheckpointChangedError" in str(event.error) for event in log.of(CopyFailed))
 
 
 @pytest.mark.parametrize("kind", ["begin", "join", "create", "pwrite", "close", "seal", "commit"])

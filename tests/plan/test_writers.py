@@ -125,7 +125,7 @@ def test_the_smallest_come_from_the_lowest_rank(
 
 def test_what_is_small_and_much_is_shared_out() -> None:
     """The smallest go to the lowest rank, and of the others as many as to anyone."""
-    sizes = [8, *[60 * KiB] * 100, 16]
+    sizes = [8, *[60 * KiB] * 800, 16]
     pool = Pool((1, 2), [Item(nbytes) for nbytes in sizes])
     (shares,) = share_out([0, 0, 0], [pool], turns=[0, 1, 2], min_part_nbytes=MiB)
     assert [shares[0], shares[-1]] == [[Share(1, 0, 8)], [Share(1, 0, 16)]]
