@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.losses import Losses
@@ -78,7 +78,8 @@ class Upkeep:
         self.busy: Counter[int] = Counter()
         self._losses = Losses()
         self._lock = threading.Lock()
-        self._one_pass = asyncio.Lock()
+        #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
+        self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
         self._committed: int | None = None  # the step that was committed here last
         self._steps: set[int] = set()  # all that were saved here
@@ -181,7 +182,7 @@ class Upkeep:
             return
         self._waiting.add(turn)
         try:
-            await self._one_pass.acquire()
+            await self._turns[keeper].acquire()
         finally:
             self._waiting.discard(turn)
         try:
@@ -189,7 +190,7 @@ class Upkeep:
         except Exception as error:  # the observer is told; the run goes on
             self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
         finally:
-            self._one_pass.release()
+            self._turns[keeper].release()
 
     async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool) -> None:
         policy = self._keep if is_after_save else None
@@ -280,7 +281,7 @@ class Upkeep:
         Raises:
             CheckpointError: It cannot be removed.
         """
-        async with self._one_pass:
+        async with self._turns[keeper]:
             if step == self._committed:
                 self._committed = None
             error = (await keeper.remove(step)).error

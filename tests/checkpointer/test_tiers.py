@@ -7,6 +7,7 @@ import contextlib
 import datetime as dt
 import os
 import shutil
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,14 @@ from ckptio import (
 from ckptio.checkpointer import tiers
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
-from ckptio.events import CopyFailed, CopyStarted, HigherStepFound, TierPassedOver
+from ckptio.events import (
+    CheckpointRemoved,
+    CopyFailed,
+    CopyStarted,
+    Event,
+    HigherStepFound,
+    TierPassedOver,
+)
 from ckptio.runtime.running import Running
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
@@ -517,6 +525,32 @@ def test_steps_are_saved_while_the_second_tier_hangs(
                 other.save(state_of(1), 1)
                 mount.answer()
     assert committed_steps(far) == [*range(9)]
+
+
+def test_steps_go_from_the_first_tier_while_the_second_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose copies were made; a sweep of the second tier is no reason to keep them."""
+    monkeypatch.setattr(tiers, "_LOOK_S", 0.05)
+    monkeypatch.setattr(local, "_LOOK_S", 0.05)
+    near, far, gone = tmp_path / "near", tmp_path / "far", threading.Event()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, CheckpointRemoved) and event.path.startswith(str(near)):
+            gone.set()
+
+    mount = Mount(far, monkeypatch)
+    options: dict[str, Any] = {"then": far, "keep": KeepLast(1), "config": SMALL}
+    with sync.Checkpointer(near, **options) as ckpt:
+        ckpt.save(state_of(0), 0)
+    with mount.hanging(at_once=False):
+        mount.hang()
+        with sync.Checkpointer(near, observer=observe, **options) as ckpt:
+            ckpt.save(state_of(1), 1)
+            assert gone.wait(60)
+            assert committed_steps(near) == [1]
+            mount.answer()
+    assert committed_steps(far) == [1]
 
 
 def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
