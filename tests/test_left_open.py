@@ -200,6 +200,19 @@ def test_a_checkpointer_that_nobody_has_ends(tmp_path: Path, loops: list[threadi
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+def test_a_checkpointer_that_nobody_has_leaves_the_engine_of_others(tmp_path: Path) -> None:
+    """Nothing of it goes on there."""
+    with sync.Engine(SMALL) as engine:
+        before = len(engine._core._in_flight._running)
+        sync.Checkpointer(tmp_path, engine=engine, sweep_after_s=None).__enter__().save(FULL, 1)
+        for _ in range(600):
+            gc.collect()
+            if len(engine._core._in_flight._running) == before:
+                break
+            engine.load(tmp_path / "step-00000001")  # its loop goes on meanwhile
+        assert len(engine._core._in_flight._running) == before
+
+
 def test_an_engine_that_was_never_made_or_entered_goes() -> None:
     """It has no thread, and nothing to end."""
     sync.Engine(SMALL)

@@ -35,7 +35,6 @@ from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
 from ckptio.plan.schedule import SaveEvery
 from ckptio.runtime.refusal import refuse
-from ckptio.runtime.running import Running
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
 
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.drive import Flow
     from ckptio.runtime.flows import LoadResult
+    from ckptio.runtime.running import Running
     from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
 
@@ -189,9 +189,8 @@ class CheckpointerCore:
 
     def start(self) -> None:
         """Begin what goes on in the background."""
-        listen = functools.partial(self._listener.listen, self._stops)
-        endless = Running[None](is_endless=True)
-        self._watching = self.engine.submit(listen, "watch for calls", endless)
+        assert self._stops is not None  # noqa: S101  # it is open
+        self._watching = self._listener.start(self.engine, self._stops)
         self.upkeep.start()
 
     def waits(self) -> tuple[list[SaveMoments], list[Running[None]]]:
