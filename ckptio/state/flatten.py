@@ -38,6 +38,7 @@ from ckptio.state.leaves import (
     failed_within,
     plain_dtype,
     refused_within,
+    require_extents,
     way_out_of,
 )
 from ckptio.state.looks import Occurrence, look_at, order_of
@@ -262,6 +263,8 @@ class _Flattener:
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
         look = look_at(tensor)
         if look is not None:  # by far the most
+            if 0 in look.shape:
+                require_extents(fqn, look.shape)
             return self._store(fqn, tensor, look.dtype, {TAG: None}, look)
         try:
             dtype = plain_dtype(fqn, tensor)
@@ -269,6 +272,7 @@ class _Flattener:
             if self._instead is None:
                 raise
             return self._store(fqn, self._instead(fqn, tensor), "uint8", {TAG: None})
+        require_extents(fqn, tensor.shape, tensor.stride())
         order = order_of(tensor)
         return self._store(fqn, tensor, dtype, {TAG: None, "p": order} if order else {TAG: None})
 
@@ -330,6 +334,7 @@ class _Flattener:
             problem = f"a numpy array of dtype {array.dtype} has no portable form"
             way_out = "save its fields, or convert it to numbers, strings or dates"
             return self._refuse(fqn, array, problem, way_out)
+        require_extents(fqn, array.shape, array.strides)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name
         tensor = as_tensor(array)  # copied with the others, in pieces, whatever its strides

@@ -9,6 +9,7 @@ import decimal
 import fractions
 import functools
 import io
+import math
 import random
 import types
 import uuid
@@ -21,11 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
+from ckptio.format.manifest import MAX_EXTENT
 from ckptio.format.words import numpy_scalar
 from ckptio.layout import BIT_DTYPES, DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptio.format.encode import Json
 
@@ -86,6 +88,18 @@ def plain_dtype(fqn: str, tensor: torch.Tensor) -> str:
     if not is_plain and cls.__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
         raise _refusal(fqn, tensor)
     return dtype
+
+
+def require_extents(fqn: str, shape: Sequence[int], strides: Sequence[int] = ()) -> None:
+    """Refuse shapes and strides that a manifest cannot have; little memory may have such.
+
+    Raises:
+        UnsupportedLeafError: It has.
+    """
+    span = math.prod(extent or 1 for extent in shape)
+    if span >= MAX_EXTENT or any(abs(stride) >= MAX_EXTENT for stride in strides):
+        problem = f"a shape of {tuple(shape)} with strides of {tuple(strides)}, beyond 2**56"
+        raise UnsupportedLeafError(fqn, problem, "save a part of it")
 
 
 def way_out_of(value: object) -> str:

@@ -22,6 +22,7 @@ import torch
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import TAG
+from ckptio.format.manifest import MAX_EXTENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -295,7 +296,8 @@ def _view(member: Occurrence, base: Occurrence, index: int) -> None:
         "d": member.dtype,
         "o": tensor.data_ptr() - whole.data_ptr(),
         "s": list(tensor.shape),
-        "r": list(tensor.stride()),
+        # of one element strides say nothing, and may be anything
+        "r": [min(stride, MAX_EXTENT - 1) for stride in tensor.stride()],
     }
     if tensor.is_conj():
         node["conj"] = True

@@ -308,3 +308,18 @@ def test_a_strided_array_is_not_copied_at_the_call(array: np.ndarray[Any, Any]) 
     assert source.data_ptr() == array.__array_interface__["data"][0]
     assert source.stride() == tuple(stride // array.itemsize for stride in array.strides)
     assert np.array_equal(source.numpy(), array)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(1 << 60, 0),
+        lambda: torch.ones(1).expand(1 << 60),
+        lambda: np.empty((1 << 60, 0), np.float32),
+    ],
+    ids=["no elements", "expanded", "an array"],
+)
+def test_shapes_that_no_manifest_has_are_refused(make: Any) -> None:
+    """However little memory they have: it could not be loaded."""
+    with pytest.raises(UnsupportedLeafError, match=r"'x': .* beyond 2\*\*56"):
+        flatten({"x": make()})
