@@ -119,7 +119,7 @@ def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:
     point, where = 1, ("/ckptio/runtime/running.py", "/threading.py")
 
     def run() -> None:
-        run_uninterrupted(lambda: ran.append(threading.current_thread()), "test", list)
+        run_uninterrupted(lambda: ran.append(threading.current_thread()), "test", lambda: None)
 
     while interrupt_at(point, run, where):
         point += 1
