@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import contextvars
 import functools
 import queue
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
@@ -32,6 +30,8 @@ P = ParamSpec("P")
 async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None) -> T:
     """Wait for `future` to the end, even when cancelled meanwhile.
 
+    An interrupt (a signal's handler that raises) is like a cancellation, if it comes here.
+
     Args:
         future: What to wait for. It is never cancelled from here.
         on_cancel: Called once, at the first cancellation; asks the other side to stop.
@@ -44,18 +44,21 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
     """
     try:
         await asyncio.wait((future,))
-    except asyncio.CancelledError:
+    except GeneratorExit:  # nobody runs the caller any more, so nothing can be waited for
+        raise
+    except BaseException:
         if on_cancel is not None:
             on_cancel()
-        await _finish(future)
-        if not future.cancelled():
-            future.exception()  # seen, so that asyncio does not report it; the caller is leaving
+        await wait_out(future)
         raise
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # an error that it ended with has this frame: no circle
 
 
-async def _finish(future: asyncio.Future[Any]) -> None:
-    """Wait for `future` whatever is thrown at the waiter.
+async def wait_out(future: asyncio.Future[Any]) -> None:
+    """Wait for `future` however often the waiter is cancelled. Its error is seen, and not raised.
 
     The shielded scope keeps an anyio cancel scope, which cancels again on every turn of
     the loop, from making this a busy wait; native cancellations are caught one by one.
@@ -64,8 +67,10 @@ async def _finish(future: asyncio.Future[Any]) -> None:
         while not future.done():
             try:
                 await asyncio.wait((future,))
-            except asyncio.CancelledError:  # the first one is raised by `outlive`, at the end
+            except asyncio.CancelledError:  # the caller raises the first one, at the end
                 continue
+    if not future.cancelled():
+        future.exception()  # so that asyncio does not report it; the caller is leaving
 
 
 class Threads(concurrent.futures.Executor):
@@ -274,37 +279,6 @@ def take_back_cancel() -> None:
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
-
-
-async def in_own_thread(
-    function: Callable[[], T], on_cancel: Callable[[], object] | None = None
-) -> T:
-    """Run `function` on a thread of its own, which is gone when this returns or raises.
-
-    It sees the caller's context variables, as with `asyncio.to_thread`: torch keeps in one what
-    was said of files without a byte order.
-
-    Args:
-        function: What to run.
-        on_cancel: Called if the caller is cancelled meanwhile; asks `function` to stop.
-    """
-    if sys.is_finalizing():  # a coroutine that nobody finished ends now, and no thread begins
-        raise GeneratorExit
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(function))
-        except BaseException as error:  # the waiter raises it
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ckptio-wait")
-    thread.start()
-    try:
-        return await outlive(asyncio.wrap_future(future), on_cancel)
-    finally:
-        thread.join()
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], name: str) -> list[T]:

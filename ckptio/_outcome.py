@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -137,14 +138,25 @@ class Outcome(Generic[T]):
 
 
 def _hand_over(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
-    """Tell a future of a loop that an outcome has ended. From any thread."""
+    """Tell a future of a loop that an outcome has ended. From any thread.
+
+    Twice: a loop forgets the callback that a signal's handler raises out of, and goes on, to cancel
+    its tasks and wait for them. The references are weak, for one of the two may lie on a loop that
+    has stopped, and would keep a state that was loaded.
+    """
+    ends = weakref.ref(outcome), weakref.ref(future)
     with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited on it
-        future.get_loop().call_soon_threadsafe(_copy_end, outcome, future)
+        for _ in range(2):
+            future.get_loop().call_soon_threadsafe(_copy_end, *ends)
 
 
-def _copy_end(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
+def _copy_end(
+    its_outcome: weakref.ref[Outcome[T]], its_future: weakref.ref[asyncio.Future[T]]
+) -> None:
     """End a future as an outcome has ended. On its loop."""
-    if future.done():
+    outcome, future = its_outcome(), its_future()
+    # one that nobody has, nobody waits for; one that has not ended keeps its outcome
+    if outcome is None or future is None or future.done():
         return
     error = outcome.exception()
     if error is not None:

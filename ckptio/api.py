@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import in_own_thread
+from ckptio._own_thread import in_own_thread
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.handle import SaveHandle

@@ -45,6 +45,7 @@ class Milestone(Generic[T]):
             TimeoutError: It has not come within `timeout_s` seconds.
             ConfigError: `timeout_s` is no number of seconds; or the moment has not come, and
                 this is an observer on the engine's own thread.
+            EngineClosedError: It had not come when this process was forked off the save's.
         """
         return self._moment.wait(timeout_s)
 
@@ -52,7 +53,7 @@ class Milestone(Generic[T]):
         """Block until the moment has come or will not come.
 
         Raises:
-            ConfigError: As `wait`; nothing else.
+            ConfigError, EngineClosedError: As `wait`; nothing else.
         """
         self._moment.wait_done()
 
@@ -138,7 +139,7 @@ class SaveHandle:
         Raises:
             CheckpointError: The save failed; what was at the path is untouched.
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
-            ConfigError: As `Milestone.wait`.
+            ConfigError, EngineClosedError: As `Milestone.wait`.
         """
         return self._moments.committed.wait(timeout_s)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptio._outcome import Outcome
-from ckptio.errors import ConfigError, SaveAbortedError, shown
+from ckptio.errors import ConfigError, EngineClosedError, SaveAbortedError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,7 @@ class Moment(Generic[T]):
         self._outcome: Outcome[T] = Outcome()
         self._require_elsewhere = require_elsewhere or _nothing
         self._heard_by: set[object] = set()
+        self._pid = os.getpid()
         self.is_awaited = False
         self.on_seen: Callable[[], object] = _nothing
 
@@ -107,6 +109,7 @@ class Moment(Generic[T]):
         return self._wrapped()
 
     def _wrapped(self) -> asyncio.Future[T]:
+        self._require_here()
         future = self._outcome.wrapped()
         future.add_done_callback(self._look)  # before those of whoever waits
         return future
@@ -116,6 +119,17 @@ class Moment(Generic[T]):
         if not future.cancelled():
             future.exception()
             self.on_seen()
+
+    def _require_here(self) -> None:
+        """Look whether this is the process in which the moment comes, if it has not come yet.
+
+        Raises:
+            EngineClosedError: It is a forked child of that, where nobody would ever tell.
+        """
+        if self._pid != os.getpid() and not self._outcome.done():
+            raise EngineClosedError(
+                "the save is the parent's, which forked: wait for it there, or before it forks"
+            )
 
     async def come(self) -> T:
         """Wait, on the running loop, until the moment has come; see `handle.Milestone`."""
@@ -137,6 +151,7 @@ class Moment(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the moment has come; see `handle.Milestone`."""
         _require_seconds(timeout_s)
+        self._require_here()
         if not self._outcome.done():
             self._require_elsewhere()
         self.is_awaited = True
@@ -154,6 +169,7 @@ class Moment(Generic[T]):
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come; see `handle.Milestone`."""
+        self._require_here()
         if not self._outcome.done():
             self._require_elsewhere()
         self._outcome.wait()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from ckptio._aio import (
     Siblings,
     Threads,
     first_failure,
-    in_own_thread,
     outlive,
     run_blocking,
     run_or_give_up,
@@ -25,6 +23,7 @@ from ckptio._aio import (
     shielded,
 )
 from ckptio.testing import DeadlockError, VirtualLoop, run_virtual
+from tests.interrupts import interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +136,32 @@ async def test_the_other_side_is_told_once() -> None:
     assert told == [1]
 
 
+async def test_an_interrupt_waits_as_a_cancellation_does() -> None:
+    """It may come where the waiter runs."""
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    told: list[int] = []
+
+    async def wait() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            await interrupted(outlive(future, on_cancel=lambda: told.append(1)))
+        assert future.done()
+
+    task = asyncio.create_task(wait())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    assert told == [1]
+    future.set_result(3)
+    await task
+
+
+async def test_nobody_waits_where_nobody_runs_the_waiter() -> None:
+    """A coroutine that is given up cannot, and does not try to."""
+    waiting = outlive(asyncio.get_running_loop().create_future(), on_cancel=lambda: 1 // 0)
+    waiting.send(None)
+    waiting.close()
+
+
 async def test_a_future_that_was_cancelled_cancels_its_waiter() -> None:
     """Nothing hangs on a future that will never have a result."""
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -164,33 +189,6 @@ async def test_a_shielded_coroutine_runs_to_its_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert steps == ["begin", "end"]
-
-
-async def test_an_own_thread_is_gone_at_the_end() -> None:
-    """Whether it returns, raises or its waiter is cancelled."""
-    threads = threading.active_count()
-    assert await in_own_thread(lambda: 3) == 3
-    assert threading.active_count() == threads
-    with pytest.raises(ZeroDivisionError):
-        await in_own_thread(lambda: 1 // 0)
-    assert threading.active_count() == threads
-    held = Held()
-    task = asyncio.create_task(in_own_thread(held))
-    await held.started()
-    task.cancel()
-    held.go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert threading.active_count() == threads
-
-
-async def test_an_own_thread_has_the_context_of_its_caller() -> None:
-    """And what it sets there is its own."""
-    said: contextvars.ContextVar[str] = contextvars.ContextVar("said", default="nothing")
-    said.set("a word")
-    assert await in_own_thread(said.get) == "a word"
-    await in_own_thread(lambda: said.set("another"))
-    assert said.get() == "a word"
 
 
 @given(num=st.integers(1, 6), first=st.integers(0, 5), seed=st.integers(0, 10_000))

@@ -72,6 +72,39 @@ with ckpt:
         if ckpt.should_save(3):
             ckpt.save({"t": torch.ones(3)}, 3)
 """
+WAIT_IN_CHILD = """
+import asyncio, os, sys, threading, torch, ckptio, ckptio.sync
+from ckptio.events import SaveProgressed
+go_on = threading.Event()
+def hold(event):
+    if isinstance(event, SaveProgressed):
+        go_on.wait()
+async def commit():
+    await handle
+async def moment():
+    await handle.durable
+with ckptio.sync.Engine(observer=hold) as engine:
+    handle = engine.start_save({"t": torch.ones(3)}, sys.argv[1])
+    pid = os.fork()
+    if not pid:
+        num_told = 0
+        waits = [handle.result, handle.committed.wait_done, handle.durable.wait]
+        waits += [lambda: asyncio.run(commit()), lambda: asyncio.run(moment())]
+        for wait in waits:
+            try:
+                wait()
+            except ckptio.errors.EngineClosedError:
+                num_told += 1
+        os._exit(num_told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    go_on.set()
+    handle.result()
+    pid = os.fork()
+    if not pid:
+        handle.result()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
 LEFT_OPEN = """
 import sys, torch, ckptio.sync
 ckpt = ckptio.sync.Checkpointer(sys.argv[1]).__enter__()
@@ -275,6 +308,12 @@ def test_children_end_by_the_signals_that_announce_the_end_of_the_run(tmp_path: 
     done = run_program(FORK, tmp_path)
     assert done.returncode == 0, done.stderr
     assert names_in(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def test_a_save_of_the_parent_is_not_waited_for_in_a_child(tmp_path: Path) -> None:
+    """Nobody would tell it there; one that has ended says how."""
+    done = run_program(WAIT_IN_CHILD, tmp_path / "c")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_checkpointer_that_is_left_open_holds_no_program_up(tmp_path: Path) -> None:

@@ -32,6 +32,23 @@ import sys, torch, ckptio.sync
 engine = ckptio.sync.Engine().__enter__()
 engine.start_save({"w": torch.ones(8_000_000)}, sys.argv[1])
 """
+#: The loop forgets the callback that a handler raises out of: here one that ends a wait.
+LOST = """
+import asyncio, signal, sys, torch, ckptio
+def handler(*_):
+    raise SystemExit(9)
+def look(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "_copy_end":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGTERM)
+async def train():
+    async with ckptio.Engine() as engine:
+        await engine.save({"w": torch.ones(3)}, sys.argv[1])
+        sys.setprofile(look)
+        await (engine.load(sys.argv[1]) if sys.argv[2] == "load" else engine.__aexit__(*[None] * 3))
+signal.signal(signal.SIGTERM, handler)
+asyncio.run(train())
+"""
 
 
 @pytest.mark.stress
@@ -68,3 +85,13 @@ def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path, program: str) 
     path = tmp_path / "c"
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
     assert sync.verify(path).is_whole
+
+
+@pytest.mark.parametrize("waits_for", ["load", "exit"])
+def test_an_interrupt_of_the_loop_that_waits_ends_the_program(
+    tmp_path: Path, waits_for: str
+) -> None:
+    """Whatever asyncio has forgotten then: it waits for the tasks that it cancels."""
+    program = [sys.executable, "-c", LOST, str(tmp_path / "c"), waits_for]
+    assert subprocess.run(program, check=False, timeout=60).returncode == 9
+    assert sync.verify(tmp_path / "c").is_whole

@@ -6,6 +6,7 @@ returned. A profiler sees just these moments, so it raises one at each of them i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptio import CheckpointConfig, sync
+from ckptio import CheckpointConfig, Engine, sync
 from ckptio.errors import CheckpointNotFoundError
+from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
 
 if TYPE_CHECKING:
@@ -32,9 +34,11 @@ CONFIG = CheckpointConfig(durability="none")
 #: Whose code is interrupted. The locks of Python's own threading and futures are not made
 #: for it: one that is interrupted just when it was taken stays locked.
 _OURS = ("/ckptio/", "/anyio/", "/asyncio/")
+#: Where the thread's own loop runs: one that is interrupted forgets what it was about to call.
+_BESIDE_LOOP = ("/ckptio/",)
 
 
-def interrupt_at(point: int, call: Callable[[], object]) -> bool:
+def interrupt_at(point: int, call: Callable[[], object], where: tuple[str, ...] = _OURS) -> bool:
     """Call, and interrupt it at a point of it, counted from 1. Whether it had that many."""
     count = 0
 
@@ -42,7 +46,7 @@ def interrupt_at(point: int, call: Callable[[], object]) -> bool:
         del argument
         nonlocal count
         name = frame.f_code.co_filename
-        if event in ("call", "c_return") and any(part in name for part in _OURS):
+        if event in ("call", "c_return") and any(part in name for part in where):
             if _is_finalizing(frame):
                 return
             count += 1
@@ -109,6 +113,21 @@ def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
     assert point > 100
 
 
+def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:
+    """Another one than the main, also where an interrupt comes to Python's own threading."""
+    ran: list[threading.Thread] = []
+    point, where = 1, ("/ckptio/runtime/running.py", "/threading.py")
+
+    def run() -> None:
+        run_uninterrupted(lambda: ran.append(threading.current_thread()), "test", lambda: None)
+
+    while interrupt_at(point, run, where):
+        point += 1
+    assert point > 5
+    assert point - 5 < len(ran) <= point  # but where it had not come to that
+    assert {thread.name for thread in ran} == {"test"}
+
+
 def _block(path: Path) -> None:
     with sync.Engine(CONFIG, ranks="solo") as engine:
         engine.start_save(STATE, path / "a")
@@ -120,9 +139,25 @@ def _steps(path: Path) -> None:
         checkpointer.start_save(STATE, 2)
 
 
-@pytest.mark.parametrize(("run", "stride"), [(_block, 1), (_steps, 3)])
+def _loop_block(path: Path) -> None:
+    async def train() -> None:
+        async with Engine(CONFIG, ranks="solo") as engine:
+            await engine.save(STATE, path / "a")
+            await engine.load(path / "a")
+
+    asyncio.run(train())
+
+
+@pytest.mark.parametrize(
+    ("run", "stride", "where"),
+    [(_block, 1, _OURS), (_steps, 3, _OURS), (_loop_block, 7, _BESIDE_LOOP)],
+)
 def test_a_block_can_be_interrupted_anywhere(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Callable[[Path], None], stride: int
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    run: Callable[[Path], None],
+    stride: int,
+    where: tuple[str, ...],
 ) -> None:
     """It ends, and no thread is left but where the interrupt came before it began to end."""
     caplog.set_level(logging.CRITICAL)  # a save that was aborted says so
@@ -130,7 +165,7 @@ def test_a_block_can_be_interrupted_anywhere(
     run(path)
     num_threads, num_left, point = threading.active_count(), 0, 1
     shutil.rmtree(path)
-    while interrupt_at(point, lambda: run(path)):
+    while interrupt_at(point, lambda: run(path), where):
         num_now = threading.active_count()
         num_left += num_now > num_threads
         num_threads = num_now

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckptio._aio import in_own_thread
+from ckptio._own_thread import in_own_thread
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
 from ckptio.conversion.source import Source

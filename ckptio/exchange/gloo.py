@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ckptio._aio import Threads, in_own_thread, outlive, run_blocking
+from ckptio._aio import Threads, outlive, run_blocking
+from ckptio._own_thread import in_own_thread
 from ckptio.errors import PeerLostError, name_ranks
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import threading
 import weakref
+from _thread import start_new_thread
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -154,10 +155,7 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
             ended.release()
 
     def begin_and_wait() -> None:
-        try:
-            threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:  # none begins any more where the interpreter ends
-            run()
+        _begin_daemon(run, name)
         while not errors:
             ended.acquire()
 
@@ -171,6 +169,25 @@ def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[]
         raise
     if errors[0] is not None:
         raise errors[0]
+
+
+def _begin_daemon(run: Callable[[], None], name: str) -> None:
+    """Have a function run on a daemon thread; here where none begins, as the interpreter ends.
+
+    What an interrupt leaves of a `Thread` that is being started may never run, or raise
+    `RuntimeError` as well. None comes to a thread that another one starts.
+    """
+
+    def launch() -> None:
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # the limit of threads is reached
+            run()
+
+    try:
+        start_new_thread(launch, ())
+    except RuntimeError:
+        run()
 
 
 def at_exit(method: Callable[[], object]) -> Callable[[], object]:

@@ -15,7 +15,7 @@ A power cut before the name leaves what was there before; after the last sync, t
 
 Exchange tells exactly which manifest was replaced, so that just the files of that one go
 and no concurrent save loses any. A save that was killed leaves files and an attempt whose
-lock is free; the next save to the path removes them.
+lock is free; the next save to the path removes them, also where they fill the disk.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.notes import LocalNote
 
+#: What a full disk, or a full share of it, answers.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 class LocalAttempt:
     """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
@@ -103,11 +106,12 @@ class LocalAttempt:
         marker = self._path(ATTEMPT_PREFIX + self._save_id)
         try:
             self._require_free()
-            self._lock_fd = self._make_marker(marker)
-            locks = self._lock_marker()
-            self._leads = True
-            if locks:
-                self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
+            try:
+                locks = self._mark(marker)
+            except OSError as error:
+                if error.errno not in _NO_ROOM or not self._make_room():
+                    raise
+                locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
                 self._remove(self._find_leftovers())
         except (CheckpointExistsError, CommitConflictError):
@@ -115,11 +119,39 @@ class LocalAttempt:
         except OSError as error:
             raise storage_error(error, self._directory, "cannot begin a save") from error
 
+    def _mark(self, marker: str) -> bool:
+        """Make the attempt's file, lock it, and say so in it. Goes on where it failed before.
+
+        Returns:
+            Whether there are locks.
+        """
+        if self._lock_fd < 0:
+            self._lock_fd = self._make_marker(marker)
+        locks = self._lock_marker()
+        self._leads = True
+        if locks:
+            self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
+        return locks
+
+    def _make_room(self) -> bool:
+        """Clear what killed saves left where the disk is full, perhaps of that; whether any went.
+
+        This save may have no lock yet, which would say that there are locks: what goes is of saves
+        whose own lock said so.
+        """
+        with contextlib.suppress(OSError):  # the directory is not there, say: the disk is full
+            names = self._find_leftovers()
+            dead = [
+                name[len(ATTEMPT_PREFIX) :] for name in names if name.startswith(ATTEMPT_PREFIX)
+            ]
+            return self._remove([name for name in names if any(owner in name for owner in dead)])
+        return False
+
     def _find_leftovers(self) -> list[str]:
         """Name what killed saves left; what time it is there, the attempt's file says."""
 
-        def now_s() -> float:
-            return os.fstat(self._lock_fd).st_mtime
+        def now_s() -> float:  # without one, nothing counts as quiet
+            return os.fstat(self._lock_fd).st_mtime if self._lock_fd >= 0 else 0.0
 
         return find_leftovers(self._files, self._directory, self._save_id, now_s)
 
@@ -334,11 +366,12 @@ class LocalAttempt:
             with contextlib.suppress(OSError):  # closing is all that was left to do
                 self._files.close(fd)
 
-    def _remove(self, names: Sequence[str]) -> None:
-        """Remove files by name, and say so."""
+    def _remove(self, names: Sequence[str]) -> bool:
+        """Remove files by name, and say so. Whether there were any."""
         removed = [name for name in names if self._try_remove(self._path(name))]
         if removed:
             self._emit(LeftoversRemoved(path=self._directory, files=tuple(removed)))
+        return bool(removed)
 
     def _try_remove(self, path: str) -> bool:
         """Remove a file; an event, not an error, if it stays."""

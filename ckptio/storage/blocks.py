@@ -26,6 +26,7 @@ from ckptio.config import PAGE_NBYTES, MiB
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.storage import linux
 from ckptio.storage.lending import Lender
+from ckptio.storage.obstacles import obstacle_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,19 +45,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def storage_error(error: OSError, path: str, doing: str) -> StorageError:
     """Say what was being done when the system said `error`."""
-    code, said = error.errno or errno.EIO, error.strerror or error
-    if code == errno.ENOTDIR and (file := _file_in(path)):
-        said = (
-            f"a checkpoint is a directory, and {file!r} is a file; remove it, or give another path"
-        )
+    code = error.errno or errno.EIO
+    said = obstacle_in(path, code) or error.strerror or error
     return StorageError(f"{doing}: {said}", path=path, code=code)
-
-
-def _file_in(path: str) -> str:
-    """Give what is no directory of a path, but would have to be; empty if nothing is so."""
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return "" if os.path.isdir(path) else path
 
 
 def keep_file(files: PosixFiles, path: str, nbytes: int, config: CheckpointConfig) -> None:

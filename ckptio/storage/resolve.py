@@ -98,9 +98,15 @@ def local_path(path: PathLike) -> str:
     protocol, rest = split_protocol(text)
     if protocol not in _LOCAL:
         raise ConfigError(f"{text!r} is no path of a local or mounted file system")
-    if _ESCAPED.search(rest) or rest.startswith("localhost/"):
+    if _ESCAPED.search(rest):
         raise ConfigError(
-            f"{text!r} has escapes or a host, which fsspec takes for names: pass the path itself"
+            f"{text!r} has escapes, which fsspec takes for names: pass the path itself"
+        )
+    host = rest.partition("/")[0]
+    if host not in ("", ".", "..") and not host.startswith("~"):
+        raise ConfigError(
+            f"{text!r} has a host, {host!r}, which fsspec takes for a directory: pass the path"
+            f" itself, /{rest.partition('/')[2]} or ./{rest}"
         )
     return str(LocalFileSystem._strip_protocol(text))  # noqa: SLF001  # fsspec's public practice
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptio.errors import StorageError
 from ckptio.events import LeftoversRemoved
 from ckptio.storage.file_names import QUIET_S, data_file_name
 from ckptio.storage.files import PosixFiles
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
     from pathlib import Path
+
+    from ckptio.testing import Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 A, B, C = SAVE_IDS[:3]
@@ -100,6 +104,58 @@ async def test_a_killed_save_is_swept_by_the_next(
     await write_files(storage, C, contents_of(C, 10), overwrite=True)
     assert names_in(directory) == sorted(["manifest.json", *contents_of(C, 10)])
     assert set(log.of(LeftoversRemoved)[0].files) == set(mine)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("kind", ["create", "pwrite"])
+async def test_a_killed_save_that_fills_the_disk_is_swept_by_the_next(
+    tmp_path: Path, executor: Executor, kind: str, code: int
+) -> None:
+    """There is no room for the file of an attempt before; a living save keeps what it has."""
+    directory, log = tmp_path / "c", EventLog()
+
+    def full(operation: Operation) -> None:
+        if (
+            operation.kind == kind
+            and operation.path.endswith(C)
+            and (directory / mine[-1]).exists()
+        ):
+            raise OSError(code, os.strerror(code))
+
+    storage = LocalStorage(str(directory), SMALL, executor, log, RecordingFiles(full))
+    with stopped_save(directory, "truncate") as process:
+        mine = names_in(directory)
+        assert [name for name in mine if B in name] == mine
+        with pytest.raises(StorageError, match="cannot begin a save") as caught:
+            await storage.begin(C, overwrite=False)
+        assert caught.value.errno == code
+        assert names_in(directory) == mine
+        process.kill()
+    await write_files(storage, C, contents_of(C, 10))
+    assert names_in(directory) == sorted(["manifest.json", *contents_of(C, 10)])
+    assert set(log.of(LeftoversRemoved)[0].files) == set(mine)
+
+
+@pytest.mark.parametrize("has_locks", [False, True])
+async def test_a_full_disk_makes_nothing_dead(
+    directory: Path, executor: Executor, *, has_locks: bool
+) -> None:
+    """What has no attempt's file may be of a save without locks, and stays until there are some."""
+
+    def full(operation: Operation) -> None:
+        if operation.kind == "create":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = names_in(directory)
+    files = RecordingFiles(full, has_locks=has_locks)
+    storage = LocalStorage(str(directory), SMALL, executor, EventLog(), files)
+    with pytest.raises(StorageError, match="cannot begin a save"):
+        await storage.begin(C, overwrite=True)
+    assert names_in(directory) == before
+    elsewhere = LocalStorage(str(directory / "new"), SMALL, executor, EventLog(), files)
+    with pytest.raises(StorageError, match="No space left"):
+        await elsewhere.begin(C, overwrite=True)
+    assert names_in(directory) == before
 
 
 @pytest.fixture

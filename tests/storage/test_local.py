@@ -447,6 +447,20 @@ async def test_a_file_in_the_directorys_place_is_an_error(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("target", ["gone", "/nowhere/at/all"])
+async def test_a_link_that_leads_nowhere_is_named(
+    tmp_path: Path, executor: Executor, target: str
+) -> None:
+    """With what it says: the directory that is not there would be made else."""
+    (tmp_path / "link").symlink_to(target)
+    for path in (tmp_path / "link", tmp_path / "link" / "run" / "c"):
+        said = f"{str(tmp_path / 'link')!r} is a link to {str(tmp_path / target)!r}, which is not"
+        with pytest.raises(StorageError, match=re.escape(said)) as caught:
+            await storage_at(path, executor).begin(A, overwrite=True)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(path))
+    assert names_in(tmp_path) == ["link"]
+
+
 async def test_files_that_the_replaced_manifest_names_too_stay(
     tmp_path: Path, executor: Executor
 ) -> None:

@@ -45,13 +45,24 @@ def test_a_tilde_is_the_home_directory() -> None:
     [
         *("", b"bytes", None, 3, "a\0b", "s3://bucket/key", "https://host/x"),
         *(Path("s3://bucket/key"), "s3:/bucket/key", "memory:/run", "lone \ud800 surrogate"),
-        *("file:///a%20b/c", "file://localhost/a/b"),
+        "file:///a%20b/c",
     ],
 )
 def test_what_is_no_local_path_is_refused(path: Any) -> None:
     """Other values and other URLs raise `ConfigError` before anything is touched."""
     with pytest.raises(ConfigError):
         local_path(path)
+
+
+@pytest.mark.parametrize(
+    "url", ["file://localhost/a/b", "file://other/a/b", "local://a", "file://a"]
+)
+def test_a_local_url_has_no_host(url: str) -> None:
+    """It would be a directory here; from where this runs, one may go, and to one's home."""
+    with pytest.raises(ConfigError, match=r"has a host, '\w+'.*pass the path itself, /"):
+        local_path(url)
+    assert local_path("file://./a/b") == os.path.abspath("a/b")
+    assert local_path("file://~/c") == os.path.expanduser("~/c")
 
 
 @pytest.mark.parametrize("path", ["s3//bucket/step-1", "gs//bucket", "s3:/bucket/step-1"])
