@@ -8,6 +8,7 @@ clock says, until another one is.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 from collections import Counter, defaultdict
@@ -158,6 +159,7 @@ class Upkeep:
     async def _pass(self, step: int | None, moments: SaveMoments | None) -> None:
         if moments is not None:
             if not await moments.committed.ended():
+                await self._make_room(moments.committed.error())
                 return
             self._committed = step
         is_after_save = moments is not None
@@ -203,6 +205,19 @@ class Upkeep:
             await self._second.thin_out(keeper, self.exempt)
         if sweeps and found is not None and not self._is_in_a_hurry():
             await self._sweep(keeper, found)
+
+    async def _make_room(self, error: BaseException | None) -> None:
+        """Remove what dead saves left, if a save failed as the disk is full: for the next one.
+
+        What is dead is told as ever; but it is looked for at once.
+        """
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and self._sweep_after_s is not None:
+            async with self._turns[self._keeper]:
+                try:
+                    await self._keeper.sweep(0, self.exempt, await self._keeper.find())
+                except Exception as failure:  # as above
+                    self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=failure))
 
     def _is_sweep_due(self, keeper: Keeper) -> bool:
         """Whether a tier is to be swept now: the first time, and then after a while."""
