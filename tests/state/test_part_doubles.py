@@ -162,6 +162,57 @@ def test_a_part_that_was_handed_its_state_under_another_name_keeps_it(tmp_path: 
     assert [note.partition(":")[0] for note in result.report.notes] == ["x.best"]
 
 
+class Listing(Trainer):
+    """Lists its parts by name, and has another name for one in its state, which it hands on."""
+
+    def __init__(self, model: Any, best: Any) -> None:
+        super().__init__(model=model, best=best, parts={"model": model, "best": best})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.model, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["net"])
+        self.best = state["best"]
+
+
+def test_a_part_takes_the_state_of_its_name_though_one_like_it_was_handed_its_own(
+    tmp_path: Path,
+) -> None:
+    """Two nets of one architecture have the same keys; but one is there for each state."""
+    nets = [net_of(0), net_of(0)]
+    saved, target = Listing(net_of(1), net_of(2)), Listing(*nets)
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert result.report.notes == ()
+    assert [target.model, target.best, *target.parts.values()] == nets * 2
+    assert [net.weight[0, 0].item() for net in nets] == [1, 2]
+
+
+def test_a_part_that_was_handed_its_state_takes_none_of_another_name(tmp_path: Path) -> None:
+    """There may be others like it, which have states of their own names."""
+
+    class Playing(Listing):
+        def __init__(self, model: Any, best: Any, other: Any) -> None:
+            super().__init__(model, best)
+            self.other = other
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "other": self.other}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.other.load_state_dict(state["other"])
+
+    both, other = net_of(0), net_of(0)
+    saved = Playing(net_of(1), net_of(2), net_of(3))
+    target = Playing(both, both, other)
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert (target.model, target.other) == (both, other)
+    assert [net.weight[0, 0].item() for net in (both, other)] == [1, 3]
+    assert target.best["weight"].eq(2).all()
+    assert [note.partition(":")[0] for note in result.report.notes] == ["x.best"]
+
+
 class Agent(Trainer):
     """Hands its state on to its part."""
 
