@@ -16,12 +16,13 @@ What is guaranteed:
 * A part takes one state, though it may be in many places: a best model is the model itself at the
   start. If all places have the same state, bit for bit, it comes back in all of them. Else it takes
   that of the first: of attributes, then of lists and dicts, then of parts of parts. An object that
-  gives parts is refused, before any takes a state. In any other a dict stays, and is noted.
+  gives parts is refused, before any of them takes a state; but for parts of parts, whose states
+  are there when those around them have taken theirs. In any other a dict stays, and is noted.
 * A part that the object has handed a state takes no other. A dict in another place of it stays,
   and is noted; so is a part that was handed two. Of a state that was handed on under another name,
   only its keys say to whom: to parts of the class that are parts still in all their places, if
   these are as many as such states, and the dict came under the name of an attribute.
-* Whatever is refused, the parts are where they were.
+* Whatever is refused, the parts are where they were, in the very lists and dicts.
 
 What was rejected: to give every object its parts, as those that hand states on would give a module
 to a module; to copy a part for its second state, as a copied optimizer has other parameters, and a
@@ -80,8 +81,10 @@ def put_back(before: Before, *, is_partial: bool) -> list[str]:
                     taken.notes += _take(place, is_partial=is_partial)
     except TargetError:
         for held in before.held:
-            if any(type(p.found) in DICTS or p.found is LOST for p in held.places()):
-                held.attribute.write(held.value)
+            places = held.places()
+            is_moved_alone = all(place.found is place.part for place in places)
+            if is_moved_alone or any(type(p.found) in DICTS or p.found is LOST for p in places):
+                held.restore()
         raise
     return taken.notes
 

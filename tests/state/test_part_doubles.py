@@ -43,6 +43,9 @@ class Trainer:
     best: Any
     net: Any
     agent: Any
+    nets: Any
+    alias: Any
+    parts: Any
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
@@ -116,6 +119,30 @@ def test_a_part_of_which_both_states_are_the_same_stays_one(
     assert result.report.notes == ()
     assert nets_in(target) == [both, both]
     assert both.weight.isnan().all()
+
+
+class Filling(Trainer):
+    """Puts what it is given into the lists that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.nets[0][:] = state["nets"][0]
+        self.nets[1].update(state["nets"][1])
+
+
+@pytest.mark.parametrize("kind", [Trainer, Filling])
+def test_whatever_is_refused_lists_of_parts_are_the_very_ones(
+    tmp_path: Path, kind: type[Trainer]
+) -> None:
+    """Others may have them: what has the parts in it, and each list and dict in that."""
+    sync.save({"x": kind(nets=([net_of(1)], {"best": net_of(2)}))}, tmp_path / "c", config=SMALL)
+    both = net_of(0)
+    nets = ([both], {"best": both})
+    target = kind(nets=nets, alias=nets[1])
+    with pytest.raises(TargetError, match=r"'x\.nets\.1\.best' is one object with 'x\.nets\.0\.0'"):
+        sync.load(tmp_path / "c", {"x": target}, select="x.nets", config=SMALL)
+    assert target.nets is nets
+    assert target.alias is nets[1]
+    assert nets == ([both], {"best": both})
 
 
 def test_one_of_two_places_of_a_part_may_be_left_out(tmp_path: Path) -> None:
