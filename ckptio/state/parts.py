@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from ckptio.state.places import (
     Before,
     Held,
     Place,
+    copied_all,
     dicts_in,
     has_parts,
     is_part,
@@ -116,6 +118,9 @@ class _Taken:
         self._given = {id(before.target): before.values}
         #: Names of places where the object has parts still.
         self._stays: dict[int, str] = {}
+        self._num_places = Counter(
+            id(place.part) for held in before.held for place in places_in("", held.value, None)
+        )
         placed: set[int] = set()
         kinds: dict[int, type] = {}
         left: set[int] = set()
@@ -187,7 +192,8 @@ class _Taken:
             return None
         if part in self._stays and self._may_be_handed(place):
             self._by_part.setdefault(part, _State(self._stays[part], None, is_handed=True))
-        mine = _State(place.fqn, copy.copy(state))
+        is_double = self._num_places[part] > 1  # what takes a state may write to all that is in it
+        mine = _State(place.fqn, copied_all(state) if is_double else copy.copy(state))
         has = self._by_part.setdefault(part, mine)
         if has is mine:
             self._given[part] = mine.state

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ckptio.format.encode import join_fqn
+from ckptio.format.encode import MAX_DEPTH, join_fqn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -265,6 +265,14 @@ def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return value
     items = [(key, _copied(item, depth - 1)) for key, item in _items_of(value)]
+    return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+
+
+def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Copy all containers of a state, as deep as states are stored, and however long they are."""
+    if type(value) not in _CONTAINERS or not depth:
+        return value
+    items = [(key, copied_all(item, depth - 1)) for key, item in _items_of(value)]
     return _like(value, items if isinstance(value, dict) else [item for _, item in items])
 
 

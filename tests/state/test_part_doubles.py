@@ -129,6 +129,28 @@ class Filling(Trainer):
         self.nets[1].update(state["nets"][1])
 
 
+class Emptying(Loader):
+    """Takes what is in its state out of it, wherever that is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": {"a": [[[[self.at]]]]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["of"]["a"][0][0][0].pop()
+        state["of"].clear()
+
+
+def test_what_a_part_does_to_its_state_is_no_difference(tmp_path: Path) -> None:
+    """The state of another place comes later, if that is in a part."""
+    both = Emptying()
+    saved = Trainer(model=Emptying(1), agent=Trainer(net=Emptying(1)))
+    target = Trainer(model=both, agent=Trainer(net=both))
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert result.report.notes == ()
+    assert target.model is target.agent.net is both
+    assert both.at == 1
+
+
 @pytest.mark.parametrize("kind", [Trainer, Filling])
 def test_whatever_is_refused_lists_of_parts_are_the_very_ones(
     tmp_path: Path, kind: type[Trainer]
