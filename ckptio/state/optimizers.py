@@ -38,6 +38,10 @@ _EARLY_OPTIONS = {
     "SGD": frozenset({"nesterov"}),
     "RMSprop": frozenset({"centered", "momentum"}),
 }
+#: Options of Adam as others have it without "amsgrad": in apex and DeepSpeed, and in transformers.
+_ADAM_OF_OTHERS = frozenset({"bias_correction", "correct_bias"})
+#: Options of LAMB in the first two, which has the first of these as well, and is another.
+_LAMB = frozenset({"grad_averaging", "max_coeff"})
 #: Options that a class of torch's had from the first, or never has: state with one that the
 #: target has not, in none of its groups, is another's. What users add to groups is not asked.
 _TELLING_OPTIONS = frozenset({"amsgrad", "momentum_decay"})
@@ -117,15 +121,18 @@ def _options_differ(
 ) -> str:
     """Say by which option groups are not those of the class of one of torch's optimizers.
 
-    Adamax and RAdam have all options of Adam's but "amsgrad", which need not be there, and "fused":
-    a state that has others as late as that one, and neither of the two, is theirs.
+    Adamax and RAdam have all options of Adam's but "amsgrad" and "fused", and RAdam its moments.
+    So Adam may lack the first where something else is known to be its own: "fused", or an option
+    of Adam as others have it. A state with neither is that of RAdam in torch 1.10 and 1.11, far
+    oftener than that of Adam before 0.4, which had no "amsgrad" yet: it is refused.
 
     Before torch 2.7 nothing tells Adam and AdamW apart. From there on an option does, which AdamW
     has switched on, and Adam off unless it is asked for; it matters where it is taken.
     """
     there = set[str]().union(*stored)
     set_by_torch = _LATE_OPTIONS
-    if "fused" in there or not there & _LATE_OPTIONS or not _is_adam(optimizer):
+    is_of_others = bool(there & _ADAM_OF_OTHERS) and not there & _LAMB
+    if "fused" in there or is_of_others or not _is_adam(optimizer):
         set_by_torch |= _EARLY_OPTIONS.get(type(optimizer).__name__, frozenset())
     if lacking := sorted(optimizer.defaults.keys() - set_by_torch - there):
         return f"without {lacking[0]!r}"

@@ -16,10 +16,13 @@ What is guaranteed:
 * A part takes one state, though it may be in many places: a best model is the model itself at the
   start. If all places have the same state, bit for bit, it comes back in all of them. Else it takes
   that of the first: of attributes, then of lists and dicts, then of parts of parts. An object that
-  gives parts is refused, before any takes a state. In any other a dict stays, and is noted.
+  gives parts is refused, before any of them takes a state; but for parts of parts, whose states
+  are there when those around them have taken theirs. In any other a dict stays, and is noted.
 * A part that the object has handed a state takes no other. A dict in another place of it stays,
-  and is noted; so is a part that was handed two.
-* Whatever is refused, the parts are where they were.
+  and is noted; so is a part that was handed two. Of a state that was handed on under another name,
+  only its keys say to whom: to parts of the class that are parts still in all their places, if
+  these are as many as such states, and the dict came under the name of an attribute.
+* Whatever is refused, the parts are where they were, in the very lists and dicts.
 
 What was rejected: to give every object its parts, as those that hand states on would give a module
 to a module; to copy a part for its second state, as a copied optimizer has other parameters, and a
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +46,7 @@ from ckptio.state.places import (
     Before,
     Held,
     Place,
+    copied_all,
     dicts_in,
     has_parts,
     is_part,
@@ -78,8 +83,10 @@ def put_back(before: Before, *, is_partial: bool) -> list[str]:
                     taken.notes += _take(place, is_partial=is_partial)
     except TargetError:
         for held in before.held:
-            if any(type(p.found) in DICTS or p.found is LOST for p in held.places()):
-                held.attribute.write(held.value)
+            places = held.places()
+            is_moved_alone = all(place.found is place.part for place in places)
+            if is_moved_alone or any(type(p.found) in DICTS or p.found is LOST for p in places):
+                held.restore()
         raise
     return taken.notes
 
@@ -111,16 +118,29 @@ class _Taken:
         self._given = {id(before.target): before.values}
         #: Names of places where the object has parts still.
         self._stays: dict[int, str] = {}
+        self._num_places = Counter(
+            id(place.part) for held in before.held for place in places_in("", held.value, None)
+        )
         placed: set[int] = set()
+        kinds: dict[int, type] = {}
+        left: set[int] = set()
         for held in before.held:
             self._look_at(held)
             for place in () if held.depth else held.places():
                 if place.found is place.part:
                     self._stays.setdefault(id(place.part), place.fqn)
+                    kinds[id(place.part)] = type(place.part)
+                else:
+                    left.add(id(place.part))
                 placed |= {id(state) for state in dicts_in(place.found)}
         self._given.clear()
+        self._unnamed = {id(state) for state in before.unnamed}
         #: What states have that may have been handed to these: they are in no place now.
         self._handed = [state.keys() for state in before.unnamed if id(state) not in placed]
+        #: Classes of those that had no other state to take.
+        self._whole = [
+            kind for key, kind in kinds.items() if key not in left and key not in self._by_part
+        ]
 
     def _look_at(self, held: Held) -> None:
         """Note parts that were handed what their owner was given under the names of the places."""
@@ -170,9 +190,10 @@ class _Taken:
         if place.part is None:
             self.notes.append(f"{place.fqn}: has a state, and there was no object that takes it")
             return None
-        if part in self._stays and state.keys() in self._handed:
+        if part in self._stays and self._may_be_handed(place):
             self._by_part.setdefault(part, _State(self._stays[part], None, is_handed=True))
-        mine = _State(place.fqn, copy.copy(state))
+        is_double = self._num_places[part] > 1  # what takes a state may write to all that is in it
+        mine = _State(place.fqn, copied_all(state) if is_double else copy.copy(state))
         has = self._by_part.setdefault(part, mine)
         if has is mine:
             self._given[part] = mine.state
@@ -186,6 +207,12 @@ class _Taken:
             )
         self.notes.append(f"{place.fqn}: {_is_double(has)}; its state stays a dict")
         return None
+
+    def _may_be_handed(self, place: Place) -> bool:
+        """Whether a part may have a state that is in no place: not if others account for all."""
+        num_handed = self._handed.count(place.found.keys())
+        is_named = id(place.found) not in self._unnamed
+        return num_handed > (self._whole.count(type(place.part)) if is_named else 0)
 
 
 def _is_double(has: _State) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ckptio.format.encode import join_fqn
+from ckptio.format.encode import MAX_DEPTH, join_fqn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +86,8 @@ class Held(NamedTuple):
         value: What it was, containers copied.
         depth: How many parts it is in.
         is_given: Whether the object gives parts in it as they are.
+        original: The very value.
+        contents: Each list and dict in that, and a copy of it.
     """
 
     fqn: str
@@ -93,6 +95,15 @@ class Held(NamedTuple):
     value: Any
     depth: int
     is_given: bool
+    original: Any
+    contents: list[tuple[Any, Any]]
+
+    def restore(self) -> None:
+        """Set it to what it was: the very lists and dicts, as others may have them."""
+        for container, items in self.contents:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(items)
+        self.attribute.write(self.original)
 
     def places(self) -> list[Place]:
         """Give the places of parts, and states too many, in what it is now."""
@@ -159,7 +170,8 @@ def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
             if parts:
                 is_given = is_below or any(id(p) in by_id or type(p) in copies for p in parts)
                 name = join_fqn(fqn, attribute.name)
-                held = Held(name, attribute, _copied(value), depth, is_given)
+                contents = [(each, _like(each, each)) for each in _lists_in(value)]
+                held = Held(name, attribute, _copied(value), depth, is_given, value, contents)
                 yield held
                 ahead += [(place.fqn, place.part, depth + 1, is_given) for place in held.places()]
 
@@ -254,6 +266,24 @@ def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
         return value
     items = [(key, _copied(item, depth - 1)) for key, item in _items_of(value)]
     return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+
+
+def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Copy all containers of a state, as deep as states are stored, and however long they are."""
+    if type(value) not in _CONTAINERS or not depth:
+        return value
+    items = [(key, copied_all(item, depth - 1)) for key, item in _items_of(value)]
+    return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+
+
+def _lists_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Give what `_copied` copies, but tuples."""
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
+        return
+    if type(value) is not tuple:
+        yield value
+    for _, item in _items_of(value):
+        yield from _lists_in(item, depth - 1)
 
 
 def _like(container: Any, items: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ import torch
 from ckptio.state.leaves import raw_bytes
 from ckptio.state.sharded import memory_of
 from ckptio.state.wrappers import is_wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -34,7 +37,10 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return _is_same_tensor(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(v, other[k]) for k, v in one.items())
+        are_keys = _are_same_members(one, other)
+        return are_keys and all(_is_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (set, frozenset)):
+        return _are_same_members(one, other)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, (np.ndarray, np.generic)):
@@ -48,6 +54,14 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (float, complex)):
         return repr(one) == repr(other)  # nan is nan, and 0.0 is not -0.0
     return bool(one == other)
+
+
+def _are_same_members(one: Collection[Any], other: Collection[Any]) -> bool:
+    """Whether sets, or the keys of dicts, are the same: members that are equal need not be."""
+    twins = {member: member for member in other}
+    return len(one) == len(other) and all(
+        member in twins and _is_same(member, twins[member]) for member in one
+    )
 
 
 def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

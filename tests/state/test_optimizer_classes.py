@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -94,12 +94,13 @@ def test_an_option_that_torch_has_since_2_7_need_not_be_there(
     assert_same(other.state_dict()["state"], one.state_dict()["state"])
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize(
-    ("name", "option"),
+    ("name", "option", "is_old"),
     [
-        *(("Adam", "amsgrad"), ("AdamW", "amsgrad"), ("SGD", "nesterov")),
-        *(("RMSprop", "centered"), ("RMSprop", "momentum")),
+        *(("Adam", "amsgrad", False), ("AdamW", "amsgrad", False)),
+        *(("SGD", "nesterov", False), ("SGD", "nesterov", True)),
+        *(("RMSprop", "centered", False), ("RMSprop", "centered", True)),
+        *(("RMSprop", "momentum", False), ("RMSprop", "momentum", True)),
     ],
 )
 def test_an_option_that_torch_sets_itself_need_not_be_there(
@@ -120,15 +121,47 @@ def test_an_option_that_torch_sets_itself_need_not_be_there(
 LATE = ["capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_adam_takes_no_old_state_of_adamax(tmp_path: Path, name: str) -> None:
-    """Which has all options that Adam cannot do without, but other moments."""
-    state = stepped("Adamax", 4, 3).state_dict()
+def without_late(name: str, **options: object) -> dict[str, Any]:
+    """Give a state that has no option of later versions, and others in its groups."""
+    state = stepped(name, 4, 3).state_dict()
+    (group,) = state["param_groups"]
     for late in LATE:
-        state["param_groups"][0].pop(late, None)
-    sync.save({"opt": state}, tmp_path / "c", config=SMALL)
-    with pytest.raises(MismatchError, match=rf"opt: {name} in the target, one with 'exp_inf'"):
+        group.pop(late, None)
+    group.update(options)
+    return state
+
+
+@pytest.mark.parametrize("saved", ["Adamax", "RAdam"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_takes_no_old_state_of_those_that_have_no_amsgrad(
+    tmp_path: Path, name: str, saved: str
+) -> None:
+    """RAdam has the options and the moments of Adam before it had one, and is another."""
+    sync.save({"opt": without_late(saved)}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=rf"opt: {name} in the target, one without 'amsgrad'"):
         sync.load(tmp_path / "c", {"opt": fresh(name, 4, 3)}, config=SMALL)
+
+
+@pytest.mark.parametrize("option", ["bias_correction", "correct_bias"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_takes_the_state_of_adam_of_others(tmp_path: Path, name: str, option: str) -> None:
+    """In apex, DeepSpeed and transformers it has no amsgrad, and moments and steps as in torch."""
+    state, twin, other = without_late(name, **{option: True}), fresh(name, 4, 3), fresh(name, 4, 3)
+    del state["param_groups"][0]["amsgrad"]
+    state["state"][0]["step"] = 1
+    twin.load_state_dict(copy.deepcopy(state))
+    sync.save({"opt": state}, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", {"opt": other}, config=SMALL)
+    assert_same(other.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("option", ["grad_averaging", "max_coeff"])
+def test_adam_takes_no_state_of_lamb(tmp_path: Path, option: str) -> None:
+    state = without_late("Adam", bias_correction=True, **{option: 1.0})
+    del state["param_groups"][0]["amsgrad"]
+    sync.save({"opt": state}, tmp_path / "c", config=SMALL)
+    with pytest.raises(MismatchError, match=r"opt: Adam in the target, one without 'amsgrad'"):
+        sync.load(tmp_path / "c", {"opt": fresh("Adam", 4, 3)}, config=SMALL)
 
 
 def test_adam_takes_the_state_of_adamw_without_its_options(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class Trainer:
     best: Any
     net: Any
     agent: Any
+    nets: Any
+    alias: Any
+    parts: Any
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
@@ -118,6 +121,52 @@ def test_a_part_of_which_both_states_are_the_same_stays_one(
     assert both.weight.isnan().all()
 
 
+class Filling(Trainer):
+    """Puts what it is given into the lists that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.nets[0][:] = state["nets"][0]
+        self.nets[1].update(state["nets"][1])
+
+
+class Emptying(Loader):
+    """Takes what is in its state out of it, wherever that is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": {"a": [[[[self.at]]]]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["of"]["a"][0][0][0].pop()
+        state["of"].clear()
+
+
+def test_what_a_part_does_to_its_state_is_no_difference(tmp_path: Path) -> None:
+    """The state of another place comes later, if that is in a part."""
+    both = Emptying()
+    saved = Trainer(model=Emptying(1), agent=Trainer(net=Emptying(1)))
+    target = Trainer(model=both, agent=Trainer(net=both))
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert result.report.notes == ()
+    assert target.model is target.agent.net is both
+    assert both.at == 1
+
+
+@pytest.mark.parametrize("kind", [Trainer, Filling])
+def test_whatever_is_refused_lists_of_parts_are_the_very_ones(
+    tmp_path: Path, kind: type[Trainer]
+) -> None:
+    """Others may have them: what has the parts in it, and each list and dict in that."""
+    sync.save({"x": kind(nets=([net_of(1)], {"best": net_of(2)}))}, tmp_path / "c", config=SMALL)
+    both = net_of(0)
+    nets = ([both], {"best": both})
+    target = kind(nets=nets, alias=nets[1])
+    with pytest.raises(TargetError, match=r"'x\.nets\.1\.best' is one object with 'x\.nets\.0\.0'"):
+        sync.load(tmp_path / "c", {"x": target}, select="x.nets", config=SMALL)
+    assert target.nets is nets
+    assert target.alias is nets[1]
+    assert nets == ([both], {"best": both})
+
+
 def test_one_of_two_places_of_a_part_may_be_left_out(tmp_path: Path) -> None:
     both = net_of(0)
     target, saved = Trainer(model=both, best=both), Trainer(model=net_of(1), best=net_of(2))
@@ -158,6 +207,57 @@ def test_a_part_that_was_handed_its_state_under_another_name_keeps_it(tmp_path: 
     result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
     assert target.model is both
     assert both.weight.eq(1).all()
+    assert target.best["weight"].eq(2).all()
+    assert [note.partition(":")[0] for note in result.report.notes] == ["x.best"]
+
+
+class Listing(Trainer):
+    """Lists its parts by name, and has another name for one in its state, which it hands on."""
+
+    def __init__(self, model: Any, best: Any) -> None:
+        super().__init__(model=model, best=best, parts={"model": model, "best": best})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.model, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["net"])
+        self.best = state["best"]
+
+
+def test_a_part_takes_the_state_of_its_name_though_one_like_it_was_handed_its_own(
+    tmp_path: Path,
+) -> None:
+    """Two nets of one architecture have the same keys; but one is there for each state."""
+    nets = [net_of(0), net_of(0)]
+    saved, target = Listing(net_of(1), net_of(2)), Listing(*nets)
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert result.report.notes == ()
+    assert [target.model, target.best, *target.parts.values()] == nets * 2
+    assert [net.weight[0, 0].item() for net in nets] == [1, 2]
+
+
+def test_a_part_that_was_handed_its_state_takes_none_of_another_name(tmp_path: Path) -> None:
+    """There may be others like it, which have states of their own names."""
+
+    class Playing(Listing):
+        def __init__(self, model: Any, best: Any, other: Any) -> None:
+            super().__init__(model, best)
+            self.other = other
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "other": self.other}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.other.load_state_dict(state["other"])
+
+    both, other = net_of(0), net_of(0)
+    saved = Playing(net_of(1), net_of(2), net_of(3))
+    target = Playing(both, both, other)
+    result = loaded(tmp_path, {"x": saved}, {"x": target}, strict="raise")
+    assert (target.model, target.other) == (both, other)
+    assert [net.weight[0, 0].item() for net in (both, other)] == [1, 3]
     assert target.best["weight"].eq(2).all()
     assert [note.partition(":")[0] for note in result.report.notes] == ["x.best"]
 
