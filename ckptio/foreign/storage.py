@@ -198,7 +198,7 @@ class AnyStorage:
         """Read a note, of ours."""
         return await self._inner.read_note(save_id)
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note, of ours."""
         return await self._inner.has_note(save_id)
 

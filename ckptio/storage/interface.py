@@ -234,8 +234,8 @@ class Storage(Protocol):
         """
         ...
 
-    async def has_note(self, save_id: str) -> bool:
-        """Whether there is a note of a save, held or not.
+    async def has_note(self, save_id: str | None) -> bool:
+        """Whether there is a note of a save, held or not; of any save, for `None`.
 
         Raises:
             StorageError: That cannot be told.

@@ -265,13 +265,15 @@ class LocalStorage:
             self._executor, read_note, self._files, self._join(NOTE_PREFIX + save_id)
         )
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         return await run_blocking(self._executor, self._has_note, save_id)
 
-    def _has_note(self, save_id: str) -> bool:
-        path = self._join(NOTE_PREFIX + save_id)
+    def _has_note(self, save_id: str | None) -> bool:
+        path = self._path if save_id is None else self._join(NOTE_PREFIX + save_id)
         try:
+            if save_id is None:
+                return any(name.startswith(NOTE_PREFIX) for name in os.listdir(path))
             os.stat(path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False

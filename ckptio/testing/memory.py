@@ -269,11 +269,12 @@ class MemoryStorage:
         await self._wait()
         return self._place.notes.get(save_id)
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         self.step("has_note")
         await self._wait()
-        return save_id in self._place.notes
+        notes = self._place.notes
+        return bool(notes) if save_id is None else save_id in notes
 
     def let_go(self, save_id: str, *, drop: bool) -> None:
         """Let go of a note, or remove it. Called by the note."""

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from ckptio import Shard
-from ckptio.errors import CheckpointNotFoundError, RankError, SaveAbortedError, StorageError
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    RankError,
+    SaveAbortedError,
+    StorageError,
+)
 from ckptio.events import CopyCommitted, TierPassedOver
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
@@ -209,6 +215,30 @@ def test_ranks_say_where_else_a_damaged_checkpoint_is() -> None:
                 # each its own rows, so that one rank alone reads what is damaged
                 with pytest.raises(RankError, match="CorruptionError") as raised:
                     await engine.load("memory", into=state_of(rank), then="far")
+                assert "load 'far'" in raised.value.__notes__[-1]
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+    assert log.of(TierPassedOver) == []
+
+
+def test_ranks_do_not_read_the_past_where_a_manifest_is_damaged() -> None:
+    """A note says that the second tier has an older save: all raise, and say where that is."""
+    log = EventLog()
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(state_of(rank), "memory", then="far").durable
+                if rank == 0:
+                    place = ranks.place._place
+                    place.notes["a" * 32], place.manifest = b"{}", b"{}"
+                    place.version += 1
+                with pytest.raises(FormatError) as raised:
+                    await engine.load("memory", then="far")
                 assert "load 'far'" in raised.value.__notes__[-1]
 
             await ranks.all(body)
