@@ -197,9 +197,12 @@ async def _head_soon(storage: Storage, context: EngineContext) -> Summary | None
 
 
 async def _head(storage: Storage, context: EngineContext) -> Summary | None:
-    """Give the head of what a tier has; `None` if it has nothing, or nobody can tell."""
+    """Give the head of what a tier has; `None` if it has nothing, or nobody can tell.
+
+    A mount that hangs is given up; requests end.
+    """
     try:
-        return await read_head(storage, context)
+        return await read_head(storage, context, gives_up=True)
     except CheckpointError:
         return None
 

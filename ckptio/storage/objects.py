@@ -115,6 +115,10 @@ class ObjectStorage:
             raise type(error)(f"{self._url!r}: {error}") from None
         return version_of(info), manifest
 
+    async def peek_manifest(self) -> bytes:
+        """Read the manifest: that ends; see `interface.Storage`."""
+        return (await self.read_manifest())[1]
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 

@@ -193,6 +193,10 @@ class MemoryStorage:
         await self._wait()
         return read
 
+    async def peek_manifest(self) -> bytes:
+        """Read the manifest: that ends; see `interface.Storage`."""
+        return (await self.read_manifest())[1]
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 
