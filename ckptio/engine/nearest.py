@@ -69,9 +69,7 @@ class _Choice(NamedTuple):
     is_refused: bool = False
 
 
-async def _find_nearest(
-    first: Storage, second: Storage, context: EngineContext, *, answers: bool
-) -> _Choice:
+async def _find_nearest(first: Storage, second: Storage, context: EngineContext) -> _Choice:
     """Say which of two tiers to read.
 
     An event says so if it is not the first.
@@ -80,12 +78,15 @@ async def _find_nearest(
         first: The first tier.
         second: The second.
         context: The engine.
-        answers: Whether the second has answered just now.
 
     Raises:
         StorageError: The first has none, and the second cannot be reached.
-        ConfigError: Its blocks do not fit the slabs of this engine.
+        ConfigError: Its blocks do not fit the slabs of this engine. Or the second is the first,
+            by another name.
     """
+    answers = await second.locate()
+    if second.identity == first.identity:
+        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     here, wrong = await _look_at(first, context)
     if here is None or isinstance(wrong, CheckpointNotFoundError):
         has_none = isinstance(wrong, CheckpointNotFoundError)
@@ -218,6 +219,8 @@ async def fetch_nearest(
     choice = await _agree(first, second, context, course)
     storage = second if choice.is_second else first
     try:
+        if choice.is_second:
+            await _locate_too(second, context)
         found = await _fetch(storage, context, course, "manifest")
     except CheckpointError as error:
         if choice.is_refused and not isinstance(error, PeerLostError):
@@ -230,12 +233,19 @@ async def fetch_nearest(
         # removed since it was looked at, for all ranks: no reason to begin a run anew
         gone, storage = found, second
         course.next_session = course.of("manifest again")
+        await _locate_too(second, context)
         found = await _fetch(second, context, course, "manifest again")
         if context.ranks.rank == 0 and not isinstance(found, CheckpointNotFoundError):
             _pass_over(first, second, gone, context)
     if isinstance(found, CheckpointNotFoundError):
         raise _missing(first, second)
     return storage, found
+
+
+async def _locate_too(second: Storage, context: EngineContext) -> None:
+    """Find out where the second tier is that is read, on the ranks that had not to ask it."""
+    if context.ranks.rank > 0:
+        await second.locate()
 
 
 async def _fetch(
@@ -257,14 +267,11 @@ async def _agree(
         CheckpointNotFoundError: Neither has a checkpoint; on every rank.
         RankError: It failed on some rank.
         StorageError: The first has none, and the second cannot be reached; of one rank alone.
-        ConfigError: Its blocks do not fit the slabs of this engine; of one rank alone. Or the
-            second is the first, by another name.
+        ConfigError: Its blocks do not fit the slabs of this engine, or the second is the first,
+            by another name; of one rank alone.
     """
-    answers = await second.locate()
-    if second.identity == first.identity:
-        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     if context.ranks.world_size == 1:
-        choice = await _find_nearest(first, second, context, answers=answers)
+        choice = await _find_nearest(first, second, context)
         if choice.is_second is None:
             raise _missing(first, second)
         return choice
@@ -276,7 +283,7 @@ async def _agree(
                     f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
                     " alike and in one order"
                 )
-        return Same([*await _find_nearest(first, second, context, answers=answers)])
+        return Same([*await _find_nearest(first, second, context)])
 
     course.next_session = ""
     async with context.ranks.session(course.of("tier"), course.title) as session:

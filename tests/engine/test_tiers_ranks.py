@@ -247,6 +247,35 @@ def test_ranks_do_not_read_the_past_where_a_manifest_is_damaged() -> None:
     assert log.of(TierPassedOver) == []
 
 
+def test_the_rank_that_decides_alone_asks_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for a mount that hangs on their host; where it is read, they need it."""
+    asked: list[str] = []
+
+    async def locate(self: MemoryStorage) -> bool:
+        asked.append(self.path)
+        return True
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save(state_of(rank), "memory", then="far").durable
+
+            async def load(_: int, engine: Engine) -> None:
+                found = await engine.load("memory", then="far")
+                assert torch.equal(found["rows"], WHOLE)
+
+            await ranks.all(save)
+            monkeypatch.setattr(MemoryStorage, "locate", locate)
+            await ranks.all(load)
+            assert asked == ["far"]
+            ranks.place._place.manifest = None
+            await ranks.all(load)
+            assert asked == ["far"] * (1 + NUM_RANKS)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_ranks_that_copy_to_different_places_are_told() -> None:
     """Nothing is committed at either."""
 
