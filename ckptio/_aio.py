@@ -235,32 +235,6 @@ class _Call(Generic[T]):
         return self.func()
 
 
-async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str) -> T:
-    """Run `function` on a thread of its own, which is given up if it takes too long.
-
-    For looks at what may hang, as a mount does whose server is gone: nobody can stop them, and
-    whoever waits for them hangs, too. It must hold nothing, and change nothing.
-
-    Args:
-        function: What to call.
-        wait_s: How long to wait, in seconds.
-        name: Prefix of the thread's name.
-
-    Raises:
-        TimeoutError: It was given up; it may go on, for ever.
-    """
-    threads = Threads(1, name)
-    future = asyncio.get_running_loop().run_in_executor(threads, function)
-    threads.shutdown(wait=False)
-    try:
-        await asyncio.wait((future,), timeout=wait_s)
-        if not future.done():
-            raise TimeoutError
-        return future.result()
-    finally:
-        future.cancel()  # one that is given up may end when the loop has gone
-
-
 async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run `coroutine` to its end, even when the caller is cancelled meanwhile.
 

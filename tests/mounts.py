@@ -52,6 +52,7 @@ class Mount:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = str(root)
         self._is_hanging = False
+        self._only = ""
         self._answers = threading.Event()
         self._guilty: list[str] = []
         self.waited: list[str] = []
@@ -63,7 +64,8 @@ class Mount:
         def hung(path: Any = ".", *args: Any, **options: Any) -> Any:
             if self._is_hanging and not isinstance(path, int):
                 text = os.fsdecode(path)
-                if text == self.root or text.startswith(f"{self.root}/"):
+                is_in = text == self.root or text.startswith(f"{self.root}/")
+                if is_in and self._only in text:
                     self.wait(f"{name} {text}")
             return call(path, *args, **options)
 
@@ -99,9 +101,14 @@ class Mount:
         self._answers.set()
 
     @contextlib.contextmanager
-    def hanging(self, *, at_once: bool = True) -> Iterator[None]:
-        """Hang, and look at the end whether anybody waited who may not."""
-        self._is_hanging = at_once
+    def hanging(self, *, at_once: bool = True, only: str = "") -> Iterator[None]:
+        """Hang, and look at the end whether anybody waited who may not.
+
+        Args:
+            at_once: Or when `hang` is called.
+            only: Where this is in the path, and nowhere else.
+        """
+        self._is_hanging, self._only = at_once, only
         try:
             yield
         finally:

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+<<<<<<< HEAD
 import gc
+=======
+import contextvars
+>>>>>>> w5
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -18,7 +22,6 @@ from ckptio._aio import (
     first_failure,
     outlive,
     run_blocking,
-    run_or_give_up,
     run_unless_cancelled,
     shielded,
 )
@@ -432,27 +435,3 @@ async def test_siblings_leave_a_failure_what_it_came_of() -> None:
             await asyncio.sleep(60)
     assert isinstance(caught.value.__context__, KeyError)
     assert not caught.value.__suppress_context__
-
-
-async def test_a_look_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """Its thread goes on, and nobody hears of its end, be it an error."""
-    goes_on = threading.Event()
-    assert await run_or_give_up(lambda: 1, 60.0, "look") == 1
-    with pytest.raises(ZeroDivisionError):
-        await run_or_give_up(lambda: 1 // 0, 60.0, "look")
-
-    def hang() -> int:
-        goes_on.wait()
-        return 1 // 0
-
-    async def give_up() -> None:
-        with pytest.raises(TimeoutError):
-            await run_or_give_up(hang, 0.01, "hung")
-        [thread] = [t for t in threading.enumerate() if t.name.startswith("hung")]
-        goes_on.set()
-        thread.join()
-        await asyncio.sleep(0)
-
-    await asyncio.to_thread(lambda: asyncio.run(give_up()))
-    gc.collect()
-    assert caplog.records == []

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ckptio._aio import shielded
 from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
@@ -26,6 +27,7 @@ from ckptio.events import HigherStepFound
 from ckptio.format.summary import is_newer
 from ckptio.plan.retention import KeepLast
 from ckptio.runtime.owed_copies import is_owed, take_up
+from ckptio.runtime.refusal import say_absent
 from ckptio.runtime.second_tier import is_copied
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -75,15 +77,27 @@ class SecondTier:
         """Check that this is not the first tier, by another name, and that ranks want the same.
 
         Raises:
+            ConfigError: It is, here. Other ranks hear of it.
+            RankError: They do not, or it is on another rank.
+        """
+        try:
+            await self._require_other(first)
+        except BaseException as error:
+            await shielded(say_absent(context, key, error))
+            raise
+        await meet(key, [*message, self.keeper.root.path], context)
+
+    async def _require_other(self, first: Root) -> None:
+        """Check that this is not the first tier, by another name.
+
+        Raises:
             ConfigError: It is.
-            RankError: They do not.
         """
         root, storage, name = self.keeper.root, self.context.resolver.own_storage, step_name(0)
         here, there = storage(first.join(name)), storage(root.join(name), is_second=True)
         await there.locate()
         if here.identity == there.identity:
             raise ConfigError(f"then= is {root.path!r}, which is the root itself")
-        await meet(key, [*message, root.path], context)
 
     @property
     def engine(self) -> EngineCore:

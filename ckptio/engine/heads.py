@@ -10,20 +10,32 @@ from ckptio.format.summary import decode_summary
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
+    from ckptio.format.manifest import Manifest
     from ckptio.format.summary import Summary
     from ckptio.storage.interface import Storage
 
 
-async def read_head(storage: Storage, context: EngineContext) -> Summary | None:
+async def read_head(
+    storage: Storage, context: EngineContext, *, gives_up: bool = False
+) -> Summary | None:
     """Give the head of the manifest of a checkpoint; `None` if there is none of ours.
+
+    Args:
+        storage: Its place.
+        context: The engine.
+        gives_up: Not to wait for a place that says nothing for some seconds.
 
     Raises:
         StorageError: It cannot be read.
     """
     try:
-        _, data = await storage.read_manifest()
+        data = await (storage.peek_manifest() if gives_up else _read(storage))
         if not isinstance(data, bytes):
             return None
         return await run_blocking(context.executor, decode_summary, data)
     except (CheckpointNotFoundError, FormatError):
         return None
+
+
+async def _read(storage: Storage) -> bytes | Manifest:
+    return (await storage.read_manifest())[1]

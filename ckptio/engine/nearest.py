@@ -3,6 +3,9 @@
 Whole is what a load looks at before it begins: a manifest that can be read, and every data
 file with the size that it should have. Where a file is cut, the second tier is read if it has the
 same save or a later one; an older one would be the past without a word, and the damage is said.
+A manifest that is damaged says nothing of its save. A note beside it does: that a copy is owed, and
+so the second tier has an older save, if any. That is said then, and the second is not read; nor is
+it where the first only cannot be read just now, as by a process that has too many files open.
 Where a block turns out damaged later, one process alone
 reads the second tier if that has the same save: its checksums are the same, so nothing is guessed.
 Ranks raise, and say where it may be whole. That they begin anew together was rejected: one of them
@@ -19,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptio.engine.group import fetch_manifest
 from ckptio.engine.heads import read_head
@@ -31,6 +34,7 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
+    PeerLostError,
     RankError,
     StorageError,
 )
@@ -53,10 +57,20 @@ _log = logging.getLogger("ckptio")
 _LOOK_S = 5.0
 
 
-async def _find_nearest(
-    first: Storage, second: Storage, context: EngineContext, *, answers: bool
-) -> Storage | None:
-    """Say which of two tiers to read; `None` if neither has a checkpoint.
+class _Choice(NamedTuple):
+    """Which of two tiers is read.
+
+    Attributes:
+        is_second: The second, and not the first; `None` if neither has a checkpoint.
+        is_refused: The first, though its manifest cannot be read: the second may have the past.
+    """
+
+    is_second: bool | None
+    is_refused: bool = False
+
+
+async def _find_nearest(first: Storage, second: Storage, context: EngineContext) -> _Choice:
+    """Say which of two tiers to read.
 
     An event says so if it is not the first.
 
@@ -64,36 +78,40 @@ async def _find_nearest(
         first: The first tier.
         second: The second.
         context: The engine.
-        answers: Whether the second has answered just now.
 
     Raises:
         StorageError: The first has none, and the second cannot be reached.
-        ConfigError: Its blocks do not fit the slabs of this engine.
+        ConfigError: Its blocks do not fit the slabs of this engine. Or the second is the first,
+            by another name.
     """
+    answers = await second.locate()
+    if second.identity == first.identity:
+        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     here, wrong = await _look_at(first, context)
     if here is None or isinstance(wrong, CheckpointNotFoundError):
         has_none = isinstance(wrong, CheckpointNotFoundError)
+        if not has_none and await _may_owe(first, wrong):
+            return _Choice(is_second=False, is_refused=True)  # who reads it says what is wrong
         # where nothing else is left to read, a mount that hangs is waited for, as in a load of it
         has_other = await _has_any(second, raises=has_none) if answers or has_none else False
         if has_other:
             _pass_over(first, second, wrong, context)
-            return second
-        return None if has_none else first  # what is wrong with it is said by whoever reads it
+            return _Choice(is_second=True)
+        return _Choice(is_second=None if has_none else False)
     if not answers:
-        return first
+        return _Choice(is_second=False)
     there = await _head_soon(second, context) if wrong is None else await _head(second, context)
     if there is None:
-        return first
+        return _Choice(is_second=False)
     if wrong is None:
         problem = "a later save of it is on the second tier, and this one owes no copy"
         is_second = await _is_replaced(here, there, first)
         wrong = StorageError(problem, path=first.path)
     else:  # an older one would be the past, without a word
         is_second = there.save_id == here.save_id or await _is_replaced(here, there, first)
-    if not is_second:
-        return first
-    _pass_over(first, second, wrong, context)
-    return second
+    if is_second:
+        _pass_over(first, second, wrong, context)
+    return _Choice(is_second=is_second)
 
 
 async def _look_at(
@@ -114,6 +132,21 @@ async def _look_at(
         else:
             return manifest, None
     raise AssertionError  # it was returned, or raised
+
+
+async def _may_owe(first: Storage, wrong: CheckpointError | None) -> bool:
+    """Whether a tier whose manifest cannot be read may owe a copy; yes if nobody can tell.
+
+    Args:
+        first: The tier.
+        wrong: Why it cannot be read.
+    """
+    if isinstance(wrong, StorageError) and wrong.errno != errno.EIO:
+        return True
+    try:
+        return await first.has_note(None)
+    except StorageError:
+        return True
 
 
 async def _has_any(storage: Storage, *, raises: bool) -> bool:
@@ -165,9 +198,12 @@ async def _head_soon(storage: Storage, context: EngineContext) -> Summary | None
 
 
 async def _head(storage: Storage, context: EngineContext) -> Summary | None:
-    """Give the head of what a tier has; `None` if it has nothing, or nobody can tell."""
+    """Give the head of what a tier has; `None` if it has nothing, or nobody can tell.
+
+    A mount that hangs is given up; requests end.
+    """
     try:
-        return await read_head(storage, context)
+        return await read_head(storage, context, gives_up=True)
     except CheckpointError:
         return None
 
@@ -180,18 +216,36 @@ async def fetch_nearest(
     Raises:
         CheckpointError: As `_agree` and `fetch_manifest` do.
     """
-    storage = await _agree(first, second, context, course)
-    found = await _fetch(storage, context, course, "manifest")
+    choice = await _agree(first, second, context, course)
+    storage = second if choice.is_second else first
+    try:
+        if choice.is_second:
+            await _locate_too(second, context)
+        found = await _fetch(storage, context, course, "manifest")
+    except CheckpointError as error:
+        if choice.is_refused and not isinstance(error, PeerLostError):
+            error.add_note(
+                "the second tier is not read instead, which may have an older save of it: load"
+                f" {second.path!r}"
+            )
+        raise
     if isinstance(found, CheckpointNotFoundError) and storage is first:
         # removed since it was looked at, for all ranks: no reason to begin a run anew
         gone, storage = found, second
         course.next_session = course.of("manifest again")
+        await _locate_too(second, context)
         found = await _fetch(second, context, course, "manifest again")
         if context.ranks.rank == 0 and not isinstance(found, CheckpointNotFoundError):
             _pass_over(first, second, gone, context)
     if isinstance(found, CheckpointNotFoundError):
         raise _missing(first, second)
     return storage, found
+
+
+async def _locate_too(second: Storage, context: EngineContext) -> None:
+    """Find out where the second tier is that is read, on the ranks that had not to ask it."""
+    if context.ranks.rank > 0:
+        await second.locate()
 
 
 async def _fetch(
@@ -206,24 +260,21 @@ async def _fetch(
 
 async def _agree(
     first: Storage, second: Storage, context: EngineContext, course: Course
-) -> Storage:
+) -> _Choice:
     """Say which of two tiers to read; rank 0, for all.
 
     Raises:
         CheckpointNotFoundError: Neither has a checkpoint; on every rank.
         RankError: It failed on some rank.
         StorageError: The first has none, and the second cannot be reached; of one rank alone.
-        ConfigError: Its blocks do not fit the slabs of this engine; of one rank alone. Or the
-            second is the first, by another name.
+        ConfigError: Its blocks do not fit the slabs of this engine, or the second is the first,
+            by another name; of one rank alone.
     """
-    answers = await second.locate()
-    if second.identity == first.identity:
-        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself is")
     if context.ranks.world_size == 1:
-        found = await _find_nearest(first, second, context, answers=answers)
-        if found is None:
+        choice = await _find_nearest(first, second, context)
+        if choice.is_second is None:
             raise _missing(first, second)
-        return found
+        return choice
 
     async def decide(messages: Sequence[Any]) -> Same:
         for rank, message in enumerate(messages):
@@ -232,18 +283,17 @@ async def _agree(
                     f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
                     " alike and in one order"
                 )
-        found = await _find_nearest(first, second, context, answers=answers)
-        return Same(None if found is None else found is second)
+        return Same([*await _find_nearest(first, second, context)])
 
     course.next_session = ""
     async with context.ranks.session(course.of("tier"), course.title) as session:
         # if this rank fails from here on, others may be through with this session already
         course.next_session = course.of("manifest")
-        is_second = await session.round("tier", [first.path, second.path], decide)
-    if is_second is None:  # raised as such on every rank: who resumes catches it
+        choice = _Choice(*await session.round("tier", [first.path, second.path], decide))
+    if choice.is_second is None:  # raised as such on every rank: who resumes catches it
         course.next_session = ""
         raise _missing(first, second)
-    return second if is_second else first
+    return choice
 
 
 async def makes_up_for(

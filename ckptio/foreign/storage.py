@@ -101,6 +101,10 @@ class AnyStorage:
             return await self._run(lambda: (reader.version, reader.manifest()))
         return found
 
+    async def peek_manifest(self) -> bytes | Manifest:
+        """Read our manifest; see `storage.interface.Storage`."""
+        return await self._inner.peek_manifest()
+
     async def _look(self, ask: Callable[[], Awaitable[T]]) -> T | _Other:
         """Ask for ours, and look for what others wrote where there is none.
 
@@ -198,7 +202,7 @@ class AnyStorage:
         """Read a note, of ours."""
         return await self._inner.read_note(save_id)
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note, of ours."""
         return await self._inner.has_note(save_id)
 

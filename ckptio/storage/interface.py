@@ -170,6 +170,18 @@ class Storage(Protocol):
         """
         ...
 
+    async def peek_manifest(self) -> bytes | Manifest:
+        """Read the manifest, for who can do without: one of ours is enough.
+
+        A place that says nothing for some seconds is given up, as in `locate`.
+
+        Raises:
+            CheckpointNotFoundError: There is no manifest.
+            FormatError: It points to what is not there.
+            StorageError: It cannot be read, or nothing is said.
+        """
+        ...
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there, by who has its manifest already. Touches nothing."""
 
@@ -234,8 +246,8 @@ class Storage(Protocol):
         """
         ...
 
-    async def has_note(self, save_id: str) -> bool:
-        """Whether there is a note of a save, held or not.
+    async def has_note(self, save_id: str | None) -> bool:
+        """Whether there is a note of a save, held or not; of any save, for `None`.
 
         Raises:
             StorageError: That cannot be told.

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import aiofiles
 
-from ckptio._aio import run_blocking, run_or_give_up, shielded
+from ckptio._aio import run_blocking, shielded
+from ckptio._looks import run_or_give_up
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     FormatError,
+    StorageError,
 )
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
@@ -27,7 +29,7 @@ from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
 from ckptio.storage.file_names import NOTE_PREFIX
-from ckptio.storage.files import PosixFiles, absolute, follow_pointer
+from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.notes import LocalNote, read_note, take_note, taken
 from ckptio.storage.resumed import ResumedAttempt
 
@@ -88,7 +90,7 @@ class LocalStorage:
     async def locate(self) -> bool:
         """Find `identity` out on a thread of its own; see `interface.Storage`."""
         try:
-            found = await run_or_give_up(self._look, _LOOK_S, "ckptio-look")
+            found = await run_or_give_up(self._look, _LOOK_S, "ckptio-look", self._path)
         except TimeoutError:
             self._located = self._located or self._path
             return False
@@ -139,6 +141,30 @@ class LocalStorage:
                 raise type(error)(f"{self._path!r}: {error}") from None
             return version, manifest
         raise FormatError(f"{self._path!r}: the manifest points to {missing!r}, which is not there")
+
+    async def peek_manifest(self) -> bytes:
+        """Read the manifest on a thread of its own; see `interface.Storage`."""
+        try:
+            return await run_or_give_up(self._peek, _LOOK_S, "ckptio-peek", self._path)
+        except TimeoutError as error:
+            doing = "cannot read the manifest: nothing answers"
+            raise StorageError(doing, path=self._path, code=errno.ETIMEDOUT) from error
+
+    def _peek(self) -> bytes:
+        for _ in range(_MAX_FOLLOWING):
+            try:
+                commit = read_regular(self._files, self._manifest, MAX_MANIFEST_NBYTES)
+            except (FileNotFoundError, NotADirectoryError):
+                raise CheckpointNotFoundError(self._path) from None
+            except OSError as error:
+                raise storage_error(error, self._manifest, "cannot read the manifest") from error
+            try:
+                return follow_pointer(self._files, self._path, commit)[0]
+            except FileNotFoundError:
+                continue  # it was replaced just then, or it is not whole
+            except OSError as error:
+                raise storage_error(error, self._path, "cannot read the manifest") from error
+        raise FormatError(f"{self._path!r}: the manifest points to what is not there")
 
     async def _read_commit(self) -> tuple[tuple[int, ...], bytes]:
         try:
@@ -265,13 +291,15 @@ class LocalStorage:
             self._executor, read_note, self._files, self._join(NOTE_PREFIX + save_id)
         )
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         return await run_blocking(self._executor, self._has_note, save_id)
 
-    def _has_note(self, save_id: str) -> bool:
-        path = self._join(NOTE_PREFIX + save_id)
+    def _has_note(self, save_id: str | None) -> bool:
+        path = self._path if save_id is None else self._join(NOTE_PREFIX + save_id)
         try:
+            if save_id is None:
+                return any(name.startswith(NOTE_PREFIX) for name in os.listdir(path))
             os.stat(path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False

@@ -115,6 +115,10 @@ class ObjectStorage:
             raise type(error)(f"{self._url!r}: {error}") from None
         return version_of(info), manifest
 
+    async def peek_manifest(self) -> bytes:
+        """Read the manifest: that ends; see `interface.Storage`."""
+        return (await self.read_manifest())[1]
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 
@@ -188,9 +192,13 @@ class ObjectStorage:
             return None
         return data
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         store, requests = await self._ready()
+        if save_id is None:
+            prefix = self._join("")
+            found = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
+            return any(info.key[len(prefix) :].startswith(NOTE_PREFIX) for info in found)
         key = self._join(NOTE_PREFIX + save_id)
         try:
             await requests.run("look at", key, lambda: store.head(key))

@@ -193,6 +193,10 @@ class MemoryStorage:
         await self._wait()
         return read
 
+    async def peek_manifest(self) -> bytes:
+        """Read the manifest: that ends; see `interface.Storage`."""
+        return (await self.read_manifest())[1]
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 
@@ -269,11 +273,12 @@ class MemoryStorage:
         await self._wait()
         return self._place.notes.get(save_id)
 
-    async def has_note(self, save_id: str) -> bool:
+    async def has_note(self, save_id: str | None) -> bool:
         """Look for a note; see `interface.Storage`."""
         self.step("has_note")
         await self._wait()
-        return save_id in self._place.notes
+        notes = self._place.notes
+        return bool(notes) if save_id is None else save_id in notes
 
     def let_go(self, save_id: str, *, drop: bool) -> None:
         """Let go of a note, or remove it. Called by the note."""

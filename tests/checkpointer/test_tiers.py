@@ -22,6 +22,7 @@ from ckptio import (
     ConfigError,
     Engine,
     KeepLast,
+    RankError,
     StorageError,
     sync,
 )
@@ -41,7 +42,7 @@ from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.testing import EventLog, run_virtual
-from tests.checkpointer.rig import checkpointer_on, committed_steps, engines
+from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
 from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 
@@ -500,6 +501,26 @@ async def test_the_root_is_no_second_tier(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="the root itself"):
             async with Checkpointer(root, then=then, config=SMALL):
                 pass
+
+
+def test_that_the_root_is_the_second_tier_of_one_rank_is_heard_by_all(tmp_path: Path) -> None:
+    """As where a link differs on one node: nobody waits for the rank that does not come."""
+    (tmp_path / "near").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "near")
+
+    async def scenario() -> None:
+        async def body(rank: int, engine: Engine) -> None:
+            then = tmp_path / ("link" if rank == 1 else "far")
+            with pytest.raises(ConfigError if rank == 1 else RankError, match="the root itself"):
+                async with checkpointer_on(engine, tmp_path / "near", then=then):
+                    pass
+
+        async with engines(3, seed=1) as group:
+            for found in await on_each(group, body):
+                assert found is None
+        assert asyncio.get_running_loop().time() < 10
+
+    run_virtual(scenario(), seed=1)
 
 
 def test_steps_are_saved_while_the_second_tier_hangs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
+    FormatError,
     SaveAbortedError,
     StorageError,
 )
@@ -726,6 +728,48 @@ def test_an_older_save_does_not_make_up_for_a_file_that_is_cut() -> None:
             await assert_damage_is_said(engine)
             near.notes.clear()
             assert_same(await load(engine), states[3])
+        assert len(log.of(TierPassedOver)) == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_manifest_that_cannot_be_read_is_not_made_up_for_by_the_past() -> None:
+    """What owes a copy, or may, is later than what the second tier has."""
+    log = EventLog()
+
+    async def assert_said(engine: Engine, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as raised:
+            await load(engine)
+        assert "load 'far/a'" in raised.value.__notes__[-1]
+        assert log.of(TierPassedOver) == []
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+
+            def refuse(operation: Operation) -> None:
+                if operation.kind in kinds:
+                    raise OSError(code, "no", "near/a")
+
+            near.fault = refuse
+            kinds, code = {"version", "read_manifest"}, errno.EMFILE
+            await assert_said(engine, StorageError)
+            kinds, code = {"version", "read_manifest", "has_note"}, errno.EIO
+            await assert_said(engine, StorageError)  # nobody can tell
+            near.fault, far.fault = None, fail_kind("commit")
+            with pytest.raises(StorageError):
+                await engine.save(
+                    filled_state(SIZES, 1), "near/a", overwrite=True, then="far/a"
+                ).durable
+            far.fault = None
+            assert near.manifest is not None
+            near._place.manifest = near.manifest[:-1]
+            near._place.version += 1
+            await assert_said(engine, FormatError)
+            near.notes.clear()
+            assert_same(await load(engine), filled_state(SIZES, 0))
         assert len(log.of(TierPassedOver)) == 1
 
     run_virtual(scenario(), seed=0)

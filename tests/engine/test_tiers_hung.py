@@ -47,7 +47,27 @@ def test_a_load_does_not_wait_for_it(tmp_path: Path, mount: Mount) -> None:
             next(near.glob("data-*")).unlink()
             with pytest.raises(CorruptionError):
                 engine.load(near, then=far)
-        assert mount.waited  # and leaving did not
+        assert len(mount.waited) == 1  # each time the same; and leaving did not
+
+
+def test_nor_does_a_load_wait_where_its_manifest_alone_hangs(tmp_path: Path, mount: Mount) -> None:
+    """The directory answers, as it is known here. However often: by one look that hangs."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    sync.save(random_state(SIZES), near, config=SMALL)
+    sync.save(filled_state(SIZES, 1), far, config=SMALL)
+    with mount.hanging(only="/manifest"), sync.Engine(SMALL) as engine:
+        for _ in range(3):
+            assert_same(engine.load(near, then=far), random_state(SIZES))
+        for file in near.glob("data-*"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        with pytest.raises(CorruptionError):
+            engine.load(near, then=far)
+        next(near.glob("data-*")).unlink()
+        with pytest.raises(CorruptionError):
+            engine.load(near, then=far)
+        assert mount.waited == [f"open {far}/manifest.json"]
 
 
 def test_neither_the_caller_nor_any_save_waits_for_it(tmp_path: Path, mount: Mount) -> None:

@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from ckptio import Shard
+<<<<<<< HEAD
 from ckptio.errors import CheckpointNotFoundError, RankError, SaveAbortedError, StorageError
 from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
+=======
+from ckptio.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    RankError,
+    SaveAbortedError,
+    StorageError,
+)
+from ckptio.events import CopyCommitted, TierPassedOver
+>>>>>>> w5
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import DEADLINES, job
@@ -233,6 +244,59 @@ def test_ranks_say_where_else_a_damaged_checkpoint_is() -> None:
 
     run_virtual(scenario(), seed=0)
     assert log.of(TierPassedOver) == []
+
+
+def test_ranks_do_not_read_the_past_where_a_manifest_is_damaged() -> None:
+    """A note says that the second tier has an older save: all raise, and say where that is."""
+    log = EventLog()
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, observer=log, far=far) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                await engine.save(state_of(rank), "memory", then="far").durable
+                if rank == 0:
+                    place = ranks.place._place
+                    place.notes["a" * 32], place.manifest = b"{}", b"{}"
+                    place.version += 1
+                with pytest.raises(FormatError) as raised:
+                    await engine.load("memory", then="far")
+                assert "load 'far'" in raised.value.__notes__[-1]
+
+            await ranks.all(body)
+
+    run_virtual(scenario(), seed=0)
+    assert log.of(TierPassedOver) == []
+
+
+def test_the_rank_that_decides_alone_asks_the_second_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for a mount that hangs on their host; where it is read, they need it."""
+    asked: list[str] = []
+
+    async def locate(self: MemoryStorage) -> bool:
+        asked.append(self.path)
+        return True
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS) as ranks:
+
+            async def save(rank: int, engine: Engine) -> None:
+                await engine.save(state_of(rank), "memory", then="far").durable
+
+            async def load(_: int, engine: Engine) -> None:
+                found = await engine.load("memory", then="far")
+                assert torch.equal(found["rows"], WHOLE)
+
+            await ranks.all(save)
+            monkeypatch.setattr(MemoryStorage, "locate", locate)
+            await ranks.all(load)
+            assert asked == ["far"]
+            ranks.place._place.manifest = None
+            await ranks.all(load)
+            assert asked == ["far"] * (1 + NUM_RANKS)
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_ranks_that_copy_to_different_places_are_told() -> None:

@@ -84,6 +84,7 @@ async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: 
     await save_with_note(storage, A, b"there")
     assert await storage.has_note(A)
     assert not await storage.has_note(B)
+    assert await storage.has_note(None)  # of any
     assert await storage.take_note(B) is None
     assert await storage.read_note(B) is None
     note = await storage.take_note(A)
@@ -96,6 +97,7 @@ async def test_a_note_is_there_with_the_checkpoint_until_it_is_dropped(storage: 
     assert note is not None
     await note.drop()
     assert not await storage.has_note(A)
+    assert not await storage.has_note(None)
     assert await storage.take_note(A) is None
     assert await storage.read_note(A) is None
 

@@ -13,7 +13,8 @@ import torch
 from ckptio import Engine
 from ckptio.config import KiB, MiB
 from ckptio.errors import FormatError, SaveAbortedError
-from ckptio.events import LeftoversRemoved
+from ckptio.events import Event, LeftoversRemoved
+from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from tests.rig import SMALL, names_in
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
-
-    from ckptio.events import Event
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -112,10 +111,14 @@ async def test_an_abort_takes_a_large_manifest_with_it(url: str) -> None:
             assert is_same(await engine.load(url), large(1))
 
 
-async def test_a_copy_on_a_disk_is_a_checkpoint(url: str, tmp_path: Path) -> None:
+async def test_a_copy_on_a_disk_is_a_checkpoint(
+    url: str, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
     """It loads, and what replaces it takes all of it away."""
     directory = await copied(url, tmp_path / "copy")
     assert matches(names_in(directory), _DATA, _POINTED, "manifest.json")
+    place = LocalStorage(str(directory), SMALL, executor, list[Event]().append)
+    assert await place.peek_manifest() == (await place.read_manifest())[1]
     async with Engine(SMALL) as engine:
         assert is_same(await engine.load(directory), large(1))
         assert (await engine.verify(directory)).is_whole
@@ -166,7 +169,9 @@ async def test_a_root_removes_all_of_it(
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "changed", "other"])
-async def test_a_pointer_that_leads_nowhere_is_damage(url: str, tmp_path: Path, how: str) -> None:
+async def test_a_pointer_that_leads_nowhere_is_damage(
+    url: str, tmp_path: Path, executor: ThreadPoolExecutor, how: str
+) -> None:
     """On a disk as in a store: an error of the format, and no other manifest is taken."""
     directory = await copied(url, tmp_path / "copy")
     _, pointed, _ = names_in(directory)
@@ -182,6 +187,8 @@ async def test_a_pointer_that_leads_nowhere_is_damage(url: str, tmp_path: Path, 
         data = {"cut": data[:-1], "changed": b"x" + data[1:], "other": other}[how]
         (directory / pointed).write_bytes(data)
         fs.pipe_file(f"{url}/{pointed}", data)
+    with pytest.raises(FormatError):
+        await LocalStorage(str(directory), SMALL, executor, list[Event]().append).peek_manifest()
     async with Engine(SMALL) as engine:
         for path in (directory, url):
             with pytest.raises(FormatError, match=pointed):
