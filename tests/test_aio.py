@@ -2,11 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-<<<<<<< HEAD
-import gc
-=======
-import contextvars
->>>>>>> w5
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING

@@ -10,10 +10,6 @@ import pytest
 import torch
 
 from ckptio import Shard
-<<<<<<< HEAD
-from ckptio.errors import CheckpointNotFoundError, RankError, SaveAbortedError, StorageError
-from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
-=======
 from ckptio.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -21,8 +17,7 @@ from ckptio.errors import (
     SaveAbortedError,
     StorageError,
 )
-from ckptio.events import CopyCommitted, TierPassedOver
->>>>>>> w5
+from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import DEADLINES, job
