@@ -1,15 +1,17 @@
 """Choose the tier that a checkpoint is read from: the first that has it whole.
 
 Whole is what a load looks at before it begins: a manifest that can be read, and every data
-file with the size that it should have. Where a file is cut, the second tier is read if it has the
-same save or a later one; an older one would be the past without a word, and the damage is said.
-A manifest that is damaged says nothing of its save. A note beside it does: that a copy is owed, and
-so the second tier has an older save, if any. That is said then, and the second is not read; nor is
-it where the first only cannot be read just now, as by a process that has too many files open.
-Where a block turns out damaged later, one process alone
-reads the second tier if that has the same save: its checksums are the same, so nothing is guessed.
-Ranks raise, and say where it may be whole. That they begin anew together was rejected: one of them
-may have another reason to end, or a caller that has given up, and the others would wait for it.
+file with the size that it should have.
+
+* Where a file is cut, the second tier is read if it has the same save or a later one; an older one
+  would be the past without a word, and the damage is said.
+* A manifest that is damaged says nothing of its save. A note beside it does: that a copy is owed,
+  and so the second tier has an older save, if any. That is said then, and the second is not read;
+  nor is it where the first only cannot be read just now, as by a process with too many open files.
+* Where a block turns out damaged later, one process alone reads the second tier if that has the
+  same save: its checksums are the same, so nothing is guessed. Ranks raise, and say where it may be
+  whole. That they begin anew together was rejected: one of them may have another reason to end, or
+  a caller that has given up, and the others would wait for it.
 
 A first tier may be what one machine has, and the second what all of them share. Was the step
 saved again elsewhere, by the clocks of both, what is here is the past: the later one is read,
