@@ -514,7 +514,7 @@ def test_places_that_do_not_fit_the_plan_are_refused(
 
 def test_an_assignment_travels_as_json() -> None:
     """A rank makes its parts of it, from the blocks it knows."""
-    world = [[LeafSpec("w", "uint8", (4, 8)), LeafSpec("b", "uint8", (3,))]] * 2
+    world = [[LeafSpec("w", "uint8", (4, 32 * KiB)), LeafSpec("b", "uint8", (3,))]] * 2
     plan = plan_job(world, min_part_nbytes=8)
     for assigned, parts in zip(plan.assignments, parts_of(world, plan), strict=True):
         sent = msgspec.json.decode(msgspec.json.encode(assigned), type=Assignment)
