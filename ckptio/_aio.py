@@ -73,6 +73,24 @@ async def wait_out(future: asyncio.Future[Any]) -> None:
         future.exception()  # so that asyncio does not report it; the caller is leaving
 
 
+def run_into(
+    future: concurrent.futures.Future[T],
+    function: Callable[P, T],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    """Call `function` and give its end to a future, unless that was cancelled before."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:  # who waits for the future raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 class Threads(concurrent.futures.Executor):
     """A fixed number of daemon threads, made as they are needed.
 
@@ -102,17 +120,7 @@ class Threads(concurrent.futures.Executor):
             RuntimeError: `shutdown` was called.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:  # who waits for the future raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = functools.partial(run_into, future, function, *args, **kwargs)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine's threads have ended")

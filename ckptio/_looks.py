@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ckptio._aio import run_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,17 +97,7 @@ class _OneThread(concurrent.futures.Executor):
     ) -> concurrent.futures.Future[T]:
         """Run `function`; its future has a `TimeoutError` if there is no thread."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:  # who waits for the future raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = functools.partial(run_into, future, function, *args, **kwargs)
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()
         except RuntimeError:  # no memory for one, or the interpreter is about to end

@@ -93,15 +93,7 @@ class _OwnThread(Generic[T]):
         Raises:
             RuntimeError: No thread begins.
         """
-        start_new_thread(self._start, ())
-
-    def _start(self) -> None:
-        if not self.claim():
-            return
-        try:
-            self._thread.start()
-        except RuntimeError:  # the limit of threads is reached, or the interpreter ends
-            self._run()
+        start_new_thread(_launch, (self._claim, self._thread))
 
     def _run(self) -> None:
         try:
@@ -115,6 +107,19 @@ class _OwnThread(Generic[T]):
         """Wait until the thread is gone, if the call has ended."""
         if self.end.done() and self._thread.ident is not None and not sys.is_finalizing():
             self._thread.join()
+
+
+def _launch(claim: threading.Lock, thread: threading.Thread) -> None:
+    """Start a thread, or be it, unless somebody has.
+
+    It has nothing else of the call, and may end behind that: an error of it is let go by then.
+    """
+    if not claim.acquire(blocking=False):
+        return
+    try:
+        thread.start()
+    except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+        thread.run()
 
 
 def _nothing() -> None:

@@ -30,6 +30,19 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
     return Mount(tmp_path / "far", monkeypatch)
 
 
+def assert_damage_is_said(engine: sync.Engine, near: Path, far: Path) -> None:
+    """Harm a block of the first tier, and then remove it: a load says so each time."""
+    for file in near.glob("data-*"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        engine.load(near, then=far)
+    next(near.glob("data-*")).unlink()
+    with pytest.raises(CorruptionError):
+        engine.load(near, then=far)
+
+
 def test_a_load_does_not_wait_for_it(tmp_path: Path, mount: Mount) -> None:
     """Nor does it where a block of the first tier is damaged: that is said."""
     near, far = tmp_path / "near", tmp_path / "far"
@@ -38,15 +51,7 @@ def test_a_load_does_not_wait_for_it(tmp_path: Path, mount: Mount) -> None:
     with mount.hanging():
         with sync.Engine(SMALL) as engine:
             assert_same(engine.load(near, then=far), random_state(SIZES))
-            for file in near.glob("data-*"):
-                data = bytearray(file.read_bytes())
-                data[-1] ^= 1
-                file.write_bytes(data)
-            with pytest.raises(CorruptionError):
-                engine.load(near, then=far)
-            next(near.glob("data-*")).unlink()
-            with pytest.raises(CorruptionError):
-                engine.load(near, then=far)
+            assert_damage_is_said(engine, near, far)
         assert len(mount.waited) == 1  # each time the same; and leaving did not
 
 
@@ -58,15 +63,7 @@ def test_nor_does_a_load_wait_where_its_manifest_alone_hangs(tmp_path: Path, mou
     with mount.hanging(only="/manifest"), sync.Engine(SMALL) as engine:
         for _ in range(3):
             assert_same(engine.load(near, then=far), random_state(SIZES))
-        for file in near.glob("data-*"):
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
-        with pytest.raises(CorruptionError):
-            engine.load(near, then=far)
-        next(near.glob("data-*")).unlink()
-        with pytest.raises(CorruptionError):
-            engine.load(near, then=far)
+        assert_damage_is_said(engine, near, far)
         assert mount.waited == [f"open {far}/manifest.json"]
 
 

@@ -15,6 +15,8 @@ from tests.rig import SMALL
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptio import LoadResult
+
 
 def loaded_both(tmp_path: Path, saved: Any, target: Any, **options: Any) -> tuple[Any, Any]:
     """Load into a target, and into a copy of it as torch does."""
@@ -90,3 +92,21 @@ class App:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+
+
+class Loader:
+    """A stateful object, which can have one state."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def loaded(tmp_path: Path, saved: Any, target: Any, **options: Any) -> LoadResult:
+    sync.save(saved, tmp_path / "c", config=SMALL, overwrite=True)
+    return sync.load_with_report(tmp_path / "c", target, config=SMALL, **options)

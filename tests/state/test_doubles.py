@@ -11,37 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from ckptio import PerRank, TargetError, sync
-from tests.rig import SMALL
+from ckptio import PerRank, TargetError
+from tests.state.objects import Loader, loaded
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from ckptio import LoadResult
 
 
 @dataclass
 class Options:
     rate: float = 0.0
     betas: list[float] = field(default_factory=list)
-
-
-class Loader:
-    """A stateful object, which can have one state."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def loaded(tmp_path: Path, saved: Any, target: Any, **options: Any) -> LoadResult:
-    sync.save(saved, tmp_path / "c", config=SMALL, overwrite=True)
-    return sync.load_with_report(tmp_path / "c", target, config=SMALL, **options)
 
 
 @pytest.mark.parametrize("shape", ["dict", "list", "dict in tuples"])

@@ -10,30 +10,11 @@ import torch
 
 from ckptio import TargetError, sync
 from tests.rig import SMALL
+from tests.state.objects import Loader, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from ckptio import LoadResult
-
-
-class Loader:
-    """A part that has a number alone."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def loaded(tmp_path: Path, saved: Any, target: Any, **options: Any) -> LoadResult:
-    sync.save(saved, tmp_path / "c", config=SMALL, overwrite=True)
-    return sync.load_with_report(tmp_path / "c", target, config=SMALL, **options)
 
 
 class Trainer:
