@@ -141,8 +141,9 @@ def _hand_over(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
     """Tell a future of a loop that an outcome has ended. From any thread.
 
     Twice: a loop forgets the callback that a signal's handler raises out of, and goes on, to cancel
-    its tasks and wait for them. The references are weak, for one of the two may lie on a loop that
-    has stopped, and would keep a state that was loaded.
+    its tasks and wait for them. (One that raises in the future's own code, as that ends, may still
+    cost those who wait for it: nothing outside of asyncio helps them.) The references are weak, for
+    one of the two may lie on a loop that has stopped, and would keep a state that was loaded.
     """
     ends = weakref.ref(outcome), weakref.ref(future)
     with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited on it

@@ -211,7 +211,9 @@ class Upkeep:
 
         What is dead is told as ever; but it is looked for at once.
         """
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failures = (error, error and error.__cause__)  # with ranks, what failed on this one
+        full = (errno.ENOSPC, errno.EDQUOT)
+        is_full = any(isinstance(each, OSError) and each.errno in full for each in failures)
         if is_full and self._sweep_after_s is not None:
             async with self._turns[self._keeper]:
                 try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptio.errors import FormatError
-from ckptio.format.decode import Made, misfit
+from ckptio.errors import FormatError, TargetError
+from ckptio.format.decode import BAD_VALUES, Made, misfit
 from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
 from ckptio.format.fields import require_fields
 
@@ -37,7 +37,12 @@ def made_ahead(decoder: ObjectDecoder, fqn: str, node: Json) -> Json:
         FormatError: Something is not what `ObjectEncoder` writes.
         TargetError: Something does not fit, see `ObjectDecoder.decode`.
     """
-    return _made(decoder, fqn, node, _with_tensors(decoder, fqn, node, 0))
+    try:
+        return _made(decoder, fqn, node, _with_tensors(decoder, fqn, node, 0))
+    except (FormatError, TargetError):
+        raise
+    except BAD_VALUES as error:
+        raise FormatError(f"bad value in the manifest: {error!r}") from None
 
 
 def _made(decoder: ObjectDecoder, fqn: str, node: Json, found: Json | None) -> Json:

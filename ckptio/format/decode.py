@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     DecodeLeaf = Callable[[str, Any], Any]
 
 Moment = TypeVar("Moment", dt.datetime, dt.time)
+#: Whatever a value's own constructor says of a bad document.
+BAD_VALUES = (
+    KeyError, ValueError, TypeError, OverflowError, AttributeError,
+    RecursionError, OSError, struct.error,
+)  # fmt: skip
 _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
@@ -71,10 +76,7 @@ class ObjectDecoder:
             return self._decode(fqn, node, 0)
         except (FormatError, TargetError):
             raise
-        except (
-            KeyError, ValueError, TypeError, OverflowError, AttributeError,
-            RecursionError, OSError, struct.error,
-        ) as error:  # fmt: skip  # whatever a value's own constructor says of a bad document
+        except BAD_VALUES as error:
             raise FormatError(f"bad value in the manifest: {error!r}") from None
 
     def decode_key(self, fqn: str, node: Json) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 CONTEXT, SHAPE, STRIDES = _NO_PARTS = ("__context__", "__shape__", "__strides__")
 #: One more, where it is what one rank holds of a DTensor: of which, and what part.
 LAYOUT = "__layout__"
+#: Where decorators say what a function takes, rightly or not.
+_FOR_SIGNATURES = {"__signature__", "__wrapped__"}
 #: What classes have whose objects hold elements: arrays and tensors.
 _OF_ELEMENTS = ("__array__", "__setitem__")
 #: And those with a state: objects that are saved; generators of random numbers.
@@ -157,9 +160,11 @@ def require_fields(cls: Any, names: Collection[str]) -> None:
     """
     is_tuple = issubclass(cls, tuple)
     arguments = list(names) if is_tuple else _arguments(cls, names)
-    if type(cls).__call__ is type.__call__:
-        make = cls.__new__ if is_tuple else cls.__init__
-        inspect.signature(make, follow_wrapped=False).bind(cls, **dict.fromkeys(arguments))
+    make = cls.__new__ if is_tuple else cls.__init__
+    # of what else makes it, nobody knows what that takes: decorators say what they like
+    is_plain = type(make) is types.FunctionType and not vars(make).keys() & _FOR_SIGNATURES
+    if is_plain and type(cls).__call__ is type.__call__:
+        inspect.signature(make).bind(cls, **dict.fromkeys(arguments))
 
 
 def _arguments(cls: Any, names: Collection[str]) -> list[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -276,7 +277,8 @@ class LocalRoot:
         if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
             return
         if is_quiet:
-            dead = find_leftovers(self._files, directory, "", lambda: self._now_s(directory))
+            now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
+            dead = find_leftovers(self._files, directory, "", now_s)
             removed = tuple(name for name in dead if self._unlink(directory, name))
             if removed:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
@@ -291,17 +293,22 @@ class LocalRoot:
                 times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
         return max(times)
 
-    def _now_s(self, directory: str) -> float:
+    def _now_s(self, directory: str, *, may_guess: bool) -> float:
         """Ask what time it is where files are dated, by one that is made and removed.
 
         Where none can be made, the disk is full and this host's clock has to do, or nothing can
         be removed either.
+
+        Args:
+            directory: Where.
+            may_guess: Whether that clock does, for what the server has called quiet for long;
+                else nothing counts as quiet, and what goes is dead by its lock.
         """
         path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
         try:
             fd = self._files.create(path, self._config.file_mode, direct=False)
         except OSError:
-            return time.time()
+            return time.time() if may_guess else 0.0
         try:
             return os.fstat(fd).st_mtime
         finally:

@@ -19,12 +19,12 @@ from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
-from tests.checkpointer.rig import checkpointer_on, committed_steps, engines
+from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
 
 if TYPE_CHECKING:
-    from ckptio import Checkpointer
+    from ckptio import Checkpointer, Engine
     from ckptio.testing import Operation
 
 SIZES = [5000, 100]
@@ -271,7 +271,8 @@ def test_saves_that_are_quicker_than_removals_share_them(tmp_path: Path) -> None
     run_virtual(scenario(), seed=0)
 
 
-def test_a_full_disk_is_cleared_of_what_dead_saves_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_full_disk_is_cleared_of_what_dead_saves_left(tmp_path: Path, num_ranks: int) -> None:
     """Of other steps, too: the next save has room; the one that failed has failed."""
     dead = tmp_path / step_name(5)
     with stopped_save(dead, "truncate") as process:
@@ -282,16 +283,18 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(tmp_path: Path) -> None:
         if operation.kind == "pwrite" and dead.exists():
             raise OSError(errno.ENOSPC, "no room")
 
-    async def scenario() -> None:
-        async with (
-            engines(files=RecordingFiles(full)) as (engine,),
-            checkpointer_on(engine, tmp_path, sweep_after_s=3600) as ckpt,
-        ):
-            with pytest.raises(StorageError) as caught:
+    async def body(rank: int, engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path, sweep_after_s=3600) as ckpt:
+            with pytest.raises(CheckpointError) as caught:
                 await ckpt.save(filled_state(SIZES, 1), 6)
-            assert caught.value.errno == errno.ENOSPC
+            error = caught.value if num_ranks == 1 else caught.value.__cause__
+            assert rank or (isinstance(error, StorageError) and error.errno == errno.ENOSPC)
             await asyncio.sleep(10)
             await ckpt.save(filled_state(SIZES, 1), 7)
+
+    async def scenario() -> None:
+        async with engines(num_ranks, files=RecordingFiles(full)) as group:
+            await on_each(group, body)
 
     run_virtual(scenario(), seed=0)
     assert committed_steps(tmp_path) == [7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import zoneinfo
 from collections import Counter, OrderedDict
@@ -16,6 +17,8 @@ from hypothesis import given
 
 import ckptio.sync
 from ckptio.errors import FormatError, TargetError
+from ckptio.format.ahead import made_ahead
+from ckptio.format.decode import ObjectDecoder
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from tests.strategies import CLASSES, Key, Point, assert_same, states
@@ -243,3 +246,43 @@ def test_what_is_too_deep_is_found_before_there_are_tensors() -> None:
         node = [node]
     with pytest.raises(FormatError, match="nested deeper"):
         Rebuilder({}).made_ahead("", node)
+
+
+class Bound:
+    """A constructor that is no function: what it takes is another's."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return functools.partial(fill, owner)
+
+
+def fill(owner: Any, mean: Any, count: int = 0) -> None:
+    owner.mean, owner.count = mean, count
+
+
+def decorated(owner: Any, *values: Any, **named: Any) -> None:
+    fill(owner, *values, **named)
+
+
+decorated.__signature__ = "as it was once"  # type: ignore[attr-defined]  # as decorators do
+
+
+@pytest.mark.parametrize("make", [Bound(), decorated], ids=["no function", "decorated"])
+def test_what_a_constructor_takes_is_believed_of_plain_ones_alone(
+    tmp_path: Path, make: Any
+) -> None:
+    """Of any other it is said when it is called."""
+    kind = dataclasses.make_dataclass("Own", [("mean", Any), ("count", int, 0)])
+    kind.__init__ = make  # type: ignore[misc]  # what is tested
+    saved = kind(torch.ones(2), 3)
+    ckptio.sync.save({"a": saved}, tmp_path / "c")
+    target: dict[str, Any] = {"a": None}
+    found: Any = ckptio.sync.load(tmp_path / "c", target, types=[kind])["a"]
+    assert type(found) is kind
+    assert torch.equal(found.mean, saved.mean)
+
+
+def test_a_bad_node_among_tensors_is_a_damaged_manifest() -> None:
+    """Whatever its own code would say."""
+    node = {"~": "dataclass", "c": "x:Moments", "v": [["mean", {"~": 0}], 3]}
+    with pytest.raises(FormatError):
+        made_ahead(ObjectDecoder(lambda _, node: node), "a", node)

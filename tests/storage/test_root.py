@@ -17,6 +17,7 @@ from ckptio.errors import (
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.storage.file_names import ATTEMPT_PREFIX
+from ckptio.storage.files import PosixFiles
 from ckptio.storage.interface import Found
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
@@ -94,6 +95,30 @@ async def test_a_sweep_asks_what_time_it_is_where_files_are_dated(
     assert names_in(directory) == before
     age(directory)
     await root_at(tmp_path, threads).sweep(directory.name, 0)
+    assert names_in(tmp_path) == []
+
+
+async def test_on_a_full_disk_only_locks_tell_what_is_dead(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can ask what time it is there; of a save of another host nothing goes at once."""
+    directory = tmp_path / "step-00000001"
+    await begin(directory, threads)
+    marker = directory / f".attempt-{SAVE_IDS[1]}"
+    boot = marker.read_bytes()
+    marker.write_bytes(b"another boot")
+    before, real = names_in(directory), time.time
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 7200)
+        patch.setattr(PosixFiles, "create", full)
+        await root_at(tmp_path, threads).sweep(directory.name, 0)
+        assert names_in(directory) == before
+        marker.write_bytes(boot)
+        await root_at(tmp_path, threads).sweep(directory.name, 0)
     assert names_in(tmp_path) == []
 
 
