@@ -67,8 +67,8 @@ class Checkpointer:
             run's: another one that saves here counts as the same.
         keep: What is kept of the committed steps; the rest is removed in the background
             after each commit. Everything if not given. The highest step and the one
-            committed last always stay (here, or by the time in its manifest), and so does
-            one that is being written or read.
+            saved last always stay (of those saved here by the order of the calls, else by
+            the times in the manifests), and so does one that is being written or read.
             Steps with damaged manifests are neither counted nor removed; and while the
             storage does not give a manifest, nothing is removed. Where `durability` is not
             `"full"`, keep several: a power cut may take the newest.

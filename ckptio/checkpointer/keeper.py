@@ -179,6 +179,8 @@ class Keeper:
         policy: Retention,
         exempt: Collection[int] = (),
         found: Sequence[Found] | None = None,
+        *,
+        last: int | None = None,
     ) -> tuple[int, ...]:
         """Say which steps a policy does not keep, lowest first.
 
@@ -186,6 +188,7 @@ class Keeper:
             policy: What to keep.
             exempt: Steps that stay whatever it says.
             found: What `find` gave just now, if it was asked.
+            last: The step that was saved last, if that is known.
 
         Raises:
             StorageError: Steps cannot be listed, or the storage does not give a manifest now:
@@ -196,7 +199,7 @@ class Keeper:
         if failure is not None:
             raise failure
         return await run_blocking(
-            self._executor, lambda: plan_removals(records, policy, exempt=exempt)
+            self._executor, lambda: plan_removals(records, policy, exempt=exempt, last=last)
         )
 
     async def size(self, step: int) -> int:

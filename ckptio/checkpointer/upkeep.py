@@ -82,7 +82,11 @@ class Upkeep:
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
-        self._committed: int | None = None  # the step that was committed here last
+        #: Of the committed steps that were saved here, the one whose save was called last: of two
+        #: under way, the other one may end after it.
+        self._committed: int | None = None
+        self._order = 0  # of that call
+        self._num_calls = 0
         self._steps: set[int] = set()  # all that were saved here
         self._is_warned = False
         self._is_told_of_metrics = False
@@ -142,7 +146,10 @@ class Upkeep:
         if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
             return
         root = self._keeper.root.path
-        running = engine.submit(lambda _: self._pass(step, moments), f"look after {root}")
+        with self._lock:
+            self._num_calls += 1
+            order = self._num_calls
+        running = engine.submit(lambda _: self._pass(step, moments, order), f"look after {root}")
         with self._lock:
             self.passes = [*(run for run in self.passes if not run.end.done()), running]
 
@@ -156,12 +163,13 @@ class Upkeep:
             await self._tidy(second.keeper, is_after_save=True)
             await self._tidy(self._keeper, is_after_save=True)
 
-    async def _pass(self, step: int | None, moments: SaveMoments | None) -> None:
+    async def _pass(self, step: int | None, moments: SaveMoments | None, order: int) -> None:
         if moments is not None:
             if not await moments.committed.ended():
                 await self._make_room(moments.committed.error())
                 return
-            self._committed = step
+            if order > self._order:
+                self._committed, self._order = step, order
         is_after_save = moments is not None
         await self._tidy(self._keeper, is_after_save=is_after_save)
         second = self._second
@@ -251,7 +259,7 @@ class Upkeep:
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
-        removals = await keeper.plan(policy, self.exempt(), found)
+        removals = await keeper.plan(policy, self.exempt(), found, last=self._committed)
         self._look_for_metrics(keeper, policy)
         for step in removals:
             # whether or not this run has a second tier: while that is down, one may do without

@@ -215,7 +215,11 @@ class KeepIf(Retention):
 
 
 def plan_removals(
-    records: Collection[StepRecord], policy: Retention, *, exempt: Collection[int] = ()
+    records: Collection[StepRecord],
+    policy: Retention,
+    *,
+    exempt: Collection[int] = (),
+    last: int | None = None,
 ) -> tuple[int, ...]:
     """Say which steps go.
 
@@ -223,15 +227,18 @@ def plan_removals(
         records: All committed steps that are known to be good, each once.
         policy: What to keep.
         exempt: Steps that stay whatever the policy says: being written or read.
+        last: The step that was saved last, where that is known better than by the times of
+            commits: of two saves under way at once, either may end first.
 
     Returns:
-        Steps, lowest first; never the highest one, and never the one committed last.
+        Steps, lowest first; never the highest one, and never the one saved last.
     """
     ordered = sorted(records, key=lambda record: record.step)
     if not ordered:
         return ()
-    newest = max(ordered, key=lambda record: (record.created, record.step))
-    kept = policy.kept(ordered) | {ordered[-1].step, newest.step} | set(exempt)
+    if all(record.step != last for record in ordered):
+        last = max(ordered, key=lambda record: (record.created, record.step)).step
+    kept = policy.kept(ordered) | {ordered[-1].step, last} | set(exempt)
     return tuple(record.step for record in ordered if record.step not in kept)
 
 

@@ -113,6 +113,24 @@ def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
     run_virtual(scenario(), seed=0)
 
 
+@given(seed=seeds, is_second_slow=st.booleans())
+def test_of_two_saves_under_way_the_one_that_was_called_last_stays(
+    seed: int, *, is_second_slow: bool
+) -> None:
+    """Whichever is committed first: one that ended later was kept beside it."""
+
+    async def scenario(root: Path) -> None:
+        async with engines(seed=seed) as (engine,):
+            async with checkpointer_on(engine, root, keep=KeepLast(1)) as ckpt:
+                for step in (1, 2, 3):
+                    slow = is_second_slow and step == 2
+                    ckpt.save(filled_state(SIZES * (4 if slow else 1), step), step)
+            assert committed_steps(root) == [3]
+
+    with tempfile.TemporaryDirectory() as name:
+        run_virtual(scenario(Path(name)), seed=seed)
+
+
 @given(
     seed=seeds,
     plan=st.lists(st.tuples(st.integers(1, 4), st.floats(0, 0.2)), min_size=1, max_size=8),

@@ -129,6 +129,14 @@ def test_the_last_good_ones_always_stay(records: list[StepRecord], policy: Reten
         assert max(records, key=lambda r: (r.created, r.step)).step in stays
 
 
+def test_what_is_known_to_be_saved_last_counts_before_times() -> None:
+    """Two saves were under way, and the older one was committed after the newer one."""
+    older, newer = record(2, 5.0), record(3, 4.0)
+    assert plan_removals([older, newer], KeepLast(1)) == ()
+    assert plan_removals([older, newer], KeepLast(1), last=3) == (2,)
+    assert plan_removals([older, newer], KeepLast(1), last=9) == ()  # it is gone
+
+
 @given(records=records, policy=policies, exempt=st.sets(st.integers(0, 30)))
 def test_deciding_again_removes_nothing_more(
     records: list[StepRecord], policy: Retention, exempt: set[int]
