@@ -273,12 +273,12 @@ def test_what_a_constructor_takes_is_believed_of_plain_ones_alone(
     """Of any other it is said when it is called."""
     kind = dataclasses.make_dataclass("Own", [("mean", Any), ("count", int, 0)])
     kind.__init__ = make  # type: ignore[misc]  # what is tested
-    saved: Any = kind(torch.ones(2), 3)
+    saved = kind(torch.ones(2), 3)
     ckptio.sync.save({"a": saved}, tmp_path / "c")
     target: dict[str, Any] = {"a": None}
     found: Any = ckptio.sync.load(tmp_path / "c", target, types=[kind])["a"]
-    assert type(found) is kind
     assert torch.equal(found.mean, saved.mean)
+    assert type(found) is kind
 
 
 def test_a_bad_node_among_tensors_is_a_damaged_manifest() -> None:
