@@ -194,6 +194,7 @@ def convert(
     overwrite: bool = False,
     drop_values: bool = False,
     max_shard_nbytes: int | None = None,
+    dtype: torch.dtype | None = None,
     config: CheckpointConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertReport:
@@ -209,6 +210,7 @@ def convert(
         overwrite=overwrite,
         drop_values=drop_values,
         max_shard_nbytes=max_shard_nbytes,
+        dtype=dtype,
         config=config,
         progress=progress,
     )

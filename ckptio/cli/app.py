@@ -252,6 +252,9 @@ def convert(
         int | None,
         typer.Option(min=1, show_default=False, help="Bytes of a file of hf; 5 GB if not given."),
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Of all floats in safetensors or hf: bfloat16, say.")
+    ] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     storage_options: StorageOption,
     as_json: JsonOption = False,
@@ -281,6 +284,7 @@ def convert(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes,
+            dtype=dtype,
             storage_options=storage_options,
             as_json=as_json,
         )

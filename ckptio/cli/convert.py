@@ -29,11 +29,13 @@ def run(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int | None,
+    dtype: str,
     storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
     """Convert a checkpoint, and give the exit code."""
     from ckptio.conversion.convert import run_convert  # noqa: PLC0415  # imports torch
+    from ckptio.state.leaves import named_dtype  # noqa: PLC0415  # as above
 
     terminal, names = Terminal(), (shown_url(source), shown_url(target))
     result: Json = {"source": names[0], "path": names[1], "to": to}
@@ -51,6 +53,7 @@ def run(
                 overwrite=overwrite,
                 drop_values=drop_values,
                 max_shard_nbytes=max_shard_nbytes,
+                dtype=named_dtype(dtype) if dtype else None,
                 config=config_for([source, target], storage_options),
                 progress=advance,
             )

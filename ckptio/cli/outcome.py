@@ -26,7 +26,7 @@ FAILED = 2
 #: What errors call options in Python; they are called otherwise here.
 _OPTIONS = re.compile(
     r"(?<![\w.-])(?:(?P<on>overwrite)=True|(?P<of>to)=(?:'(?P<value>\w+)')?"
-    r"|(?P<name>select|strip)=|(?P<long>drop_values|max_shard_nbytes)(?:=|\b))"
+    r"|(?P<name>select|strip|dtype)=|(?P<long>drop_values|max_shard_nbytes)(?:=|\b))"
 )
 
 

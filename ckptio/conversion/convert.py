@@ -17,11 +17,14 @@ from ckptio.foreign.interface import notes_of
 from ckptio.foreign.safetensors import STEMS
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.runtime.solo import solo_engine
+from ckptio.state.leaves import require_convertible
 from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from ckptio.config import CheckpointConfig
     from ckptio.conversion.safetensors import Written
@@ -98,15 +101,16 @@ def run_convert(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int | None,
+    dtype: torch.dtype | None,
     config: CheckpointConfig | None,
     progress: Callable[[int, int], None] | None,
     stop: threading.Event | None = None,
 ) -> ConvertReport:
     """Convert a checkpoint of any known format into one of another. Blocks.
 
-    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint; a
-    tensor that is stored as a view of another is read whole, and, where views lie between
-    each other or DCP is written, the other one.
+    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint, and with
+    `dtype=` what these become; a tensor that is stored as a view of another is read whole, and,
+    where views lie between each other or DCP is written, the other one.
 
     Args:
         source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
@@ -127,6 +131,9 @@ def run_convert(
             neither when they were written nor anything else that tells them apart.
         drop_values: Leave out what a safetensors file cannot hold.
         max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
+        dtype: For `"safetensors"` and `"hf"`: the element type of all floating-point tensors,
+            rounded as `Tensor.to` does it; their own if not given. As in `ckptio.load`, others
+            stay as they are, and so do those that a quantised tensor is made of.
         config: Options; the defaults if not given. In every format what is made has the modes
             of `file_mode` and `dir_mode`, and is synced as `durability` says; a directory that
             was there keeps its own.
@@ -144,11 +151,11 @@ def run_convert(
     """
     require_bool("overwrite", overwrite)
     require_bool("drop_values", drop_values)
-    _check_options(to, strip, max_shard_nbytes, drops_values=drop_values)
+    _check_options(to, strip, max_shard_nbytes, dtype, drops_values=drop_values)
     target = _target_of(path, to)
     _require_no_other(target, to)
     with solo_engine(config) as core:
-        read = Source(core, source, select, strip)
+        read = Source(core, source, select, strip, dtype)
         if core.own_storage(source).identity == core.own_storage(path).identity:
             raise ConfigError(f"{target!r} is converted to itself; give another path")
         read.check()
@@ -188,7 +195,7 @@ def _require_no_other(target: str, to: str) -> None:
 
 
 def _check_options(
-    to: object, strip: object, max_shard_nbytes: object, *, drops_values: bool
+    to: object, strip: object, max_shard_nbytes: object, dtype: object, *, drops_values: bool
 ) -> None:
     """Refuse a format that nobody knows, and what has no effect with the one that is given."""
     if to not in FORMATS:
@@ -197,6 +204,13 @@ def _check_options(
         raise ConfigError(f"strip= is a name, not {shown(strip)}")
     if drops_values and to not in ("safetensors", "hf"):
         raise ConfigError(f"drop_values has no effect with to={to!r}, which holds values too")
+    if dtype is not None:
+        require_convertible(dtype)
+        if to not in ("safetensors", "hf"):
+            raise ConfigError(
+                f"dtype= is not for to={to!r}, which keeps what was saved: whoever loads it gives"
+                " the type"
+            )
     if max_shard_nbytes is None:
         return
     if type(max_shard_nbytes) is not int or max_shard_nbytes < 1:
@@ -239,6 +253,7 @@ async def convert(
     overwrite: bool = False,
     drop_values: bool = False,
     max_shard_nbytes: int | None = None,
+    dtype: torch.dtype | None = None,
     config: CheckpointConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertReport:
@@ -258,6 +273,7 @@ async def convert(
             overwrite=overwrite,
             drop_values=drop_values,
             max_shard_nbytes=max_shard_nbytes,
+            dtype=dtype,
             config=config,
             progress=progress,
             stop=stop,

@@ -237,15 +237,21 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
     write_all(fd, shard.header, 0)
     base = len(shard.header)
     starts = {place.name: base + place.start for place in shard.places}
-    plain = (leaf for leaf in shard.leaves if leaf.is_plain)
-    for batch in batches(part for leaf in plain for part in parts_of(leaf.entry, name=leaf.name)):
+    plain = {leaf.name: leaf for leaf in shard.leaves if leaf.is_plain}
+    parts = (part for name, leaf in plain.items() for part in parts_of(leaf.entry, name=name))
+    for batch in batches(parts):
+        nbytes = 0
         for part, tensor in zip(batch, source.read(batch), strict=True):
-            write_all(fd, raw_bytes(tensor).numpy().data, starts[part.name] + part.start)
-        advance(sum(part.nbytes for part in batch))
+            data = raw_bytes(plain[part.name].as_wanted(tensor)).numpy().data
+            # it begins with the same element, which may have another size
+            start = part.start * len(data) // part.nbytes
+            write_all(fd, data, starts[part.name] + start)
+            nbytes += len(data)
+        advance(nbytes)
     # one after the other of each that they are views of, whatever their types
     others = sorted((leaf for leaf in shard.leaves if not leaf.is_plain), key=_position)
     for leaf, tensor in zip(others, read_views(source, others), strict=True):
-        write_all(fd, raw_bytes(tensor).numpy().data, starts[leaf.name])
+        write_all(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
         advance(leaf.nbytes)
 
 

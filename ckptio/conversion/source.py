@@ -16,10 +16,12 @@ from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
+from ckptio.state.leaves import DTYPE_NAMES, is_convertible
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
 from ckptio.state.select import make_predicate
 from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
+from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,11 +45,13 @@ class Leaf:
         name: The name.
         entry: What is stored.
         node: What the tree has there.
+        converted: The element type that it is to have, if that is another one.
     """
 
     name: str
     entry: TensorEntry
     node: Json
+    converted: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -55,9 +59,14 @@ class Leaf:
         return type(self.node[TAG]) is int
 
     @property
-    def dtype(self) -> str:
-        """Its element type."""
+    def stored_dtype(self) -> str:
+        """Its element type in the checkpoint."""
         return str(self.node["d"]) if self.node[TAG] == "view" else self.entry.dtype
+
+    @property
+    def dtype(self) -> str:
+        """Its element type, as it is wanted."""
+        return self.converted or self.stored_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,8 +75,12 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its bytes, in that type."""
         return numel(self.shape) * DTYPES[self.dtype].itemsize
+
+    def as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Convert what was read of it."""
+        return tensor.to(torch_dtype(self.converted)) if self.converted else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,8 @@ class Source:
         path: The checkpoint, of any format that is known.
         select: Names to take; all if not given.
         strip: Take only what is below this name, and drop it from the names.
+        dtype: The element type of floating-point tensors among the leaves, but for those that a
+            quantised one is made of; their own if not given.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -108,9 +123,15 @@ class Source:
     """
 
     def __init__(
-        self, core: EngineCore, path: PathLike, select: Select | None = None, strip: str = ""
+        self,
+        core: EngineCore,
+        path: PathLike,
+        select: Select | None = None,
+        strip: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._core = core
+        self._dtype = dtype
         self._storage = core.storage(path)
         self.manifest: Manifest = core.call_blocking(
             lambda context: context.cache.get(self._storage), "inspect"
@@ -138,10 +159,21 @@ class Source:
     def leaves(self) -> Iterator[Leaf]:
         """Give every tensor, array and stored string of bytes, under each of its names."""
         bare = "state" if tensor_index(self.tree) is not None else ""  # it has no name itself
+        wrapped = () if self._dtype is None else wrappers_in(self.tree)
+        kept = set[int]().union(*map(indices_in, wrapped))
         for name, node in walk(bare, self.tree):
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # of a tree that was checked
-            yield Leaf(name, self.manifest.tensors[index], node)
+            leaf = Leaf(name, self.manifest.tensors[index], node)
+            yield leaf if index in kept else self._converted(leaf)
+
+    def _converted(self, leaf: Leaf) -> Leaf:
+        if self._dtype is None or not (leaf.is_plain or leaf.node[TAG] == "view"):
+            return leaf
+        own = torch_dtype(leaf.stored_dtype)
+        if own == self._dtype or not is_convertible(own):
+            return leaf
+        return replace(leaf, converted=DTYPE_NAMES[self._dtype])
 
     def indices(self) -> list[int]:
         """Number the stored tensors that are taken, each once."""

@@ -17,7 +17,7 @@ from ckptio.errors import ConfigError, TargetError, shown
 from ckptio.format.encode import class_name, join_fqn
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
-from ckptio.state.leaves import SCALAR_TYPES, is_convertible
+from ckptio.state.leaves import SCALAR_TYPES, require_convertible
 from ckptio.state.optimizers import is_of_torch
 from ckptio.state.rebuild import device_of
 from ckptio.state.records import fields_of, record_tag
@@ -90,8 +90,8 @@ def make_request(asked: Asked) -> LoadRequest:
             "device= has no effect with into=: targets are filled where they are, and none"
             " is on the meta device"
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_convertible(dtype)):
-        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {shown(dtype)}")
+    if dtype is not None:
+        require_convertible(dtype)
     check_types(asked.types)
     return LoadRequest(
         into=into,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptio.errors import UnsupportedLeafError
+from ckptio.errors import ConfigError, UnsupportedLeafError, shown
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
 from ckptio.format.words import numpy_scalar
@@ -51,6 +51,29 @@ NUMPY_KINDS = "biufcSUmM"
 def is_convertible(dtype: torch.dtype) -> bool:
     """Whether `dtype=` converts elements of a type: floating-point ones, each for itself."""
     return dtype.is_floating_point and not DTYPE_NAMES.get(dtype, "_x2").endswith("_x2")
+
+
+def require_convertible(dtype: object) -> None:
+    """Check what a caller gave as `dtype=`.
+
+    Raises:
+        ConfigError: It is no type of floating-point numbers.
+    """
+    if not (isinstance(dtype, torch.dtype) and is_convertible(dtype)):
+        raise ConfigError(f"dtype= is a floating-point torch.dtype, not {shown(dtype)}")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Give an element type by the name that it has in torch, for `dtype=`.
+
+    Raises:
+        ConfigError: There is none of floating-point numbers.
+    """
+    dtype = TORCH_DTYPES.get(name)
+    if dtype is None or not is_convertible(dtype):
+        known = ", ".join(name for name, dtype in TORCH_DTYPES.items() if is_convertible(dtype))
+        raise ConfigError(f"dtype= is one of {known}, not {shown(name)}")
+    return dtype
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

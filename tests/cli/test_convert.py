@@ -110,3 +110,23 @@ def test_a_select_is_a_part(ckpt: Path, tmp_path: Path) -> None:
     assert found == {"optimizer": make_state()["optimizer"]}
     save_at(tmp_path / "z", found)
     assert main(["diff", str(tmp_path / "y"), str(tmp_path / "z")]) == 0
+
+
+def test_floats_are_converted(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that a type has in torch; a wrong one is told with those that there are."""
+    target = tmp_path / "x.safetensors"
+    argv = ["convert", str(ckpt), str(target), "--to=safetensors", "--strip=model"]
+    assert main([*argv, "--dtype=bfloat16"]) == 0
+    kinds = {tensor.dtype for tensor in load_file(target).values()}
+    assert torch.bfloat16 in kinds
+    assert torch.float32 not in kinds
+    capsys.readouterr()
+    assert main([*argv, "--dtype=bf16"]) == 2
+    said = capsys.readouterr().err
+    assert "--dtype is one of " in said
+    assert "bfloat16" in said
+    argv[3] = "--to=dcp"
+    assert main([*argv, "--dtype=bfloat16"]) == 2
+    assert "--dtype is not for --to dcp" in capsys.readouterr().err

@@ -113,8 +113,8 @@ async def test_what_nobody_can_tell_apart_is_read_anew_each_time(tmp_path: Path)
         try:
             run_convert(
                 "untold://x/m.safetensors", target, to="safetensors", select=None, strip="",
-                overwrite=False, drop_values=False, max_shard_nbytes=None, config=config_with(),
-                progress=None,
+                overwrite=False, drop_values=False, max_shard_nbytes=None, dtype=None,
+                config=config_with(), progress=None,
             )  # fmt: skip
         except CheckpointExistsError:
             assert not is_first

@@ -100,8 +100,8 @@ def test_what_was_converted_of_another_file_is_not_whole_already(web: Web, tmp_p
         try:
             (file,) = run_convert(
                 f"{web.url}/m.safetensors", target, to="safetensors", select=None, strip="",
-                overwrite=False, drop_values=False, max_shard_nbytes=None, config=CONFIG,
-                progress=None,
+                overwrite=False, drop_values=False, max_shard_nbytes=None, dtype=None,
+                config=CONFIG, progress=None,
             ).files  # fmt: skip
         except CheckpointExistsError:
             was_there.append(None)
