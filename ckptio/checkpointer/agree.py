@@ -46,7 +46,10 @@ async def agreed_records(
     async def decide(messages: Sequence[Any]) -> Same:
         del messages
         return Same(
-            [[r.step, r.created.isoformat(), pack_metrics(r.metrics)] for r in await read()]
+            [
+                [r.step, r.created.isoformat(), pack_metrics(r.metrics), r.save_id]
+                for r in await read()
+            ]
         )
 
     async with context.ranks.session(key, "listing the steps") as session:
@@ -56,8 +59,9 @@ async def agreed_records(
             step=step,
             created=dt.datetime.fromisoformat(created),
             metrics=unpack_metrics(metrics),
+            save_id=save_id,
         )
-        for step, created, metrics in answer
+        for step, created, metrics, save_id in answer
     ]
 
 

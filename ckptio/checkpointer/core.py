@@ -276,7 +276,7 @@ class CheckpointerCore:
         self._pace.saved(step)
         self.ending.saved(step)
         self._asked_s = self.clock()
-        upkeep.follow(step, moments)
+        upkeep.follow(moments)
         return moments
 
     def _permit(self, step: int) -> Callable[[], Awaitable[None]] | None:

@@ -180,7 +180,7 @@ class Keeper:
         exempt: Collection[int] = (),
         found: Sequence[Found] | None = None,
         *,
-        last: int | None = None,
+        superseded: Collection[str] = (),
     ) -> tuple[int, ...]:
         """Say which steps a policy does not keep, lowest first.
 
@@ -188,7 +188,7 @@ class Keeper:
             policy: What to keep.
             exempt: Steps that stay whatever it says.
             found: What `find` gave just now, if it was asked.
-            last: The step that was saved last, if that is known.
+            superseded: Ids of saves that are not the last ones; see `plan_removals`.
 
         Raises:
             StorageError: Steps cannot be listed, or the storage does not give a manifest now:
@@ -199,7 +199,8 @@ class Keeper:
         if failure is not None:
             raise failure
         return await run_blocking(
-            self._executor, lambda: plan_removals(records, policy, exempt=exempt, last=last)
+            self._executor,
+            lambda: plan_removals(records, policy, exempt=exempt, superseded=superseded),
         )
 
     async def size(self, step: int) -> int:

@@ -110,4 +110,4 @@ def record_of(step: int, manifest: bytes) -> StepRecord:
     if created.tzinfo is None:
         created = created.replace(tzinfo=dt.UTC)
     metrics = unpack_metrics(summary.metadata.get("metrics"))
-    return StepRecord(step=step, created=created, metrics=metrics)
+    return StepRecord(step=step, created=created, metrics=metrics, save_id=summary.save_id)

@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptio")
 
+#: Committed saves, of which it is known which was called before which.
+_NUM_REMEMBERED = 8
+
+
+def _is_committed(moments: SaveMoments) -> bool:
+    return moments.committed.done() and moments.committed.error() is None
+
 
 class Upkeep:
     """The saves of a checkpointer, and what follows them.
@@ -82,11 +89,8 @@ class Upkeep:
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
-        #: Of the committed steps that were saved here, the one whose save was called last: of two
-        #: under way, the other one may end after it.
-        self._committed: int | None = None
-        self._order = 0  # of that call
-        self._num_calls = 0
+        #: Saves by step, in the order of their calls: of two under way, either may end first.
+        self._called: list[tuple[int, SaveMoments]] = []
         self._steps: set[int] = set()  # all that were saved here
         self._is_warned = False
         self._is_told_of_metrics = False
@@ -98,7 +102,7 @@ class Upkeep:
             taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
             self.passes.append(taking)
         if self._sweep_after_s is not None:
-            self.follow(None, None)
+            self.follow(None)
 
     def check(self) -> None:
         """Look at how saves have ended, before another one begins; see `Losses.check`."""
@@ -110,6 +114,9 @@ class Upkeep:
         """Take a save that has begun. From any thread, several at a time."""
         with self._lock:
             self._steps.add(step)
+            goes = [call for call in self._called if call[1].committed.error() is not None]
+            goes += [call for call in self._called if _is_committed(call[1])][:-_NUM_REMEMBERED]
+            self._called = [call for call in self._called if call not in goes] + [(step, moments)]
             self._losses.note(self.saves)
             waiting = unsettled(moments for _, moments in self.saves)
             self.saves = [(s, m) for s, m in self.saves if m in waiting] + [(step, moments)]
@@ -134,22 +141,18 @@ class Upkeep:
         """See to it that every failure was seen; see `runtime.leaving.end_saves`."""
         end_saves([moments for _, moments in self.saves], error)
 
-    def follow(self, step: int | None, moments: SaveMoments | None) -> None:
+    def follow(self, moments: SaveMoments | None) -> None:
         """Let go of what is no longer kept, once a save is committed. On rank 0.
 
         Args:
-            step: What it saves; `None` to sweep only.
-            moments: The save's.
+            moments: The save's; `None` to sweep only.
         """
         engine = self._engine
         nothing_to_do = self._keep is None and self._sweep_after_s is None
         if engine.context.ranks.rank != 0 or (nothing_to_do and self._second is None):
             return
         root = self._keeper.root.path
-        with self._lock:
-            self._num_calls += 1
-            order = self._num_calls
-        running = engine.submit(lambda _: self._pass(step, moments, order), f"look after {root}")
+        running = engine.submit(lambda _: self._pass(moments), f"look after {root}")
         with self._lock:
             self.passes = [*(run for run in self.passes if not run.end.done()), running]
 
@@ -159,17 +162,14 @@ class Upkeep:
         Not before a step of this run is committed: which one it is about to load, nobody knows.
         """
         await second.take_up(path)
-        if self._committed is not None:
+        if self._last()[0] is not None:
             await self._tidy(second.keeper, is_after_save=True)
             await self._tidy(self._keeper, is_after_save=True)
 
-    async def _pass(self, step: int | None, moments: SaveMoments | None, order: int) -> None:
-        if moments is not None:
-            if not await moments.committed.ended():
-                await self._make_room(moments.committed.error())
-                return
-            if order > self._order:
-                self._committed, self._order = step, order
+    async def _pass(self, moments: SaveMoments | None) -> None:
+        if moments is not None and not await moments.committed.ended():
+            await self._make_room(moments.committed.error())
+            return
         is_after_save = moments is not None
         await self._tidy(self._keeper, is_after_save=is_after_save)
         second = self._second
@@ -248,7 +248,7 @@ class Upkeep:
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
         """Say, once, that a load will take another step than the one that was saved last."""
-        saved = self._committed
+        saved, _ = self._last()
         if saved is None or self._is_warned:
             return
         higher = await keeper.newest(1, above=saved, but=self._steps, found=found)
@@ -259,7 +259,7 @@ class Upkeep:
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
-        removals = await keeper.plan(policy, self.exempt(), found, last=self._committed)
+        removals = await keeper.plan(policy, self.exempt(), found, superseded=self._last()[1])
         self._look_for_metrics(keeper, policy)
         for step in removals:
             # whether or not this run has a second tier: while that is down, one may do without
@@ -291,9 +291,22 @@ class Upkeep:
         return self._is_ending() and any(not moments.committed.done() for _, moments in self.saves)
 
     def exempt(self) -> set[int]:
-        """Name the steps that stay: being written, copied or read here, or committed last."""
+        """Name the steps that stay: being written, copied or read here, or saved last.
+
+        One that ends is the last one at once: between the two, a removal could look for it.
+        """
         stays = self.under_way()
-        return stays if self._committed is None else stays | {self._committed}
+        last, _ = self._last()
+        return stays if last is None else stays | {last}
+
+    def _last(self) -> tuple[int | None, set[str]]:
+        """Give the committed step whose save was called last, and the ids of those before it."""
+        called = self._called
+        for number in reversed(range(len(called))):
+            step, moments = called[number]
+            if _is_committed(moments):
+                return step, {earlier.save_id for _, earlier in called[:number]}
+        return None, set()
 
     def under_way(self) -> set[int]:
         """Name the steps that are being written, copied or read here."""
@@ -307,8 +320,9 @@ class Upkeep:
             CheckpointError: It cannot be removed.
         """
         async with self._turns[keeper]:
-            if step == self._committed:
-                self._committed = None
+            with self._lock:
+                called = [(s, m) for s, m in self._called if s != step or not m.committed.done()]
+                self._called = called
             error = (await keeper.remove(step)).error
         if isinstance(error, FormatError):
             damaged = type(error)(f"{keeper.root.join(step_name(step))!r}: {error}")

@@ -30,11 +30,13 @@ class StepRecord:
         step: Its number.
         created: When it was committed.
         metrics: What was measured then, as given to `save`.
+        save_id: The id of the save that wrote it.
     """
 
     step: int
     created: dt.datetime
     metrics: Mapping[str, float] = field(default_factory=dict)
+    save_id: str = ""
 
 
 class Retention(ABC):
@@ -219,7 +221,7 @@ def plan_removals(
     policy: Retention,
     *,
     exempt: Collection[int] = (),
-    last: int | None = None,
+    superseded: Collection[str] = (),
 ) -> tuple[int, ...]:
     """Say which steps go.
 
@@ -227,8 +229,8 @@ def plan_removals(
         records: All committed steps that are known to be good, each once.
         policy: What to keep.
         exempt: Steps that stay whatever the policy says: being written or read.
-        last: The step that was saved last, where that is known better than by the times of
-            commits: of two saves under way at once, either may end first.
+        superseded: Ids of saves that were called before another one that is committed: they are
+            not the last ones, though they may have been committed after that.
 
     Returns:
         Steps, lowest first; never the highest one, and never the one saved last.
@@ -236,9 +238,9 @@ def plan_removals(
     ordered = sorted(records, key=lambda record: record.step)
     if not ordered:
         return ()
-    if all(record.step != last for record in ordered):
-        last = max(ordered, key=lambda record: (record.created, record.step)).step
-    kept = policy.kept(ordered) | {ordered[-1].step, last} | set(exempt)
+    candidates = [record for record in ordered if record.save_id not in superseded] or ordered
+    last = max(candidates, key=lambda record: (record.created, record.step))
+    kept = policy.kept(ordered) | {ordered[-1].step, last.step} | set(exempt)
     return tuple(record.step for record in ordered if record.step not in kept)
 
 

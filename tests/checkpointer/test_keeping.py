@@ -20,6 +20,7 @@ from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
+from tests.checkpointer.test_going_back import date_ahead
 from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
 
@@ -108,7 +109,84 @@ def test_a_step_is_safe_before_its_save_begins(tmp_path: Path) -> None:
             assert watching.exempt == {7}
             assert ckpt._core.upkeep.exempt() == {7}
             await handle
-            assert ckpt._core.upkeep.exempt() == set()
+            await ckpt.save({}, 8)
+            assert ckpt._core.upkeep.exempt() == {8}
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_no_removal_comes_between_a_commit_and_what_follows_it(
+    num_turns: int, tmp_path: Path
+) -> None:
+    """A step that was saved again stays from its call on, whoever is told of its end, and when."""
+
+    async def scenario() -> list[int]:
+        async with engines() as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in (1, 2, 3, 4):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+                upkeep = ckpt._core.upkeep
+                owes, looked, committed = upkeep._owes, asyncio.Event(), asyncio.Event()
+
+                async def look(step: int) -> bool:
+                    answer = await owes(step)
+                    if step == 2 and not looked.is_set():  # it is about to go
+                        looked.set()
+                        await committed.wait()
+                        for _ in range(num_turns):
+                            await asyncio.sleep(0)
+                    return answer
+
+                upkeep._owes = look  # type: ignore[method-assign]  # to stop there
+                await ckpt.save(filled_state(SIZES, 5), 5)
+                await looked.wait()
+                handle = ckpt.save(filled_state(SIZES, 6), 2, overwrite=True)
+                moment = handle._moments.committed
+                reach = moment.reach
+
+                def reached(info: Any) -> None:
+                    reach(info)
+                    committed.set()
+
+                moment.reach = reached  # type: ignore[method-assign]  # to see it at once
+                await handle
+            return committed_steps(tmp_path)
+
+    assert run_virtual(scenario(), seed=0) == [2, 5]
+
+
+def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> None:
+    """It went back, which the order of the saves here does not say."""
+
+    async def scenario() -> None:
+        async with (
+            engines() as (engine,),
+            checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt,
+        ):
+            handle = ckpt.save(filled_state(SIZES, 1), 10)
+            await handle
+            async with checkpointer_on(engine, tmp_path) as other:
+                await other.save(filled_state(SIZES, 2), 3)
+            date_ahead(tmp_path, 3)
+            ckpt._core.upkeep.follow(handle._moments)  # as once the step is copied
+        assert committed_steps(tmp_path) == [3, 10]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_is_removed_by_hand_is_not_what_was_saved_last(tmp_path: Path) -> None:
+    """Of a save that was called before it and ends after that, the step is."""
+
+    async def scenario() -> None:
+        async with engines() as (engine,), checkpointer_on(engine, tmp_path) as ckpt:
+            for step in (3, 10):
+                await ckpt.save(filled_state(SIZES, step), step)
+            upkeep = ckpt._core.upkeep
+            assert upkeep.exempt() == {10}
+            await ckpt.discard_after(5)
+            assert upkeep.exempt() == {3}
 
     run_virtual(scenario(), seed=0)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import math
 from typing import TYPE_CHECKING, Any
@@ -129,12 +130,15 @@ def test_the_last_good_ones_always_stay(records: list[StepRecord], policy: Reten
         assert max(records, key=lambda r: (r.created, r.step)).step in stays
 
 
-def test_what_is_known_to_be_saved_last_counts_before_times() -> None:
-    """Two saves were under way, and the older one was committed after the newer one."""
-    older, newer = record(2, 5.0), record(3, 4.0)
+def test_a_save_that_another_one_followed_is_not_the_last() -> None:
+    """Both were under way, and the older one was committed after the newer one."""
+    older = dataclasses.replace(record(2, 5.0), save_id="older")
+    newer = dataclasses.replace(record(3, 4.0), save_id="newer")
     assert plan_removals([older, newer], KeepLast(1)) == ()
-    assert plan_removals([older, newer], KeepLast(1), last=3) == (2,)
-    assert plan_removals([older, newer], KeepLast(1), last=9) == ()  # it is gone
+    assert plan_removals([older, newer], KeepLast(1), superseded={"older"}) == (2,)
+    others = record(1, 4.5)  # somebody else went back, and has saved that last
+    assert plan_removals([others, older, newer], KeepLast(1), superseded={"older"}) == (2,)
+    assert plan_removals([older], KeepLast(1), superseded={"older"}) == ()
 
 
 @given(records=records, policy=policies, exempt=st.sets(st.integers(0, 30)))
