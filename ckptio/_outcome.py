@@ -142,22 +142,29 @@ def _hand_over(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
 
     Twice: a loop forgets the callback that a signal's handler raises out of, and goes on, to cancel
     its tasks and wait for them. (One that raises in the future's own code, as that ends, may still
-    cost those who wait for it: nothing outside of asyncio helps them.) The references are weak, for
-    one of the two may lie on a loop that has stopped, and would keep a state that was loaded.
+    cost those who wait for it: nothing outside of asyncio helps them.)
+
+    The first keeps both: a loop has its tasks by weak references, and what waits here may be held
+    by nothing else, while the loop is busy. The second does not, for it may lie on a loop that was
+    stopped after the first, and would keep a state that was loaded.
     """
-    ends = weakref.ref(outcome), weakref.ref(future)
+    loop, weak = future.get_loop(), (weakref.ref(outcome), weakref.ref(future))
     with contextlib.suppress(RuntimeError):  # the loop has ended, and whoever waited on it
-        for _ in range(2):
-            future.get_loop().call_soon_threadsafe(_copy_end, *ends)
+        loop.call_soon_threadsafe(_copy_end, outcome, future)
+        loop.call_soon_threadsafe(_copy_end_again, *weak)
 
 
-def _copy_end(
+def _copy_end_again(
     its_outcome: weakref.ref[Outcome[T]], its_future: weakref.ref[asyncio.Future[T]]
 ) -> None:
-    """End a future as an outcome has ended. On its loop."""
     outcome, future = its_outcome(), its_future()
-    # one that nobody has, nobody waits for; one that has not ended keeps its outcome
-    if outcome is None or future is None or future.done():
+    if outcome is not None and future is not None:
+        _copy_end(outcome, future)
+
+
+def _copy_end(outcome: Outcome[T], future: asyncio.Future[T]) -> None:
+    """End a future as an outcome has ended. On its loop."""
+    if future.done():
         return
     error = outcome.exception()
     if error is not None:

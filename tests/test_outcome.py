@@ -53,6 +53,29 @@ def test_who_may_come_second_is_told() -> None:
     assert not outcome.try_exception(errors[0])
 
 
+async def test_a_task_that_nobody_has_is_told() -> None:
+    """A loop has its tasks by weak references, and this one is busy when the outcome ends."""
+    outcome: Outcome[int] = Outcome()
+    told: list[int] = []
+
+    async def tell() -> None:
+        told.append(await outcome.wrapped())
+
+    asyncio.create_task(tell(), name="tell")  # noqa: RUF006  # what is tested
+    await asyncio.sleep(0)
+
+    def end() -> None:
+        outcome.set_result(1)
+        gc.collect()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert told == [1]
+
+
 def test_waiting_may_time_out() -> None:
     """And leaves nothing behind, however often."""
     outcome: Outcome[int] = Outcome()
