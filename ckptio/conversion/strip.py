@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError, FormatError
-from ckptio.format.encode import TAG, join_fqn
-from ckptio.plan.differences import RANKS_TAG
+from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.state.tree import children, tensor_index
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.decode import BAD_VALUES, Made, misfit
-from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
 from ckptio.format.fields import require_fields
 
 if TYPE_CHECKING:
@@ -69,11 +69,20 @@ def _with_tensors(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> J
     if tag == "tuple":
         items = _items(decoder, fqn, enumerate(node["v"]), depth)
         return None if items is None else {**node, "v": items}
+    if tag == RANKS_TAG:
+        return _own(decoder, fqn, node, depth)
     if tag in _RECORDS:
         return _record(decoder, fqn, node, depth)
-    if tag in _MAPPINGS:
-        return _mapping(decoder, fqn, node, depth)
-    return node if _holds_tensors(node) else None
+    return _mapping(decoder, fqn, node, depth)
+
+
+def _own(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | None:
+    """Do so with the one value that a rank's tree has of each rank's; its name is the node's."""
+    within = [_with_tensors(decoder, fqn, item, depth + 1) for item in node["v"]]
+    if all(found is None for found in within):
+        return None
+    items = [_made(decoder, fqn, *each) for each in zip(node["v"], within, strict=True)]
+    return {**node, "v": items}
 
 
 def _items(
@@ -94,9 +103,11 @@ def _items(
 
 
 def _mapping(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | None:
-    value = node["v"]
+    value = node.get("v")
     if not _holds_tensors(value):
         return None
+    if node[TAG] not in _MAPPINGS:
+        return node  # a set or an enum of such; whoever makes it says that there is none
     if "m" in node:
         node = {**node, "m": Made(decoder.decode_versions(fqn, node["m"]))}
     if type(value) is dict:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 #: with str keys.
 Json: TypeAlias = Any
 TAG = "~"
+#: Tag of a `PerRank` value: `"v"` has an entry for each rank, or that of one alone.
+RANKS_TAG = "ranks"
 #: Containers inside containers. Deeper states are refused; so are documents that are twice as
 #: deep: there may be an enum in each container, which is none (one that holds another one is).
 MAX_DEPTH = 100

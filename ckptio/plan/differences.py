@@ -8,7 +8,7 @@ import msgspec
 
 from ckptio.errors import FormatError, PlanError, name_ranks
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.format.words import decode_word
 from ckptio.plan.marks import is_marked, show_mark
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 DICT_TAGS = ("dict", "odict", "counter")
 RECORD_TAGS = ("namedtuple", "dataclass")
-#: Tag of a `PerRank` value: `"v"` has an entry for each rank.
-RANKS_TAG = "ranks"
 #: Has, in a reference of a rank that holds nothing of a tensor, the name of the place, where its
 #: own memory does not tell which tensor is there.
 UNSURE = "unsure"

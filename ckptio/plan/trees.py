@@ -37,10 +37,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ckptio.format.crowds import Crowd
-from ckptio.format.encode import TAG
+from ckptio.format.encode import RANKS_TAG, TAG
 from ckptio.plan.differences import (
     DICT_TAGS,
-    RANKS_TAG,
     RECORD_TAGS,
     UNSURE,
     Differences,

@@ -334,7 +334,7 @@ class _Flattener:
             problem = f"a numpy array of dtype {array.dtype} has no portable form"
             way_out = "save its fields, or convert it to numbers, strings or dates"
             return self._refuse(fqn, array, problem, way_out)
-        require_extents(fqn, array.shape, array.strides)
+        require_extents(fqn, array.shape)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
         name = array.dtype.name
         tensor = as_tensor(array)  # copied with the others, in pieces, whatever its strides

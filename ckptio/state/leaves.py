@@ -120,7 +120,8 @@ def require_extents(fqn: str, shape: Sequence[int], strides: Sequence[int] = ())
         UnsupportedLeafError: It has.
     """
     span = math.prod(extent or 1 for extent in shape)
-    if span >= MAX_EXTENT or any(abs(stride) >= MAX_EXTENT for stride in strides):
+    steps = [stride for extent, stride in zip(shape, strides, strict=False) if extent != 1]
+    if span >= MAX_EXTENT or any(stride >= MAX_EXTENT for stride in steps):
         problem = f"a shape of {tuple(shape)} with strides of {tuple(strides)}, beyond 2**56"
         raise UnsupportedLeafError(fqn, problem, "save a part of it")
 

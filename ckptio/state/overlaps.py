@@ -13,6 +13,7 @@ were.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -136,6 +137,7 @@ def _require_apart(
     # what reaches furthest is enough: had anything before it another origin and reached as far
     # as here, the two would have overlapped
     furthest: dict[torch.device, tuple[int, Hashable, Fill]] = {}
+    dense: defaultdict[torch.device, list[tuple[int, Fill]]] = defaultdict(list)
     for (start, stop, _), fill in spans:
         tensor = fill.tensor
         assert isinstance(tensor, torch.Tensor)  # noqa: S101  # only those have a span
@@ -150,7 +152,8 @@ def _require_apart(
                     f"cannot fill {fill.name!r} and {other.name!r}: they share a part of their"
                     " memory in the target, and not in the checkpoint; clone() one of them"
                 )
-            notes.append(_shares(fill, other))
+            # all of these have one origin
+            notes += [_shares(fill, each) for end, each in dense[tensor.device] if end > start]
         gapped = [each for each in gapped[-_MAX_GAPPED:] if each[0] > start]
         elements = np.asarray(_Memory(tensor)) if gapped or not is_dense else None
         for _, others, other, theirs in gapped:
@@ -162,7 +165,10 @@ def _require_apart(
                 notes.append(_shares(fill, other))
         if not is_dense:
             gapped.append((stop, origin, fill, elements))
-        elif stop > end:
+            continue
+        reaching = [each for each in dense[tensor.device] if each[0] > start]
+        dense[tensor.device] = [*reaching[-_MAX_GAPPED:], (stop, fill)]
+        if stop > end:
             furthest[tensor.device] = (stop, origin, fill)
 
 

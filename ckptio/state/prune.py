@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptio.format.encode import TAG, join_fqn
-from ckptio.plan.differences import RANKS_TAG
+from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.plan.trees import ABSENT
 from ckptio.state.select import Patterns
 from ckptio.state.tree import MAPPING_TAGS, children, tensor_index

@@ -15,10 +15,9 @@ import torch
 from ckptio.errors import ConfigError, FormatError, TargetError
 from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder, named_types
-from ckptio.format.encode import TAG
+from ckptio.format.encode import RANKS_TAG, TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
 from ckptio.layout import DTYPES, numel
-from ckptio.plan.differences import RANKS_TAG
 from ckptio.state.leaves import TORCH_DTYPES, is_convertible
 from ckptio.state.tree import is_absent
 

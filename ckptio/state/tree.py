@@ -10,11 +10,10 @@ import msgspec
 from ckptio.errors import FormatError
 from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
 from ckptio.format.words import decode_word
 from ckptio.layout import DTYPES
-from ckptio.plan.differences import RANKS_TAG
 from ckptio.plan.trees import ABSENT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import types
 import uuid
 import warnings
 from collections import UserDict, UserList
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptio import sync
 from ckptio.errors import UnsupportedLeafError
 from ckptio.state.flatten import MAX_INLINE_NBYTES, flatten
 from ckptio.state.stateful import is_stateful
 from tests.strategies import TORCH_DTYPES, keys, states
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @given(state=states)
@@ -323,3 +327,18 @@ def test_shapes_that_no_manifest_has_are_refused(make: Any) -> None:
     """However little memory they have: it could not be loaded."""
     with pytest.raises(UnsupportedLeafError, match=r"'x': .* beyond 2\*\*56"):
         flatten({"x": make()})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).as_strided((1, 3), (1 << 57, 2)),
+        torch.arange(6.0).as_strided((1, 3), (1 << 54, 1)).numpy(),
+        np.lib.stride_tricks.as_strided(np.arange(3.0), (1,), (1 << 57,)),
+    ],
+    ids=["a tensor", "an array of one", "an array"],
+)
+def test_a_stride_over_one_element_says_nothing(tensor: Any, tmp_path: Path) -> None:
+    """However far it goes, nobody does; and of arrays none is stored."""
+    sync.save({"x": tensor}, tmp_path / "c")
+    assert np.array_equal(np.asarray(sync.load(tmp_path / "c")["x"]), np.asarray(tensor))

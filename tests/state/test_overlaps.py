@@ -102,6 +102,17 @@ def test_what_overlaps_in_part_is_refused(apart: str) -> None:
     assert not memory.any()
 
 
+def test_all_that_something_with_gaps_lies_over_is_named(tmp_path: Path) -> None:
+    """Each has values that may be either's, and a reader looks for its name."""
+    base = torch.arange(8, dtype=torch.int16)
+    ckptio.sync.save({"gaps": base + 100, "head": base[:4], "all": base}, tmp_path / "c")
+    memory = torch.zeros(16, dtype=torch.int16)
+    target = {"gaps": memory[::2], "head": memory[:4], "all": memory[:8]}
+    notes = ckptio.sync.load_with_report(tmp_path / "c", into=target).report.notes
+    assert [note for note in notes if "gaps" in note and "'head'" in note]
+    assert [note for note in notes if "gaps" in note and "'all'" in note]
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
     ("wide", "column", "apart"),

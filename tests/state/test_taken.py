@@ -104,6 +104,12 @@ CASES: dict[str, tuple[Any, Any, Callable[[pytest.MonkeyPatch], None], str]] = {
         without("EVAL"),
         "'x.0.1.m.b.1' does not fit",
     ),
+    "in each rank's own": (
+        {"r": ckptio.PerRank({"t": TENSOR, "m": Mode.EVAL})},
+        None,
+        without("EVAL"),
+        "'x.r.m' does not fit",
+    ),
     "in a record with one": (Moments(TENSOR, Mode.EVAL), None, without("EVAL"), "'x.count' does"),  # type: ignore[arg-type]  # any
     "a key beside one": ({Mode.EVAL: TENSOR}, None, without("EVAL"), "'x' does not fit .*Mode"),
     "in a list": ([Mode.EVAL], [Mode.TRAIN], without("EVAL"), "'x.0' does not fit .*Mode"),
