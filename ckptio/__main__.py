@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _USAGE = 2
 _BUG = 3
+_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 fine, 1 damage found, 2 wrong usage or nothing to read, 3 a bug of
-        ckptio. A crash must not look like damage, so that no exception gets out of here.
+        ckptio, 130 interrupted. A crash must not look like damage, so that no exception gets
+        out of here.
     """
     if find_spec("typer") is None or find_spec("rich") is None:
         sys.stderr.write("ckptio: the command line needs: pip install 'ckptio[cli]'\n")
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # commands handle what they read; a full disk under stdout, mostly
         with contextlib.suppress(OSError):
             sys.stderr.write(f"ckptio: {error}\n")
+    except KeyboardInterrupt:  # before a command has begun: what is imported takes a while
+        code = _INTERRUPTED
     except Exception:
         traceback.print_exc()
         code = _BUG

@@ -173,7 +173,7 @@ class Engine:
 
         Raises:
             CheckpointError: One could not be made, the first of them; all were tried.
-            StorageError: The directory cannot be listed.
+            StorageError: The directory cannot be listed, or is not there (no URL's is missing).
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed

@@ -152,7 +152,8 @@ class MismatchError(TargetError):
             )
             if names
         ]
-        ways_out = "load_with_report(...) loads what fits and says what does not, strict='ignore'"
+        report = "load_with_report(..., strict='report') loads what fits and says what does not"
+        ways_out = f"{report}, strict='ignore'"
         if hint:
             ways_out = f"{hint}; {ways_out}"
         elif self.unexpected and len(parts) == 1:

@@ -24,6 +24,7 @@ from ckptio.config import KiB
 from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
     FormatError,
@@ -237,6 +238,14 @@ async def test_one_call_whose_engine_is_closed_before_its_copy_begins_owes_it(
         await handle.durable
     assert await ckptio.finish_copies(tmp_path) == (str(tmp_path / "b"),)
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+
+
+def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) -> None:
+    """A path that is mistyped, or not mounted; an empty one owes nothing."""
+    assert sync.finish_copies(tmp_path) == ()
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        sync.finish_copies(tmp_path / "nowhere")
+    assert sync.finish_copies("memory://nothing-owed/here") == ()
 
 
 def test_an_engine_that_is_closed_before_a_copy_begins_owes_it(

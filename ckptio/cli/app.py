@@ -107,7 +107,7 @@ def ls(
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """List the checkpoints at and below ROOT.
+    """List the checkpoints of ckptio at and below ROOT; `show` reads those of others, too.
 
     A link to a directory that is listed anyway is not listed again. A directory that a
     killed save left without a commit, or in which a save is still running, is shown with

@@ -71,7 +71,7 @@ def run(
         if row.error is not None:
             terminal.message(f"{row.path}: {row.error}")
     if not rows:
-        terminal.message(f"{name}: no checkpoints here")
+        terminal.message(f"{name}: no checkpoints of ckptio here")
     if num_uncommitted and not show_all:
         terminal.message(f"{num_uncommitted} without a commit; --all shows them")
     return exit_code(row.state for row in rows)

@@ -65,11 +65,11 @@ class Terminal:
             self.lines([line])
             return
         with self._piped():
-            self._out.print(Text(line, style), soft_wrap=True)
+            self._out.print(Text(without_credentials(line), style), soft_wrap=True)
 
     def json(self, document: dict[str, Any]) -> None:
         """Print the one document of a command, in ASCII."""
-        self._write(without_credentials(json.dumps(document)) + "\n")
+        self._write(json.dumps(document) + "\n")
 
     def message(self, text: str) -> None:
         """Say something on stderr; `text` may be anybody's."""
@@ -78,7 +78,7 @@ class Terminal:
 
     def _write(self, text: str) -> None:
         with self._piped():
-            sys.stdout.write(text)
+            sys.stdout.write(without_credentials(text))
             sys.stdout.flush()
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Terminal:
         from ckptio.cli.progress import make_progress  # noqa: PLC0415  # where it is shown
 
         with make_progress(self._err, in_bytes=in_bytes) as progress:
-            task = progress.add_task(visible(title), total=None)
+            task = progress.add_task(visible(without_credentials(title)), total=None)
 
             def advance(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total)

@@ -63,6 +63,8 @@ def run(
             results.append(result)
             if not as_json:
                 _print(result, terminal)
+            if result["state"] in ("missing", "unreadable"):
+                terminal.message(f"{result['path']}: {result['error']}")
     if as_json:
         terminal.json({"checkpoints": results, "error": None})
     return exit_code(result["state"] for result in results)
@@ -144,8 +146,6 @@ def _print(result: Json, terminal: Terminal) -> None:
         terminal.styled(line, _STYLES[state])
     for damage in result["damage"]:
         terminal.lines(_damage_lines(damage, terminal.width))
-    if state in ("missing", "unreadable"):
-        terminal.message(f"{path}: {result['error']}")
 
 
 def _damage_lines(damage: Json, width: int | None) -> list[str]:

@@ -7,14 +7,16 @@ a save: a run that saves once and ends would never make more than one of them el
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
-from ckptio._aio import shielded
+from ckptio._aio import run_blocking, shielded
 from ckptio.engine.heads import read_head
 from ckptio.engine.tiers import CopyJob, make_copy
-from ckptio.errors import CheckpointError
+from ckptio.errors import CheckpointError, CheckpointNotFoundError
 from ckptio.events import CopyFailed
 from ckptio.format.note import decode_note
+from ckptio.storage.root import LocalRoot
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -31,10 +33,12 @@ def parent_of(path: str) -> str:
 async def take_up(root: str, context: EngineContext) -> None:
     """Make the copies that earlier runs owed. What fails was told the observer, or the log."""
     with contextlib.suppress(CheckpointError):  # an event has each, and that of the list
-        await finish_copies(root, context)
+        await finish_copies(root, context, may_be_new=True)
 
 
-async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ...]:
+async def finish_copies(
+    root: PathLike, context: EngineContext, *, may_be_new: bool = False
+) -> tuple[str, ...]:
     """Make the copies that are owed of a checkpoint, and of those in a directory.
 
     On the engine's loop, and to the end also where the engine's block is left meanwhile.
@@ -42,6 +46,7 @@ async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ..
     Args:
         root: The checkpoint or the directory.
         context: The engine's. With several ranks, rank 0 does all of it.
+        may_be_new: Whether there need not be a directory yet. In object stores there is none.
 
     Returns:
         Where copies were made, by path of the first tier.
@@ -49,6 +54,8 @@ async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ..
     Raises:
         CheckpointError: One could not be made, the first of them; all were tried. Each is told
             by an event, too.
+        CheckpointNotFoundError: There is no directory: nobody is to read out of that that
+            nothing is owed.
     """
     if context.ranks.rank != 0:
         return ()
@@ -59,6 +66,9 @@ async def finish_copies(root: PathLike, context: EngineContext) -> tuple[str, ..
     except CheckpointError as error:
         _tell(context, place.path, error)
         raise
+    is_unsure = not (found or may_be_new) and isinstance(place, LocalRoot)
+    if is_unsure and not await run_blocking(context.executor, os.path.lexists, place.path):
+        raise CheckpointNotFoundError(place.path, "there is no such directory")
     paths += [place.join(item.name) for item in found if item.version is not None]
     made, failure = [], None
     for path in paths:

@@ -168,7 +168,7 @@ def test_ls_of_nothing_is_fine_and_says_so(
     assert main(["ls", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "no checkpoints here" in shown.err
+    assert "no checkpoints of ckptio here" in shown.err
 
 
 def test_ls_of_a_manifest_that_is_no_file_is_2(

@@ -16,6 +16,7 @@ from tests.cli.rig import (
     data_file,
     flip,
     run,
+    run_on_terminal,
     save_at,
 )
 
@@ -149,6 +150,36 @@ def test_an_interrupt_does_not_look_like_damage(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("ckptio.cli.verify.run", interrupt)
     assert main(["verify", "x"]) == 130
+
+
+def test_an_interrupt_before_a_command_begins_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command imports takes a while."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptio.__main__._run", interrupt)
+    assert main(["ls"]) == 130
+
+
+def test_no_command_shows_who_may_open_a_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nowhere: a log has the standard output, too, and a terminal the titles of what is done."""
+    url, out = "s3://user:hunter2@bucket/x", str(tmp_path / "x")
+    prune = ["prune", url, "--keep-last=1"]
+    convert = ["convert", url, out, "--to=ckptio"]
+    for argv in (["verify", url], ["show", url], ["ls", url], prune, convert, ["diff", url, url]):
+        for more in ([], ["--json"]):
+            assert main([*argv, *more]) == 2
+            sent = capsys.readouterr()
+            assert "hunter2" not in sent.out + sent.err
+            assert "must not hold a password" in sent.err
+    for argv in (["verify", url], convert):
+        code, shown = run_on_terminal(80, *argv)
+        assert code == 2
+        assert "hunter2" not in shown
+        assert "s3://***@bucket/x" in shown
 
 
 def test_a_pipe_gets_no_colour_no_progress_and_nothing_cut(tmp_path: Path) -> None:
