@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.format.checksum import crc32c
-from ckptio.format.encode import TAG
-from ckptio.plan.differences import DICT_TAGS, RANKS_TAG, RECORD_TAGS
+from ckptio.format.encode import RANKS_TAG, TAG
+from ckptio.plan.differences import DICT_TAGS, RECORD_TAGS
 from ckptio.plan.marks import MARK
 from ckptio.state.held import Held
 from ckptio.state.leaves import raw_bytes

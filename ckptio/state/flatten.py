@@ -20,9 +20,16 @@ import torch
 
 from ckptio._gc import collection_paused
 from ckptio.errors import UnsupportedLeafError
-from ckptio.format.encode import TAG, ObjectEncoder, class_name, encode_bytes, join_fqn
+from ckptio.format.encode import (
+    RANKS_TAG,
+    TAG,
+    ObjectEncoder,
+    class_name,
+    encode_bytes,
+    join_fqn,
+)
 from ckptio.layout import numel
-from ckptio.plan.differences import RANKS_TAG, UNSURE
+from ckptio.plan.differences import UNSURE
 from ckptio.shards import LeafSpec, PerRank, Shard
 from ckptio.state.alike import Alike
 from ckptio.state.held import Held

@@ -49,8 +49,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ckptio.format.encode import TAG, join_fqn
-from ckptio.plan.differences import RANKS_TAG
+from ckptio.format.encode import RANKS_TAG, TAG, join_fqn
 from ckptio.shards import PerRank
 from ckptio.state.fills import Blank
 from ckptio.state.records import copied

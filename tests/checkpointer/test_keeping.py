@@ -150,7 +150,7 @@ def test_no_removal_comes_between_a_commit_and_what_follows_it(
                     reach(info)
                     committed.set()
 
-                moment.reach = reached  # type: ignore[method-assign]  # to see it at once
+                moment.reach = reached  # type: ignore[method-assign,assignment]  # to see it at once
                 await handle
             return committed_steps(tmp_path)
 
