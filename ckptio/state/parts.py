@@ -19,9 +19,10 @@ What is guaranteed:
   gives parts is refused, before any of them takes a state; but for parts of parts, whose states
   are there when those around them have taken theirs. In any other a dict stays, and is noted.
 * A part that the object has handed a state takes no other. A dict in another place of it stays,
-  and is noted; so is a part that was handed two. Of a state that was handed on under another name,
-  only its keys say to whom: to parts of the class that are parts still in all their places, if
-  these are as many as such states, and the dict came under the name of an attribute.
+  and is noted, unless it is that state, bit for bit; so is a part that was handed two. Of a state
+  that was handed on under another name, only its keys say to whom: to parts of the class that are
+  parts still in all their places, if these are as many as such states, and the dict came under the
+  name of an attribute.
 * Whatever is refused, the parts are where they were, in the very lists and dicts.
 
 What was rejected: to give every object its parts, as those that hand states on would give a module
@@ -136,7 +137,7 @@ class _Taken:
         self._given.clear()
         self._unnamed = {id(state) for state in before.unnamed}
         #: What states have that may have been handed to these: they are in no place now.
-        self._handed = [state.keys() for state in before.unnamed if id(state) not in placed]
+        self._handed = [state for state in before.unnamed if id(state) not in placed]
         #: Classes of those that had no other state to take.
         self._whole = [
             kind for key, kind in kinds.items() if key not in left and key not in self._by_part
@@ -198,7 +199,7 @@ class _Taken:
         if has is mine:
             self._given[part] = mine.state
             return True
-        if not has.is_handed and is_same(has.state, state):
+        if has.state is not None and is_same(has.state, state):
             return False
         if not has.is_handed and is_given:
             raise TargetError(
@@ -209,13 +210,16 @@ class _Taken:
         return None
 
     def _may_be_handed(self, place: Place) -> bool:
-        """Whether a part may have a state that is in no place: not if others account for all."""
-        num_handed = self._handed.count(place.found.keys())
+        """Whether a part may have another state, in no place: not if others account for all."""
+        handed = [state for state in self._handed if state.keys() == place.found.keys()]
         is_named = id(place.found) not in self._unnamed
-        return num_handed > (self._whole.count(type(place.part)) if is_named else 0)
+        num_others = self._whole.count(type(place.part)) if is_named else 0
+        return len(handed) > num_others and not any(is_same(one, place.found) for one in handed)
 
 
 def _is_double(has: _State) -> str:
+    if has.state is None:
+        return f"is one object with {has.fqn!r}, which load_state_dict() handed a state"
     return f"is one object with {has.fqn!r} in the target and another in the checkpoint"
 
 
