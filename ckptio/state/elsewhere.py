@@ -78,6 +78,7 @@ class Elsewhere:
         self._changed = changed
         self._objects: dict[int, _Stored] = {}
         self._by_memory: dict[Hashable, int] | None = None
+        self._by_index: dict[int, Fill] | None = None
 
     def note(self, fqn: str, target: Any, node: Json) -> None:
         """Note what an object of the target takes."""
@@ -148,10 +149,11 @@ class Elsewhere:
         """Give a stored tensor as it was loaded, wherever that is."""
         if index in tensors:
             return tensors[index]  # type: ignore[index]  # none has no index
-        return next(
-            (f.memory() for f in self.fills if f.stored == index and f.view is f.block is None),
-            None,
-        )
+        if self._by_index is None:
+            whole = (fill for fill in self.fills if fill.view is None and fill.block is None)
+            self._by_index = {fill.stored: fill for fill in whole}
+        fill = self._by_index.get(-1 if index is None else index)
+        return None if fill is None else fill.memory()
 
     def are_alike(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         """Whether two tensors have the same bytes, where that can be told."""
