@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptio.format.encode import join_fqn
+from ckptio.state.elsewhere import Elsewhere
 from ckptio.state.handed import handed_to, takes_unasked
 from ckptio.state.numbered import numbered
 from ckptio.state.optimizer_blocks import with_blocks
@@ -42,6 +43,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.untouched = Untouched()
+        self._elsewhere = Elsewhere(self.match.fills, self._keep, self.untouched.changed)
         self.runs_foreign = False
 
     @abc.abstractmethod
@@ -57,6 +59,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
     def _stateful(self, fqn: str, target: Any, node: Json) -> Assemble:
         if not self._selects(fqn, node) or self._is_taken(fqn, target, node):
             return lambda _: target
+        stored = node
         is_optimizer = isinstance(target, torch.optim.Optimizer) and type(node) is dict
         if is_optimizer:
             require_parameters(fqn, target)
@@ -65,6 +68,7 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             if found:
                 self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
                 return lambda _: target
+        self._elsewhere.note(fqn, target, stored)
         self.runs_foreign |= runs_foreign(target)
         is_module = isinstance(target, torch.nn.Module)
         if self._hands_over and is_kept(fqn, node, self._keep) and takes_unasked(target, node):
@@ -95,9 +99,12 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             self.untouched.reach(start, stop)
             self.untouched.require(values)
             before = before_taking(fqn, target, values, template)
+            given, own = values if before.held else {}, range(start, stop)
+            beside = self._elsewhere.beside(fqn, given, stored, own, rebuilder.tensors)
             with self.untouched.guard(target):
                 rebuilder.notes += take_state(fqn, target, values, assigns=is_module and has_blanks)
-            rebuilder.notes += put_back(before, is_partial=is_partial)
+            guard = self.untouched.guard
+            rebuilder.notes += put_back(before, beside, guard, is_partial=is_partial)
             return target
 
         return hand_over
@@ -110,8 +117,11 @@ class ObjectMatcher(TensorMatcher, abc.ABC):
             self.untouched.reach(start, start)
             values = assemble(rebuilder)
             before = before_taking(fqn, target, values)
+            given, own = values if before.held else {}, range(start, start)
+            beside = self._elsewhere.beside(fqn, given, node, own, rebuilder.tensors)
             rebuilder.notes += take_state(fqn, target, values, assigns=False)
-            rebuilder.notes += put_back(before, is_partial=False)
+            guard = self.untouched.guard
+            rebuilder.notes += put_back(before, beside, guard, is_partial=False)
             return target
 
         return hand_over

@@ -2,8 +2,8 @@
 
 An object whose state is its attributes gives its parts themselves in its `state_dict()`, and their
 states are stored. It is given states in the place of the parts, and may leave them there. So it is
-looked at before and after, place by place: in attributes, in lists and dicts, in parts of parts.
-Where the dict of a state is now, the part comes back and takes that.
+looked at before and after, place by place: in attributes, in lists, dicts and dataclasses there, in
+parts of parts. Where the dict of a state is now, the part comes back and takes that.
 
 What is guaranteed:
 
@@ -18,10 +18,13 @@ What is guaranteed:
   that of the first: of attributes, then of lists and dicts, then of parts of parts. An object that
   gives parts is refused, before any of them takes a state; but for parts of parts, whose states
   are there when those around them have taken theirs. In any other a dict stays, and is noted.
+* A part that is at another place of the target, too, or in another object, takes no state that
+  differs from what is stored there (see `elsewhere`). That is refused, or noted, likewise.
 * A part that the object has handed a state takes no other. A dict in another place of it stays,
-  and is noted; so is a part that was handed two. Of a state that was handed on under another name,
-  only its keys say to whom: to parts of the class that are parts still in all their places, if
-  these are as many as such states, and the dict came under the name of an attribute.
+  and is noted, unless it is that state, bit for bit; so is a part that was handed two. Of a state
+  that was handed on under another name, only its keys say to whom: to parts of the class that are
+  parts still in all their places, if these are as many as such states, and the dict came under the
+  name of an attribute.
 * Whatever is refused, the parts are where they were, in the very lists and dicts.
 
 What was rejected: to give every object its parts, as those that hand states on would give a module
@@ -56,14 +59,25 @@ from ckptio.state.same import is_same
 from ckptio.state.take import take_state
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from ckptio.state.elsewhere import Beside
 
 
-def put_back(before: Before, *, is_partial: bool) -> list[str]:
+def put_back(
+    before: Before,
+    beside: Beside,
+    guard: Callable[[Any], AbstractContextManager[None]],
+    *,
+    is_partial: bool,
+) -> list[str]:
     """Let parts of an object take their states, where it has these in the place of them now.
 
     Args:
         before: What it had before it took its state.
+        beside: What other objects take, which may be its parts, or have these, too.
+        guard: Looks on while a part takes its state.
         is_partial: Whether it was given less than all: modules keep what they are not given.
 
     Returns:
@@ -72,7 +86,7 @@ def put_back(before: Before, *, is_partial: bool) -> list[str]:
     Raises:
         TargetError: A part does not take its state, or has none that could be told, or two.
     """
-    taken = _Taken(before)
+    taken = _Taken(before, beside)
     try:
         for _, level in itertools.groupby(before.held, key=lambda held: held.depth):
             found = [(held, *step) for held in level for step in taken.steps(held)]
@@ -80,7 +94,9 @@ def put_back(before: Before, *, is_partial: bool) -> list[str]:
                 held.attribute.put(place.path, place.part)
             for _, place, takes in found:
                 if takes:
-                    taken.notes += _take(place, is_partial=is_partial)
+                    beside.note(place.fqn, place.part, place.found)
+                    with guard(place.part):
+                        taken.notes += _take(place, is_partial=is_partial)
     except TargetError:
         for held in before.held:
             places = held.places()
@@ -104,13 +120,15 @@ class _Taken:
 
     Args:
         before: What there was before the object took its state.
+        beside: What other objects take.
 
     Attributes:
         notes: Notes for the report.
     """
 
-    def __init__(self, before: Before) -> None:
+    def __init__(self, before: Before, beside: Beside) -> None:
         self.notes: list[str] = []
+        self._beside = beside
         self._states = {id(state) for state in before.states}
         self._is_asked = before.is_asked
         self._by_part: dict[int, _State] = {}
@@ -136,7 +154,7 @@ class _Taken:
         self._given.clear()
         self._unnamed = {id(state) for state in before.unnamed}
         #: What states have that may have been handed to these: they are in no place now.
-        self._handed = [state.keys() for state in before.unnamed if id(state) not in placed]
+        self._handed = [state for state in before.unnamed if id(state) not in placed]
         #: Classes of those that had no other state to take.
         self._whole = [
             kind for key, kind in kinds.items() if key not in left and key not in self._by_part
@@ -194,11 +212,15 @@ class _Taken:
             self._by_part.setdefault(part, _State(self._stays[part], None, is_handed=True))
         is_double = self._num_places[part] > 1  # what takes a state may write to all that is in it
         mine = _State(place.fqn, copied_all(state) if is_double else copy.copy(state))
-        has = self._by_part.setdefault(part, mine)
-        if has is mine:
-            self._given[part] = mine.state
-            return True
-        if not has.is_handed and is_same(has.state, state):
+        has = self._by_part.get(part)
+        if has is None:
+            name = self._beside.name_of_double(place.part, state)
+            if name is None:
+                self._by_part[part] = mine
+                self._given[part] = mine.state
+                return True
+            has = _State(name, state)
+        elif has.state is not None and is_same(has.state, state):
             return False
         if not has.is_handed and is_given:
             raise TargetError(
@@ -209,13 +231,16 @@ class _Taken:
         return None
 
     def _may_be_handed(self, place: Place) -> bool:
-        """Whether a part may have a state that is in no place: not if others account for all."""
-        num_handed = self._handed.count(place.found.keys())
+        """Whether a part may have another state, in no place: not if others account for all."""
+        handed = [state for state in self._handed if state.keys() == place.found.keys()]
         is_named = id(place.found) not in self._unnamed
-        return num_handed > (self._whole.count(type(place.part)) if is_named else 0)
+        num_others = self._whole.count(type(place.part)) if is_named else 0
+        return len(handed) > num_others and not any(is_same(one, place.found) for one in handed)
 
 
 def _is_double(has: _State) -> str:
+    if has.state is None:
+        return f"is one object with {has.fqn!r}, which load_state_dict() handed a state"
     return f"is one object with {has.fqn!r} in the target and another in the checkpoint"
 
 

@@ -15,9 +15,14 @@ from ckptio.state.wrappers import is_wrapper
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+#: What is the same if it is equal.
+_WORDS = (int, bool, str, bytes, bytearray)
+
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two states are the same, bit for bit; not where that cannot be told.
+
+    Tensors may be on two devices: some of a state are filled where they are, others made anew.
 
     Args:
         one: What a checkpoint may have: containers, numbers, tensors.
@@ -51,9 +56,16 @@ def _is_same(one: Any, other: Any) -> bool:
             _is_same(getattr(one, field.name), getattr(other, field.name))
             for field in dataclasses.fields(one)
         )
+    return _is_same_word(one, other)
+
+
+def _is_same_word(one: Any, other: Any) -> bool:
     if isinstance(one, (float, complex)):
         return repr(one) == repr(other)  # nan is nan, and 0.0 is not -0.0
-    return bool(one == other)
+    if type(one) in _WORDS:
+        return bool(one == other)
+    # a moment is equal in two zones, and in both hours that a clock shows twice
+    return bool(one == other) and repr(one) == repr(other)
 
 
 def _are_same_members(one: Collection[Any], other: Collection[Any]) -> bool:
@@ -69,6 +81,8 @@ def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
         names, more = one.__tensor_flatten__()  # type: ignore[attr-defined]  # it is one
         is_like = _is_same((names, more), other.__tensor_flatten__())  # type: ignore[attr-defined]  # as above
         return is_like and all(_is_same(getattr(one, n), getattr(other, n)) for n in names)
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
     return memory_of(one) == memory_of(other) or torch.equal(raw_bytes(one), raw_bytes(other))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptio import PerRank
 from ckptio.state.same import is_same
+
+NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,12 @@ from ckptio.state.same import is_same
         (PerRank(torch.ones(1)), PerRank(torch.ones(1)), True),
         (PerRank(1), PerRank(2), False),
         ("a", "a", True),
+        (b"a", b"b", False),
+        (Decimal("1.0"), Decimal("1.00"), False),
+        (Path("a"), Path("a"), True),
+        (NOON, NOON.astimezone(timezone(timedelta(hours=1))), False),
+        (NOON, NOON.replace(fold=1), False),
+        (NOON, NOON.replace(), True),
     ],
     ids=str,
 )

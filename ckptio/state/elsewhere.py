@@ -1,0 +1,258 @@
+"""What an object of a target takes, that is a part of another one, too.
+
+Early stopping has the model, a trainer has all of them, and so has the target itself. What is
+stored for such a part is one state, as a rule, tied or copied; then it takes that twice, as with
+torch. Where there are two, an object's own code may write whichever it likes. But a state that
+is put back for an object (see `parts`) would be in the place of another, which nobody asked for.
+
+So it is looked up what else is stored for the part: for itself, in the target or in objects that
+have taken theirs already; or, of modules and optimizers, for the tensors that they have, in a dict
+of the target or in the state of who hands it on. Two states are told from each other as they are
+stored, not as they are: one may be filled on a device, in another precision, and has classes of
+the target. Only copies are compared by their bytes, but for tensors that have been written to
+meanwhile, which tell nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from ckptio.format.encode import join_fqn
+from ckptio.state.leaves import raw_bytes
+from ckptio.state.members import identity_of_key, members_of, take_member
+from ckptio.state.prune import prune_at
+from ckptio.state.records import fields_of, record_tag, tag_of
+from ckptio.state.sharded import is_sharded, memory_of
+from ckptio.state.tree import children, renumbered, sequence_in, tensor_index, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from ckptio.format.encode import Json
+    from ckptio.state.fills import Fill
+    from ckptio.state.tree import Predicate
+
+#: Longer lists and dicts in a state hold no states of parts.
+_MAX_ITEMS = 1000
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+_MAPPINGS = (None, "dict", "odict", "counter")
+
+
+class _Stored(NamedTuple):
+    """A state as it is stored.
+
+    Attributes:
+        fqn: Its name there.
+        node: Its node.
+        place: The name of the object in the target.
+        value: The object, or the state itself: nothing else has its id while it is here.
+    """
+
+    fqn: str
+    node: Json
+    place: str = ""
+    value: Any = None
+
+
+class Elsewhere:
+    """What objects of a target take, in one load.
+
+    Args:
+        fills: What is filled where it is.
+        keep: Accepts the names to load; everything if not given.
+        changed: Says whether a tensor that was filled has been written to since.
+    """
+
+    def __init__(
+        self,
+        fills: list[Fill],
+        keep: Predicate | None,
+        changed: Callable[[torch.Tensor], object],
+    ) -> None:
+        self.fills = fills
+        self._keep = keep
+        self._changed = changed
+        self._objects: dict[int, _Stored] = {}
+        self._by_memory: dict[Hashable, int] | None = None
+        self._by_index: dict[int, Fill] | None = None
+
+    def note(self, fqn: str, target: Any, node: Json) -> None:
+        """Note what an object of the target takes."""
+        self._objects[id(target)] = _Stored(fqn, node, fqn, target)
+
+    def note_part(self, place: str, part: Any, stored: _Stored) -> None:
+        """Note what a part has taken at a place in another object."""
+        self._objects.setdefault(id(part), stored._replace(place=place, value=part))
+
+    def beside(
+        self, fqn: str, values: Any, node: Json, own: range, tensors: Mapping[int, torch.Tensor]
+    ) -> Beside:
+        """Look at the other objects from one that is about to take its state.
+
+        Args:
+            fqn: Its name.
+            values: What it is given.
+            node: How that is stored.
+            own: Which of what is filled where it is it has itself.
+            tensors: Stored tensors, by index, that were made anew.
+        """
+        states = dict(_states_in(fqn, values, node)) if len(self._objects) > 1 else {}
+        return Beside(self, states, own, tensors)
+
+    def other(self, part: Any) -> _Stored | None:
+        """Give what an object takes elsewhere; `None` for nothing that is known."""
+        return self._objects.get(id(part))
+
+    def filled(self, tensor: torch.Tensor, own: range) -> str | None:
+        """Name what is filled in a tensor's memory, but by the object itself."""
+        if self._by_memory is None:
+            self._by_memory = {
+                memory_of(fill.tensor): place
+                for place, fill in reversed(list(enumerate(self.fills)))
+                if fill.block is None and isinstance(fill.tensor, torch.Tensor)
+            }
+        place = self._by_memory.get(memory_of(tensor))
+        return None if place is None or place in own else self.fills[place].name
+
+    def is_same(self, one: _Stored, other: _Stored, tensors: Mapping[int, torch.Tensor]) -> bool:
+        """Whether two states are stored alike, as far as they are loaded."""
+        if _is_same_json(one.node, other.node):
+            return True
+        kept = [self._children(stored) for stored in (one, other)]
+        names = [[name for name, _ in each] for each in kept]
+        nodes = [[node for _, node in each] for each in kept]
+        if names[0] != names[1]:
+            return False
+        if not _is_same_json(*(renumbered(each, lambda _: 0) for each in nodes)):
+            return False
+        indices = ([tensor_index(node) for _, node in walk("", each)] for each in nodes)
+        return all(
+            first == second or self.are_alike(*(self._landed(i, tensors) for i in (first, second)))
+            for first, second in zip(*indices, strict=True)
+        )
+
+    def _children(self, stored: _Stored) -> list[tuple[str, Json]]:
+        """Give what a state has by name, whatever its class, and whatever versions it has."""
+        fqn, node, *_ = stored
+        kept = (node,) if self._keep is None else prune_at(fqn, node, self._keep)
+        if not kept or type(kept[0]) is not dict or tag_of(kept[0]) not in _MAPPINGS:
+            return [("", each) for each in kept]
+        return sorted(children("", kept[0]), key=lambda child: child[0])
+
+    def _landed(
+        self, index: int | None, tensors: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Give a stored tensor as it was loaded, wherever that is."""
+        if index in tensors:
+            return tensors[index]  # type: ignore[index]  # none has no index
+        if self._by_index is None:
+            whole = (fill for fill in self.fills if fill.view is None and fill.block is None)
+            self._by_index = {fill.stored: fill for fill in whole}
+        fill = self._by_index.get(-1 if index is None else index)
+        return None if fill is None else fill.memory()
+
+    def are_alike(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        """Whether two tensors have the same bytes, where that can be told."""
+        if one is None or other is None or one.shape != other.shape:
+            return False
+        if self._changed(one) or self._changed(other):
+            return True
+        cast = other.to(one.dtype)
+        return torch.equal(raw_bytes(one.cpu()), raw_bytes(cast.cpu()))
+
+
+class Beside:
+    """The other objects of a target, as one of them sees them."""
+
+    def __init__(
+        self,
+        elsewhere: Elsewhere,
+        states: Mapping[int, _Stored],
+        own: range,
+        tensors: Mapping[int, torch.Tensor],
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._states = states
+        self._own = own
+        self._tensors = tensors
+
+    def name_of_double(self, part: Any, state: Any) -> str | None:
+        """Name the place, in the target or in another object, where a part takes another state.
+
+        Args:
+            part: A part of the object.
+            state: What it would take.
+        """
+        other, mine = self._elsewhere.other(part), self._states.get(id(state))
+        if other is not None and mine is not None:
+            is_same = self._elsewhere.is_same(other, mine, self._tensors)
+            return None if is_same else other.place
+        is_alone = len(self._elsewhere.fills) == len(self._own)
+        if is_alone or not isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+            return None
+        try:
+            has = part.state_dict()
+        except Exception:  # of the caller's class, which raises anything
+            return None
+        for tensor, taken in _pairs_in(has, state):
+            name = self._elsewhere.filled(tensor, self._own)
+            if name is not None and not self._elsewhere.are_alike(tensor, taken):
+                return name
+        return None
+
+    def note(self, fqn: str, part: Any, state: Any) -> None:
+        """Note what a part takes at a place, if that is known."""
+        if id(state) in self._states:
+            self._elsewhere.note_part(fqn, part, self._states[id(state)])
+
+
+def _is_same_json(one: Json, other: Json) -> bool:
+    """Whether two nodes are the same: 1, True and 1.0 are equal."""
+    return one == other and msgspec.json.encode(one) == msgspec.json.encode(other)
+
+
+def _pairs_in(one: Any, other: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Give tensors that are at the same places of two states, and have memory of their own."""
+    if isinstance(one, torch.Tensor):
+        is_plain = not is_sharded(one) and one.layout is torch.strided and not one.is_meta
+        if is_plain and isinstance(other, torch.Tensor):
+            yield one, other
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for key, value in one.items():
+            if key in other:
+                yield from _pairs_in(value, other[key])
+
+
+def _states_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[int, _Stored]]:
+    """Give how the dicts in a value are stored, by their ids."""
+    ahead = [(fqn, value, node)]
+    while ahead:
+        fqn, value, node = ahead.pop()
+        if type(value) in (dict, OrderedDict):
+            yield id(value), _Stored(fqn, node, value=value)
+        for each in _items_in(fqn, value, node):
+            item = each[1]
+            if record_tag(item) or (type(item) in _CONTAINERS and len(item) <= _MAX_ITEMS):
+                ahead.append(each)
+
+
+def _items_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[str, Any, Json]]:
+    """Give what a container has, by its name and as it is stored."""
+    if record_tag(value) is not None:
+        stored = dict(node["v"]) if tag_of(node) == record_tag(value) else {}
+        for name, item in fields_of(value).items():
+            if name in stored:
+                yield join_fqn(fqn, name), item, stored[name]
+    elif isinstance(value, dict):
+        is_mapping = type(node) is dict and tag_of(node) in _MAPPINGS
+        members = members_of(fqn, node) if is_mapping else {}
+        for key, item in value.items():
+            found = take_member(members, value, key, identity_of_key(fqn, key))
+            if found is not None:
+                yield found[1], item, found[2]
+    elif (listed := sequence_in(fqn, node)) is not None:
+        yield from zip(listed[1], value, listed[2], strict=False)
