@@ -16,6 +16,7 @@ from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive
+from ckptio.runtime.gauges import Gauges
 from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
     from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
-    from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 
-class Engine:
+class Engine(Gauges):
     """Saves and loads, with a loop, a pool and a metadata cache of its own.
 
     Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
@@ -381,19 +380,3 @@ class Engine:
         """
         self._core.pin_if_cuda()
         await self._core.call(lambda context: prewarm(context, nbytes, at), "prewarm")
-
-    def statistics(self) -> PoolStatistics:
-        """Say what the staging pool has and has done.
-
-        Raises:
-            EngineClosedError: The engine is not open.
-        """
-        return self._core.context.pool.statistics()
-
-    def cache_statistics(self) -> CacheStatistics:
-        """Say what the metadata cache has and has done.
-
-        Raises:
-            EngineClosedError: The engine is not open.
-        """
-        return self._core.context.cache.statistics()
