@@ -153,7 +153,11 @@ async def test_a_save_sees_the_stream_it_was_called_on(tmp_path: Path) -> None:
     assert found["t"].unique().tolist() == [5]
 
 
-async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["awaited", "as a task"])
+@pytest.mark.parametrize("by", ["an engine", "a checkpointer", "one call"])
+async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(
+    tmp_path: Path, by: str, made: str
+) -> None:
     """Also where another task has chosen another stream of the thread meanwhile."""
     state = random_on("cuda", 4 * MiB, seed=2)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -165,14 +169,23 @@ async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(tmp_path: Pa
         with torch.cuda.stream(theirs):
             await is_loaded.wait()
 
-    async with ckptio.Engine(CONFIG) as engine:
-        await engine.save(state, tmp_path / "c")
+    async with (
+        ckptio.Engine(CONFIG) as engine,
+        ckptio.Checkpointer(tmp_path / "run", engine=engine) as ckpt,
+    ):
+        await ckpt.save(state, 1)
         with torch.cuda.stream(mine):
             keep_busy()
             for tensor in target.values():
                 tensor.fill_(3)
             others = asyncio.create_task(work_elsewhere())
-            await engine.load(tmp_path / "c", into=target)
+            if by == "a checkpointer":
+                load = ckpt.load(into=target)
+            else:
+                one = engine.load if by == "an engine" else ckptio.load
+                load = one(ckpt.path(1), into=target)
+            task = asyncio.create_task(load) if made == "as a task" else None
+            await (task or load)
             assert torch.cuda.current_stream() == theirs  # as it was: else this proves nothing
             is_loaded.set()
             await others
