@@ -194,6 +194,17 @@ async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(
     assert_same(on_cpu(target), on_cpu(state))
 
 
+async def test_devices_are_those_that_the_runtime_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that torch may count where CUDA_VISIBLE_DEVICES has changed since CUDA began."""
+    state = random_on("cuda", 1 * MiB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 99)
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        assert_same(on_cpu(await engine.load(tmp_path / "c", device="cuda")), on_cpu(state))
+
+
 async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
     """Same tensors, same memory; what the stream does next sees the new values."""
     state = random_on("cuda", 20 * MiB, 5, seed=1)
