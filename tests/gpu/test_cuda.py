@@ -432,6 +432,24 @@ def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
     assert target["t"].unique().tolist() == [5]
 
 
+def test_a_forked_child_is_told_that_it_cannot_use_cuda(tmp_path: Path) -> None:
+    """In torch's words, and not that a device had failed."""
+    program = """
+import os, sys, torch, ckptio.sync
+from ckptio.errors import StateError
+state = {"t": torch.ones(3, device="cuda")}
+child = os.fork()
+if not child:
+    try:
+        ckptio.sync.save(state, sys.argv[1])
+    except StateError as error:
+        os._exit(not str(error).startswith("Cannot re-initialize CUDA in forked subprocess"))
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=300)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_job_on_the_second_device_makes_no_context_on_the_first(tmp_path: Path) -> None:
     """Memory of the first device for every rank would be the price."""
