@@ -432,6 +432,29 @@ def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
     assert target["t"].unique().tolist() == [5]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("on_cuda", ["none", "some", "all"])
+def test_plug_ins_for_dcp_pin_what_tensors_of_the_device_are_copied_to(
+    tmp_path: Path, on_cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing for a state on the CPU, as `async_save` has made one before it is written."""
+    pin, pinned = HostRegistration.pin, list[int]()
+
+    def count(registration: HostRegistration, address: int, nbytes: int) -> None:
+        pinned.append(nbytes)
+        pin(registration, address, nbytes)
+
+    monkeypatch.setattr(HostRegistration, "pin", count)
+    devices = {"none": ("cpu", "cpu"), "some": ("cpu", "cuda"), "all": ("cuda", "cuda")}[on_cuda]
+    state = {
+        name: torch.full((20 * MiB,), 5, dtype=torch.uint8, device=device)
+        for name, device in zip("ab", devices, strict=True)
+    }
+    dcp_save(state, storage_writer=StorageWriter(tmp_path / "c", config=CONFIG))
+    assert set(pinned) == (set() if on_cuda == "none" else {CONFIG.slab_nbytes})
+    assert len(pinned) <= CONFIG.num_slabs
+
+
 def test_a_forked_child_is_told_that_it_cannot_use_cuda(tmp_path: Path) -> None:
     """In torch's words, and not that a device had failed."""
     program = """
