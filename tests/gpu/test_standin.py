@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,3 +76,10 @@ async def test_graphs_are_captured_where_torch_has_the_runtime_within_itself(
         await test_cuda.test_a_graph_is_captured_while_a_save_and_a_load_are_under_way(tmp_path)
     finally:
         cuda._exchange_capture_mode.cache_clear()
+
+
+def test_who_reads_a_devices_memory_on_the_host_crashes() -> None:
+    """So that none of the tests goes well by a read that no GPU would serve."""
+    program = "import ctypes, torch; ctypes.string_at(torch.ones(3, device='cuda').data_ptr(), 4)"
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=300)
+    assert done.returncode == -signal.SIGSEGV
