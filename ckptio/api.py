@@ -15,18 +15,19 @@ from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
+from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.drive import drive
+from ckptio.runtime.gauges import Gauges
 from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
     from types import TracebackType
     from typing import Self
 
     import torch
 
-    from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
     from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
     from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
-    from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 
-class Engine:
+class Engine(Gauges):
     """Saves and loads, with a loop, a pool and a metadata cache of its own.
 
     Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
@@ -181,7 +181,7 @@ class Engine:
         step = functools.partial(finish_copies, root)
         return await self._core.call(step, f"finish copies of {root!s}")
 
-    async def load(
+    def load(
         self,
         path: PathLike,
         into: T | None = None,
@@ -192,7 +192,7 @@ class Engine:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Load a state.
 
         Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
@@ -220,6 +220,9 @@ class Engine:
         blocks, whatever ranks, mesh and placement wrote them; all else is whole. No target
         changes on any rank before all fit. A rank that has no `ckptio.PerRank` value in the
         checkpoint finds it missing, or gets `None` without a target.
+
+        On CUDA, a target is filled behind what the current stream was told before this was called,
+        also where what it returns is awaited elsewhere and later, as in a task.
 
         Modules on the meta device get new parameters: an optimizer made before is refused. So is
         state of another class of torch's optimizers (before torch 2.7 nothing tells Adam from
@@ -258,14 +261,10 @@ class Engine:
             RankError: It failed on another rank, or on several while they read.
             PeerLostError: A rank died, froze or did not come.
         """
-        from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
-
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        load = flows.load_flow(self._core, path, asked, then)
-        state: T = (await drive(self._core, load, f"load {path!s}")).state
-        return state
+        return self._load(path, asked, then, CallerCurrents())
 
-    async def load_with_report(
+    def load_with_report(
         self,
         path: PathLike,
         into: Any = None,
@@ -276,7 +275,7 @@ class Engine:
         select: Select | None = None,
         strict: Strict = "report",
         types: Sequence[type] = (),
-    ) -> LoadResult:
+    ) -> Coroutine[Any, Any, LoadResult]:
         """Load a state, and say what was found: `result.state` and `result.report`.
 
         With `strict="report"` what fits is loaded, and the report lists what was missing,
@@ -284,20 +283,27 @@ class Engine:
         lies beside a checkpoint of another program and is no part of it.
         Everything else is as with `load`, and so is what it raises.
         """
+        asked = Asked(into, device, dtype, select, strict, types, reports=True)
+        return self._load(path, asked, then, CallerCurrents())
+
+    async def _load(
+        self, path: PathLike, asked: Asked, then: PathLike | None, currents: CallerCurrents
+    ) -> Any:
+        """Give the result, or its state alone, as is asked for."""
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
-        asked = Asked(into, device, dtype, select, strict, types, reports=True)
         load = flows.load_flow(self._core, path, asked, then)
-        return await drive(self._core, load, f"load {path!s}")
+        result = await drive(self._core, load, f"load {path!s}", currents)
+        return result if asked.reports else result.state
 
-    async def load_slice(
+    def load_slice(
         self,
         path: PathLike,
         name: str,
         index: Index,
         *,
         device: torch.device | str | None = None,
-    ) -> torch.Tensor:
+    ) -> Coroutine[Any, Any, torch.Tensor]:
         """Load a rectangular part of one tensor, reading little more than its bytes.
 
         Args:
@@ -317,11 +323,20 @@ class Engine:
                 `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and
                 `EngineClosedError`.
         """
+        return self._load_slice(path, name, index, device, CallerCurrents())
+
+    async def _load_slice(
+        self,
+        path: PathLike,
+        name: str,
+        index: Index,
+        device: torch.device | str | None,
+        currents: CallerCurrents,
+    ) -> torch.Tensor:
         from ckptio.runtime import slices  # noqa: PLC0415  # imports torch
 
-        return await drive(
-            self._core, slices.slice_flow(self._core, path, name, index, device), f"load {path!s}"
-        )
+        load = slices.slice_flow(self._core, path, name, index, device)
+        return await drive(self._core, load, f"load {path!s}", currents)
 
     async def inspect(self, path: PathLike) -> Manifest:
         """Read what a checkpoint is made of, and none of its data.
@@ -381,19 +396,3 @@ class Engine:
         """
         self._core.pin_if_cuda()
         await self._core.call(lambda context: prewarm(context, nbytes, at), "prewarm")
-
-    def statistics(self) -> PoolStatistics:
-        """Say what the staging pool has and has done.
-
-        Raises:
-            EngineClosedError: The engine is not open.
-        """
-        return self._core.context.pool.statistics()
-
-    def cache_statistics(self) -> CacheStatistics:
-        """Say what the metadata cache has and has done.
-
-        Raises:
-            EngineClosedError: The engine is not open.
-        """
-        return self._core.context.cache.statistics()

@@ -10,6 +10,7 @@ from ckptio.engine.verify import VerifyReport, run_verify
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive_blocking
+from ckptio.runtime.gauges import Gauges
 from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptio.cache import CacheStatistics
     from ckptio.config import CheckpointConfig
     from ckptio.engine.asked import Strict, T
     from ckptio.events import Observer
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from ckptio.ranks.discover import RanksLike
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.slices import Index
-    from ckptio.staging.pool import PoolStatistics
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
 
-class Engine:
+class Engine(Gauges):
     """The blocking twin of `ckptio.Engine`: `with Engine(config) as engine:`.
 
     `save` waits for the commit. `start_save` returns the handle at once, for a loop that
@@ -216,14 +215,6 @@ class Engine:
         """Take memory for the staging pool now; see `ckptio.Engine.prewarm`."""
         self._core.pin_if_cuda()
         self._core.call_blocking(lambda context: prewarm(context, nbytes, at), "prewarm")
-
-    def statistics(self) -> PoolStatistics:
-        """Say what the staging pool has and has done; see `ckptio.Engine.statistics`."""
-        return self._core.context.pool.statistics()
-
-    def cache_statistics(self) -> CacheStatistics:
-        """Say what the metadata cache has and has done; see `ckptio.Engine.cache_statistics`."""
-        return self._core.context.cache.statistics()
 
 
 def committed(handle: SaveHandle) -> CheckpointInfo:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptio.api import Engine
+from ckptio.engine.asked import Asked
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
+from ckptio.runtime.currents import CallerCurrents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     import torch
 
@@ -70,7 +72,7 @@ async def finish_copies(
         return await engine.finish_copies(root)
 
 
-async def load(
+def load(
     path: PathLike,
     into: T | None = None,
     *,
@@ -83,22 +85,13 @@ async def load(
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
-) -> T:
+) -> Coroutine[Any, Any, T]:
     """Load a state with an engine for this one call; see `Engine.load`."""
-    async with Engine(config, observer=observer, ranks=ranks) as engine:
-        return await engine.load(
-            path,
-            into,
-            then=then,
-            device=device,
-            dtype=dtype,
-            select=select,
-            strict=strict,
-            types=types,
-        )
+    asked = Asked(into, device, dtype, select, strict, types, reports=False)
+    return _load(path, asked, then, CallerCurrents(), config, observer, ranks)
 
 
-async def load_with_report(
+def load_with_report(
     path: PathLike,
     into: Any = None,
     *,
@@ -111,22 +104,27 @@ async def load_with_report(
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
-) -> LoadResult:
+) -> Coroutine[Any, Any, LoadResult]:
     """Load a state and say what was found; see `Engine.load_with_report`."""
+    asked = Asked(into, device, dtype, select, strict, types, reports=True)
+    return _load(path, asked, then, CallerCurrents(), config, observer, ranks)
+
+
+async def _load(
+    path: PathLike,
+    asked: Asked,
+    then: PathLike | None,
+    currents: CallerCurrents,
+    config: CheckpointConfig | None,
+    observer: Observer | None,
+    ranks: RanksLike,
+) -> Any:
+    """Give the result, or its state alone, as is asked for."""
     async with Engine(config, observer=observer, ranks=ranks) as engine:
-        return await engine.load_with_report(
-            path,
-            into,
-            then=then,
-            device=device,
-            dtype=dtype,
-            select=select,
-            strict=strict,
-            types=types,
-        )
+        return await engine._load(path, asked, then, currents)  # noqa: SLF001  # what was current at our call
 
 
-async def load_slice(
+def load_slice(
     path: PathLike,
     name: str,
     index: Index,
@@ -134,10 +132,22 @@ async def load_slice(
     device: torch.device | str | None = None,
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
-) -> torch.Tensor:
+) -> Coroutine[Any, Any, torch.Tensor]:
     """Load a part of one tensor with an engine for this one call; see `Engine.load_slice`."""
+    return _load_slice(path, name, index, device, CallerCurrents(), config, observer)
+
+
+async def _load_slice(
+    path: PathLike,
+    name: str,
+    index: Index,
+    device: torch.device | str | None,
+    currents: CallerCurrents,
+    config: CheckpointConfig | None,
+    observer: Observer | None,
+) -> torch.Tensor:
     async with Engine(config, observer=observer, ranks="solo") as engine:
-        return await engine.load_slice(path, name, index, device=device)
+        return await engine._load_slice(path, name, index, device, currents)  # noqa: SLF001  # as above
 
 
 async def inspect(

@@ -15,11 +15,12 @@ from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
 from ckptio.handle import SaveHandle
+from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import is_breaking_off
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -252,7 +253,7 @@ class Checkpointer:
         """
         return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 
-    async def load(
+    def load(
         self,
         into: T | None = None,
         *,
@@ -262,7 +263,7 @@ class Checkpointer:
         select: Select | None = None,
         strict: Strict = "raise",
         types: Sequence[type] = (),
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Load the highest committed step, or the one given. See `Engine.load`.
 
         A step that turns out damaged raises, with a note that names the one before: which
@@ -282,11 +283,9 @@ class Checkpointer:
             CheckpointError: As with `Engine.load`.
         """
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
-        engine = self._core.engine
-        state: T = (await drive(engine, self._core.load_flow(step, asked), "load a step")).state
-        return state
+        return self._load(step, asked, CallerCurrents())
 
-    async def load_with_report(
+    def load_with_report(
         self,
         into: Any = None,
         *,
@@ -296,11 +295,16 @@ class Checkpointer:
         select: Select | None = None,
         strict: Strict = "report",
         types: Sequence[type] = (),
-    ) -> LoadResult:
+    ) -> Coroutine[Any, Any, LoadResult]:
         """Load a step, and say what was found; see `load` and `Engine.load_with_report`."""
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
-        engine = self._core.engine
-        return await drive(engine, self._core.load_flow(step, asked), "load a step")
+        return self._load(step, asked, CallerCurrents())
+
+    async def _load(self, step: int | None, asked: Asked, currents: CallerCurrents) -> Any:
+        """Give the result, or its state alone, as is asked for."""
+        engine, load = self._core.engine, self._core.load_flow(step, asked)
+        result = await drive(engine, load, "load a step", currents)
+        return result if asked.reports else result.state
 
     async def steps(self) -> tuple[int, ...]:
         """List the committed steps, lowest first.

@@ -30,9 +30,10 @@ class CallerCurrents:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
-            self._streams = [
-                torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())
-            ]
+            # the first `torch.cuda.device_count()` of older torch counts boards, by the
+            # CUDA_VISIBLE_DEVICES of this moment; the runtime keeps to that of its own start
+            num_devices = torch._C._cuda_getDeviceCount()  # noqa: SLF001  # as above
+            self._streams = [torch.cuda.current_stream(index) for index in range(num_devices)]
 
     @property
     def use_cuda(self) -> bool:

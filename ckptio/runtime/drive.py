@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.engine.context import EngineContext
-from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.driver import Driver
 
 if TYPE_CHECKING:
     from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.currents import CallerCurrents
 
 T = TypeVar("T")
 Step = Callable[[EngineContext], Awaitable[Any]]
@@ -24,12 +24,21 @@ Step = Callable[[EngineContext], Awaitable[Any]]
 Flow = Generator[Step, Any, T]
 
 
-async def drive(core: EngineCore, flow: Flow[T], name: str) -> T:
-    """Run a flow from a coroutine of another loop. Leaving the engine waits for all of it."""
-    driver, currents = Driver(asyncio.current_task()), CallerCurrents()
+async def drive(core: EngineCore, flow: Flow[T], name: str, currents: CallerCurrents) -> T:
+    """Run a flow from a coroutine of another loop. Leaving the engine waits for all of it.
+
+    Args:
+        core: The engine.
+        flow: What to run.
+        name: Of its tasks.
+        currents: What was current at the user's call. A coroutine begins when it is first awaited,
+            in a task even later than that, and others may have chosen other streams by then.
+    """
+    driver = Driver(asyncio.current_task())
     try:
         core.begin_flow(driver)
-        step = next(flow)
+        with currents.entered():
+            step = next(flow)
         while True:
             try:
                 result = await core.call(step, name, in_flow=True)

@@ -27,7 +27,7 @@ def caller_streams(
 
     Raises:
         StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
-            Or a device has failed.
+            Or a device has failed, or the parent's tensors are to be copied in a forked child.
     """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
@@ -39,7 +39,9 @@ def caller_streams(
         if not any(_captures(device) for device in devices):
             return CallerStreams(devices, side)
     except RuntimeError as error:  # an assertion that failed there, for one: torch says it here
-        raise StateError(f"a device has failed before: {error}") from error
+        is_forked = torch.cuda._is_in_bad_fork()  # noqa: SLF001  # then torch says all there is
+        what = "" if is_forked else "a device has failed before: "
+        raise StateError(f"{what}{error}") from error
     raise StateError("a CUDA graph is being captured; save and load before or after that")
 
 

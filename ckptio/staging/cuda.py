@@ -14,7 +14,7 @@ import ctypes
 import functools
 import os
 import threading
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -212,19 +212,29 @@ def beside_captures() -> Iterator[None]:
             exchange(ctypes.byref(mode))  # what it was
 
 
+#: Who changes the mode: the runtime that torch is linked with, whatever that is called (a search
+#: goes on in what a library needs); or the driver, which keeps it, where torch has the runtime
+#: within itself. The runtime first, as it makes the device's context the thread's.
+_EXCHANGES = (
+    (torch._C.__file__, "cudaThreadExchangeStreamCaptureMode"),  # noqa: SLF001  # its file alone
+    ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+)
+
+
 @functools.cache
 def _exchange_capture_mode() -> Callable[..., int] | None:
-    """Find `cudaThreadExchangeStreamCaptureMode`, which torch does not hand on.
+    """Find what changes the mode of a thread, which torch does not hand on.
 
     Returns:
-        `None` where torch has the runtime within itself, or another maker's.
+        `None` where torch is made for another maker's devices.
     """
-    major = (torch.version.cuda or "").partition(".")[0]
-    try:  # only what torch has loaded: another copy would have modes of its own
-        runtime = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return None
-    return getattr(runtime, "cudaThreadExchangeStreamCaptureMode", None)
+    for library, name in _EXCHANGES:
+        try:  # only what is loaded
+            found = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return cast("Callable[..., int]", getattr(found, name))
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def _check(code: object, what: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import ckptio
 from ckptio.errors import EngineClosedError
 from ckptio.runtime.core import EngineCore
+from ckptio.runtime.currents import CallerCurrents
 from ckptio.runtime.drive import drive, drive_blocking
 from tests.rig import SMALL, assert_same, begin_close, random_state
 
@@ -113,7 +114,7 @@ def test_closing_does_not_wait_for_a_loop_that_has_stopped(core: EngineCore) -> 
         yield first
         return int((yield one))
 
-    task = loop.create_task(drive(core, flow(), "flow"))
+    task = loop.create_task(drive(core, flow(), "flow", CallerCurrents()))
     loop.run_until_complete(asyncio.sleep(0))  # the task has begun, and the loop goes no further
     done.wait()
     closer = begin_close(core)

@@ -153,7 +153,11 @@ async def test_a_save_sees_the_stream_it_was_called_on(tmp_path: Path) -> None:
     assert found["t"].unique().tolist() == [5]
 
 
-async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["awaited", "as a task"])
+@pytest.mark.parametrize("by", ["an engine", "a checkpointer", "one call"])
+async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(
+    tmp_path: Path, by: str, made: str
+) -> None:
     """Also where another task has chosen another stream of the thread meanwhile."""
     state = random_on("cuda", 4 * MiB, seed=2)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -165,20 +169,40 @@ async def test_a_load_is_ordered_behind_the_stream_it_was_called_on(tmp_path: Pa
         with torch.cuda.stream(theirs):
             await is_loaded.wait()
 
-    async with ckptio.Engine(CONFIG) as engine:
-        await engine.save(state, tmp_path / "c")
+    async with (
+        ckptio.Engine(CONFIG) as engine,
+        ckptio.Checkpointer(tmp_path / "run", engine=engine) as ckpt,
+    ):
+        await ckpt.save(state, 1)
         with torch.cuda.stream(mine):
             keep_busy()
             for tensor in target.values():
                 tensor.fill_(3)
             others = asyncio.create_task(work_elsewhere())
-            await engine.load(tmp_path / "c", into=target)
+            if by == "a checkpointer":
+                load = ckpt.load(into=target)
+            else:
+                one = engine.load if by == "an engine" else ckptio.load
+                load = one(ckpt.path(1), into=target)
+            task = asyncio.create_task(load) if made == "as a task" else None
+            await (task or load)
             assert torch.cuda.current_stream() == theirs  # as it was: else this proves nothing
             is_loaded.set()
             await others
         torch.cuda.set_stream(before)
         mine.synchronize()
     assert_same(on_cpu(target), on_cpu(state))
+
+
+async def test_devices_are_those_that_the_runtime_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that torch may count where CUDA_VISIBLE_DEVICES has changed since CUDA began."""
+    state = random_on("cuda", 1 * MiB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 99)
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        assert_same(on_cpu(await engine.load(tmp_path / "c", device="cuda")), on_cpu(state))
 
 
 async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
@@ -406,6 +430,47 @@ def test_plug_ins_for_dcp_take_tensors_of_the_device(tmp_path: Path) -> None:
     target = {"t": torch.zeros_like(tensor)}
     dcp_load(target, storage_reader=StorageReader(tmp_path / "c"))
     assert target["t"].unique().tolist() == [5]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("on_cuda", ["none", "some", "all"])
+def test_plug_ins_for_dcp_pin_what_tensors_of_the_device_are_copied_to(
+    tmp_path: Path, on_cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing for a state on the CPU, as `async_save` has made one before it is written."""
+    pin, pinned = HostRegistration.pin, list[int]()
+
+    def count(registration: HostRegistration, address: int, nbytes: int) -> None:
+        pinned.append(nbytes)
+        pin(registration, address, nbytes)
+
+    monkeypatch.setattr(HostRegistration, "pin", count)
+    devices = {"none": ("cpu", "cpu"), "some": ("cpu", "cuda"), "all": ("cuda", "cuda")}[on_cuda]
+    state = {
+        name: torch.full((20 * MiB,), 5, dtype=torch.uint8, device=device)
+        for name, device in zip("ab", devices, strict=True)
+    }
+    dcp_save(state, storage_writer=StorageWriter(tmp_path / "c", config=CONFIG))
+    assert set(pinned) == (set() if on_cuda == "none" else {CONFIG.slab_nbytes})
+    assert len(pinned) <= CONFIG.num_slabs
+
+
+def test_a_forked_child_is_told_that_it_cannot_use_cuda(tmp_path: Path) -> None:
+    """In torch's words, and not that a device had failed."""
+    program = """
+import os, sys, torch, ckptio.sync
+from ckptio.errors import StateError
+state = {"t": torch.ones(3, device="cuda")}
+child = os.fork()
+if not child:
+    try:
+        ckptio.sync.save(state, sys.argv[1])
+    except StateError as error:
+        os._exit(not str(error).startswith("Cannot re-initialize CUDA in forked subprocess"))
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=300)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

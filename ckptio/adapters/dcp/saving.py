@@ -171,7 +171,7 @@ class RankSave:
     def _write(
         self,
         specs: Sequence[LeafSpec],
-        source: SourceState,
+        source: PlannerSource,
         plan: SavePlan,
         rank: int,
         save_id: str,
@@ -179,6 +179,7 @@ class RankSave:
         """Write this rank's files, as the coordinator or beside it."""
         options = self._options
         with solo_engine(options.config, options.observer) as core:
+            source.begin(core)
             storage = self._place.storage(core)
             attempt = core.call_blocking(lambda _: self._attempt(storage, save_id), "begin")
             try:

@@ -31,7 +31,7 @@ from ckptio.foreign.pickles import UnpicklingError
 from ckptio.format.encode import TAG
 from ckptio.runtime.currents import CallerCurrents
 from ckptio.staging.copy import SourceState
-from ckptio.staging.cuda import CallerStreams, SideStreams
+from ckptio.staging.cuda import CallerStreams
 from ckptio.state.flatten import flatten
 from ckptio.state.leaves import TORCH_DTYPES, plain_dtype
 from ckptio.state.stateful import is_stateful
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckptio.adapters.dcp.document import Word
     from ckptio.format.encode import Json
     from ckptio.plan.save import SavePlan, Segment
+    from ckptio.runtime.core import EngineCore
     from ckptio.shards import LeafSpec
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
@@ -198,13 +199,27 @@ class PlannerSource(SourceState):
         self._one_by_one: AbstractContextManager[Any] = (
             contextlib.nullcontext() if at_once else threading.Lock()
         )
-        self._side = SideStreams(saving=True)
+        self._core: EngineCore | None = None
         self._currents = CallerCurrents()
+        self._segments = [segment for bucket in plan.buckets for segment in bucket.segments]
         self._slots = [_Slot() for _ in specs]
-        for bucket in plan.buckets:
-            for segment in bucket.segments:
-                for leaf in _leaves_of(segment):
-                    self._slots[leaf].num_left += 1
+        for segment in self._segments:
+            for leaf in _leaves_of(segment):
+                self._slots[leaf].num_left += 1
+
+    def begin(self, core: EngineCore) -> None:
+        """Get the tensor that is written first, which tells whether slabs are to be pinned.
+
+        No other is asked for: a planner may make each. If that one is on the CPU, slabs are pinned
+        from the first one on that is not.
+
+        Args:
+            core: The engine that copies.
+        """
+        self._core = core
+        first = next((leaf for segment in self._segments for leaf in _leaves_of(segment)), None)
+        if first is not None and (tensor := self._take(first)).is_cuda:
+            core.side_streams(tensor.device, saving=True)
 
     @property
     def uses_devices(self) -> bool:
@@ -268,8 +283,10 @@ class PlannerSource(SourceState):
         """Order copies from devices behind what their streams have to do by now."""
         if not devices:
             return None
+        assert self._core is not None  # noqa: S101  # it was begun
+        side = self._core.side_streams(min(devices, key=str), saving=True)
         with self._currents.entered():
-            return CallerStreams(devices, self._side)
+            return CallerStreams(devices, side)
 
 
 def _leaves_of(segment: Segment) -> list[int]:

@@ -39,6 +39,8 @@ _THEIRS = {
 }
 _COPY: OpOverload[..., Any] = torch.ops.aten.copy_.default
 _runtime = ctypes.CDLL(None)
+_bytes_at = _runtime.standin_bytes
+_bytes_at.restype, _bytes_at.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 _numbers = itertools.count(1)
 _queued: dict[int, Callable[[], object]] = {}
 _captured: set[int] = set()
@@ -86,7 +88,7 @@ def _on_host(value: Any) -> Any:
     storage, layout = value.untyped_storage(), (value.size(), value.stride())
     if not storage.nbytes():
         return torch.empty_strided(*layout, dtype=value.dtype)
-    raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    raw = (ctypes.c_char * storage.nbytes()).from_address(_bytes_at(storage.data_ptr()))
     memory = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
     host = torch.empty(0, dtype=value.dtype).set_(memory, value.storage_offset(), *layout)
     torch._C._set_conj(host, value.is_conj())

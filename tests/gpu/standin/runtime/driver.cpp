@@ -1,12 +1,19 @@
-// A stand-in for libcuda.so.1, the driver: torch asks it which devices have contexts.
+// A stand-in for libcuda.so.1, the driver: torch asks it which devices have contexts, and who
+// cannot find the runtime has it change modes.
 #define API extern "C" __attribute__((visibility("default")))
 
 extern "C" int standin_has_context(int device);
+extern "C" int cudaThreadExchangeStreamCaptureMode(int* mode);
 
 API int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
   *flags = 0;
   *is_active = standin_has_context(device);
   return 0;
+}
+
+// A mode is kept by the driver, for both; they give its kinds the same numbers.
+API int cuThreadExchangeStreamCaptureMode(int* mode) {
+  return cudaThreadExchangeStreamCaptureMode(mode);
 }
 
 #define REFUSED(name) \

@@ -1,5 +1,6 @@
-// Memory of devices is the host's, filled with what no test writes. Copies from or to memory that
-// is not pinned block, as CUDA's may; the others happen on their stream, the first one late.
+// Memory of devices is the host's, filled with what no test writes, but not at the addresses that
+// programs are given: who reads or writes there as if it were the host's crashes. Copies from or to
+// memory that is not pinned block, as CUDA's may; the others happen on their stream, the first late.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,8 +10,8 @@
 
 static const size_t PAGE = 4096;
 
-static char* map_pages(size_t nbytes) {
-  void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+static char* map_pages(size_t nbytes, int access = PROT_READ | PROT_WRITE) {
+  void* memory = mmap(nullptr, nbytes, access, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
 }
 
@@ -24,6 +25,14 @@ const Range* find(const Ranges& ranges, const void* pointer) {
   return address < range.base + range.nbytes ? &range : nullptr;
 }
 
+// Where the bytes are that a pointer stands for: of a device's memory, elsewhere.
+API void* standin_bytes(const void* pointer) {
+  std::lock_guard lock(world().mutex);
+  auto at = static_cast<char*>(const_cast<void*>(pointer));
+  auto range = find(world().device_memory, pointer);
+  return range ? range->bytes + (at - range->base) : at;
+}
+
 // With the lock.
 static void require_landed(const Range& range, const char* what) {
   for (auto& [base, nbytes] : world().in_flight)
@@ -35,11 +44,11 @@ API cudaError_t cudaMalloc(void** pointer, size_t nbytes) {
   auto size = whole_pages(nbytes);
   std::lock_guard lock(world().mutex);
   if (world().num_allocated + size > world().capacity) return give(cudaErrorMemoryAllocation);
-  char* memory = map_pages(size + PAGE);
-  if (!memory) return give(cudaErrorMemoryAllocation);
-  memset(memory, 0xA5, size);
-  mprotect(memory + size, PAGE, PROT_NONE);  // who goes beyond it crashes
-  world().device_memory[memory] = {memory, size, current_device, false};
+  char *memory = map_pages(size, PROT_NONE), *bytes = map_pages(size + PAGE);
+  if (!memory || !bytes) return give(cudaErrorMemoryAllocation);
+  memset(bytes, 0xA5, size);
+  mprotect(bytes + size, PAGE, PROT_NONE);  // who goes beyond it crashes
+  world().device_memory[memory] = {memory, size, current_device, false, bytes};
   world().num_allocated += size;
   *pointer = memory;
   return cudaSuccess;
@@ -53,7 +62,8 @@ API cudaError_t cudaFree(void* pointer) {
   if (found == world().device_memory.end()) return give(cudaErrorInvalidValue);
   require_landed(found->second, "device memory is freed that a copy still uses");
   world().num_allocated -= found->second.nbytes;
-  munmap(pointer, found->second.nbytes + PAGE);
+  munmap(found->second.bytes, found->second.nbytes + PAGE);
+  munmap(pointer, found->second.nbytes);
   world().device_memory.erase(found);
   return cudaSuccess;
 }
@@ -166,21 +176,24 @@ API cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t nbytes,
       check_end(target, nbytes, kind != cudaMemcpyDeviceToHost && kind != cudaMemcpyHostToHost);
   is_asynchronous &=
       check_end(source, nbytes, kind != cudaMemcpyHostToDevice && kind != cudaMemcpyHostToHost);
+  auto copy = [to = standin_bytes(target), from = standin_bytes(source), nbytes] {
+    memcpy(to, from, nbytes);
+  };
   auto queue = stream_of(stream);
   if (queue->capture) {
     if (!is_asynchronous) return give(cudaErrorStreamCaptureUnsupported);
-    return give(push_or_capture(stream, [=] { memcpy(target, source, nbytes); }));
+    return give(push_or_capture(stream, copy));
   }
   if (!is_asynchronous) {
     drain(queue);
     ENTER(enter);
-    memcpy(target, source, nbytes);
+    copy();
     return cudaSuccess;
   }
   auto target_lands = fly(target, nbytes), source_lands = fly(source, nbytes);
   push(queue, [=] {
     if (is_idle(queue)) usleep(world().first_copy_us);  // who does not wait for it sees that
-    memcpy(target, source, nbytes);
+    copy();
     target_lands();
     source_lands();
   });
@@ -202,5 +215,6 @@ API cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, 
 API cudaError_t cudaMemsetAsync(void* target, int value, size_t nbytes, cudaStream_t stream) {
   ENTER(enter);
   check_end(target, nbytes, true);
-  return give(push_or_capture(stream, [=] { memset(target, value, nbytes); }));
+  auto to = standin_bytes(target);
+  return give(push_or_capture(stream, [=] { memset(to, value, nbytes); }));
 }

@@ -58,6 +58,7 @@ struct Range {
   size_t nbytes;
   int device;
   bool is_registered;
+  char* bytes = nullptr;  // of a device's memory: where they are; nothing is readable at its base
 };
 
 using Ranges = std::map<char*, Range>;
