@@ -56,7 +56,6 @@ NOON = datetime(2024, 10, 27, 12, tzinfo=UTC)
         (NOON, NOON.replace(fold=1), False),
         (NOON, NOON.replace(), True),
     ],
-    ids=str,
 )
 def test_states_are_the_same_bit_for_bit(one: Any, other: Any, *, expected: bool) -> None:
     assert is_same(one, other) is expected
