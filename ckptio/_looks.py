@@ -2,84 +2,154 @@
 
 Nobody can stop such a look, and whoever waits for it hangs, too. So each has a thread of its own,
 which is left to itself. It must hold nothing, and change nothing.
+
+Which mount a path is on cannot be told without asking there. But what lies in one directory, as
+the steps of a run do, is on one as a rule: few looks go on there at a time, and while as many hang,
+none begins. While fewer do, what they look at may be broken by itself, and its neighbours are
+looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
+import contextlib
 import os
 import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ckptio._aio import run_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: Looks that were given up and have not ended, by process and what they look at. Single
-#: operations, without a lock: one that a fork finds taken would stay so.
-_given_up: dict[tuple[int, str], concurrent.futures.Future[None]] = {}
+#: Looks of one name that go on in one directory, at the most; and threads that may hang there.
+_MAX_LOOKS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """A look that has begun and has not ended.
+
+    Attributes:
+        kind: Process, name and directory: how many of one kind there are is limited.
+        place: What is looked at.
+        is_left: Whether nobody waits for it any more.
+        is_given_up: Whether it was waited for in vain: it hangs. Who stopped waiting says nothing.
+        settled: Reached when it has ended, or is given up. Nobody cancels it.
+    """
+
+    kind: tuple[int, str, str]
+    place: str
+    is_left: bool = False
+    is_given_up: bool = False
+    settled: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+
+    def __post_init__(self) -> None:
+        self.settled.set_running_or_notify_cancel()
+
+    def give_up(self) -> None:
+        """Take it for one that hangs."""
+        self.is_given_up = True
+        self.settle()
+
+    def end(self) -> None:
+        """Leave its place to others. From any thread, more than once."""
+        _begun.discard(self)
+        self.settle()
+
+    def settle(self) -> None:
+        """Tell those that wait for it, once. From any thread."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.settled.set_result(None)
+
+
+#: Of all loops of the process. Single operations, without a lock: one that a fork finds taken would
+#: stay so. Loops that begin a look at the same moment may have one more.
+_begun: set[_Look] = set()
 
 
 async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, place: str) -> T:
     """Run `function` on a thread of its own, which is given up if it takes too long.
 
-    While one hangs that was given up, no other of its name begins at the same place: each would
-    take a thread for good. It is waited for instead, as long.
+    While one hangs that was given up, no other of its name begins at the same place, nor in the
+    same directory where a few do: each would take a thread for good. That is said at once, and is
+    over when the one has ended. Those that go on there and may still answer are waited for.
 
     Args:
         function: What to call.
-        wait_s: How long to wait, in seconds.
+        wait_s: How long to wait, in seconds, for others before it, too.
         name: Of the thread.
-        place: What is looked at.
+        place: The path of what is looked at.
 
     Raises:
-        TimeoutError: It was given up, and may go on, for ever; or no thread could begin.
+        TimeoutError: It was given up, and may go on, for ever; or it could not begin.
     """
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + wait_s
-    key = (os.getpid(), f"{name} {place}")
-    while (hung := _given_up.get(key)) is not None and not hung.done():
-        await _wait(asyncio.wrap_future(hung), ends_s - loop.time())
-    end: concurrent.futures.Future[None] = concurrent.futures.Future()
+    look = _Look((os.getpid(), name, os.path.dirname(place)), place)
+    while ahead := _ahead(look):
+        try:
+            ends = [asyncio.wrap_future(other.settled) for other in ahead]
+            await _wait(ends, ends_s - loop.time())
+        except TimeoutError:
+            for other in ahead:
+                if other.is_left:
+                    other.give_up()
+            raise
+    _begun.add(look)
 
-    def look() -> T:
-        end.set_running_or_notify_cancel()  # who waits for it does not cancel it
+    def run() -> T:
         try:
             return function()
         finally:
-            end.set_result(None)
-            if _given_up.get(key) is end:
-                _given_up.pop(key, None)
+            look.end()
 
-    future = loop.run_in_executor(_OneThread(name), look)
+    future = loop.run_in_executor(_OneThread(name, look.end), run)
     try:
-        return await _wait(future, ends_s - loop.time())
+        await _wait([future], ends_s - loop.time())
+    except TimeoutError:
+        look.give_up()
+        raise
     finally:
-        if end.running():
-            _given_up[key] = end
-            if end.done():  # just now
-                _given_up.pop(key, None)
+        look.is_left = True
+    return future.result()
 
 
-async def _wait(future: asyncio.Future[T], wait_s: float) -> T:
-    """Wait for what goes on if it takes too long.
+def _ahead(look: _Look) -> list[_Look]:
+    """Give the looks of which one has to be settled before this one begins; none if it may.
+
+    Raises:
+        TimeoutError: Those that hang leave no room for it.
+    """
+    others = [other for other in tuple(_begun) if other.kind == look.kind]
+    hung = [other for other in others if other.is_given_up]
+    if len(hung) >= _MAX_LOOKS or any(other.place == look.place for other in hung):
+        raise TimeoutError(f"nothing answers at {hung[0].place!r}")
+    left = [other for other in others if other.is_left and other.place == look.place]
+    if left or len(others) < _MAX_LOOKS:
+        return left
+    return [other for other in others if not other.is_given_up]
+
+
+async def _wait(futures: Sequence[asyncio.Future[T]], wait_s: float) -> None:
+    """Wait for one of some, which go on if that takes too long.
 
     Raises:
         TimeoutError: It does.
     """
     try:
-        await asyncio.wait((future,), timeout=max(0.0, wait_s))
-        if not future.done():
+        timeout_s, first = max(0.0, wait_s), asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=first)
+        if not done:
             raise TimeoutError
-        return future.result()
     finally:
-        future.cancel()  # one that is given up may end when the loop has gone
+        for future in futures:
+            future.cancel()  # what is given up may end when the loop has gone
 
 
 class _OneThread(concurrent.futures.Executor):
@@ -87,19 +157,29 @@ class _OneThread(concurrent.futures.Executor):
 
     Args:
         name: Of the thread.
+        ended: Called when it has nothing left to do, also where the call was stopped before it
+            began; or where no thread did.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ended: Callable[[], None]) -> None:
         self._name = name
+        self._ended = ended
 
     def submit(
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> concurrent.futures.Future[T]:
         """Run `function`; its future has a `TimeoutError` if there is no thread."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        work = functools.partial(run_into, future, function, *args, **kwargs)
+
+        def work() -> None:
+            try:
+                run_into(future, function, *args, **kwargs)
+            finally:
+                self._ended()
+
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()
         except RuntimeError:  # no memory for one, or the interpreter is about to end
             future.set_exception(TimeoutError(f"no thread can begin for {self._name}"))
+            self._ended()
         return future

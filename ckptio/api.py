@@ -151,7 +151,7 @@ class Engine(Gauges):
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
                 ranks, `await handle` raises a `RankError` that says so.
             StateError: A CUDA graph is being captured, or a device has failed.
-            ConfigError: `path` or `then` is none, or both are one.
+            ConfigError: `path` or `then` is none, or both are one; by a link, `await handle` says.
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch

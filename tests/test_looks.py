@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptio import _looks
 from ckptio._looks import run_or_give_up
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -42,54 +38,107 @@ async def test_a_look_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureF
     assert caplog.records == []
 
 
+class Place:
+    """Paths at which a look hangs until they answer.
+
+    Attributes:
+        begun: Paths of the looks that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self._answers = threading.Event()
+
+    async def look(self, path: str, wait_s: float = 0.05) -> str:
+        """Look at a path; those of which `fine` is a part answer at once."""
+
+        def look() -> str:
+            self.begun.append(path)
+            if "fine" not in path:
+                self._answers.wait()
+            return path
+
+        return await run_or_give_up(look, wait_s, "hung", path)
+
+    def answer(self) -> None:
+        """Answer, and wait for those that looked."""
+        self._answers.set()
+        for thread in threading.enumerate():
+            if thread.name == "hung":
+                thread.join()
+
+
 async def test_no_other_look_begins_while_one_hangs() -> None:
-    """Not at the same place: it is waited for. What is found is found after that."""
-    goes_on = threading.Event()
-    begun: list[str] = []
-
-    def look_at(place: str) -> Callable[[], bool]:
-        def look() -> bool:
-            begun.append(place)
-            return goes_on.wait()
-
-        return look
-
+    """Not at the same place, of which it is said at once. What has come back is looked at."""
+    place = Place()
+    with pytest.raises(TimeoutError):
+        await place.look("/run/1")
     for _ in range(3):
         with pytest.raises(TimeoutError):
-            await run_or_give_up(look_at("here"), 0.01, "hung", "here")
-    assert begun == ["here"]
+            await place.look("/run/1", wait_s=600.0)
+    place.answer()
+    assert place.begun == ["/run/1"]
+    assert await place.look("/run/1", wait_s=60.0) == "/run/1"
+    place.answer()
+    assert _looks._begun == set()
+
+
+async def test_few_hang_in_one_directory_and_its_neighbours_are_looked_at_until_then() -> None:
+    """One may be broken by itself; where several hang, the mount does. Others are not meant."""
+    place = Place()
     with pytest.raises(TimeoutError):
-        await run_or_give_up(look_at("there"), 0.01, "hung", "there")
-    assert begun == ["here", "there"]
-    waiting = asyncio.create_task(run_or_give_up(look_at("again"), 60.0, "hung", "here"))
-    await asyncio.sleep(0)
-    goes_on.set()
-    assert await waiting
-    assert begun == ["here", "there", "again"]
-    assert await run_or_give_up(look_at("last"), 60.0, "hung", "there")
-    for thread in threading.enumerate():
-        if thread.name == "hung":
-            thread.join()
-    assert _looks._given_up == {}
+        await place.look("/run/1")
+    assert await place.look("/run/fine", wait_s=60.0) == "/run/fine"
+    with pytest.raises(TimeoutError):
+        await place.look("/run/2")
+    for path in ("/run/3", "/run/fine"):
+        with pytest.raises(TimeoutError):
+            await place.look(path, wait_s=600.0)
+    assert await place.look("/other/fine", wait_s=60.0) == "/other/fine"
+    place.answer()
+    assert sorted(place.begun) == ["/other/fine", "/run/1", "/run/2", "/run/fine"]
+    assert await place.look("/run/3", wait_s=60.0) == "/run/3"
+    place.answer()
 
 
-async def test_what_is_stopped_as_it_waits_leaves_a_look_that_hangs_to_itself() -> None:
-    """As one that is given up does."""
-    goes_on, has_begun = threading.Event(), threading.Event()
+async def test_many_looks_at_a_time_take_no_more_threads_than_may_hang() -> None:
+    """Those in line are answered with them; where all is well, each has its turn."""
+    place = Place()
+    found = await asyncio.gather(
+        *(place.look(f"/run/{i}") for i in range(20)), return_exceptions=True
+    )
+    assert {type(each) for each in found} == {TimeoutError}
+    place.answer()
+    assert sorted(place.begun) == ["/run/0", "/run/1"]
+    paths = [f"/run/fine-{i}" for i in range(20)]
+    assert await asyncio.gather(*(place.look(path, wait_s=60.0) for path in paths)) == paths
+    place.answer()
 
-    def look() -> bool:
-        has_begun.set()
-        return goes_on.wait()
 
-    task = asyncio.create_task(run_or_give_up(look, 60.0, "hung", "here"))
-    await asyncio.to_thread(has_begun.wait)
+@pytest.mark.parametrize("wait_s", [0.05, 60.0])
+async def test_what_is_stopped_as_it_waits_leaves_a_look_that_goes_on(wait_s: float) -> None:
+    """Nobody has found that it hangs: the next one there waits for it, as long as it may."""
+    place = Place()
+    task = asyncio.create_task(place.look("/run/1", wait_s=60.0))
+    while not place.begun:
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with pytest.raises(TimeoutError):
-        await run_or_give_up(lambda: 1, 0.01, "hung", "here")
-    goes_on.set()
-    assert await run_or_give_up(lambda: 1, 60.0, "hung", "here") == 1
+    waiting = asyncio.create_task(place.look("/run/1", wait_s))
+    await asyncio.sleep(0)
+    if wait_s == 60.0:
+        place.answer()
+        assert await waiting == "/run/1"
+        assert place.begun == ["/run/1", "/run/1"]
+    else:
+        with pytest.raises(TimeoutError):
+            await waiting
+        with pytest.raises(TimeoutError):
+            await place.look("/run/1", wait_s=600.0)
+        place.answer()
+        assert place.begun == ["/run/1"]
+    place.answer()
 
 
 async def test_where_no_thread_begins_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

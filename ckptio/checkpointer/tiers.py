@@ -62,6 +62,8 @@ class SecondTier:
         self._engine: EngineCore | None = None
         self._context: EngineContext | None = None
         self._keeper: Keeper | None = None
+        self._thinning = asyncio.Lock()
+        self._is_thinning_due = False  # by who waits for it
         self._is_silent = False
         self._looking: Running[bool] | None = None  # the look that was begun last
 
@@ -244,29 +246,76 @@ class SecondTier:
                 found[record.step] = record
         return [found[step] for step in sorted(found)]
 
-    async def thin_out(self, first: Keeper, exempt: Callable[[], Collection[int]]) -> None:
+    async def thin_out(
+        self, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
+    ) -> None:
         """Let go of what the first tier need not have any more, if so configured.
 
         Of the steps that the second tier has, the very same and with all files; the newest
-        stay.
+        stay. This tier is asked first, and the first one's turn is taken only then, for each
+        step: nothing that goes on there waits for a mount that hangs. One call at a time; one
+        that waits stands for those that come meanwhile.
 
         Args:
             first: Who looks after the first tier.
             exempt: Gives the steps to leave alone; asked before each.
+            turn: Of the first tier.
         """
-        if self._keep_local is None:
+        if self._keep_local is None or self._is_thinning_due:
             return
-        old = (await first.steps())[: -self._keep_local]
-        if not any(step not in exempt() for step in old):
+        self._is_thinning_due = True
+        try:
+            await self._thinning.acquire()
+        finally:
+            self._is_thinning_due = False
+        try:
+            local = await first.steps()
+            old = local[: -self._keep_local]
+            if any(step not in exempt() for step in old):
+                there = await self.keeper.listed()
+                for step in old:
+                    await asyncio.sleep(0)
+                    if step in there and step not in exempt():
+                        await self._let_go(step, first, exempt, turn, local, self._keep_local)
+        finally:
+            self._thinning.release()
+
+    async def _let_go(
+        self,
+        step: int,
+        first: Keeper,
+        exempt: Callable[[], Collection[int]],
+        turn: asyncio.Lock,
+        local: Sequence[int],
+        num_local: int,
+    ) -> None:
+        """Remove a step from the first tier, if this one has it.
+
+        Args:
+            step: The step.
+            first: As above, as for what follows.
+            exempt: As above.
+            turn: As above.
+            local: Steps that the first tier had, lowest first.
+            num_local: How many of those that it still has stay.
+        """
+        path = first.root.join(step_name(step))
+        save_id = await self._save_id(path)
+        if save_id is None or not await self._has(step, path):
             return
-        there = await self.keeper.listed()
-        for step in old:
-            await asyncio.sleep(0)
-            if step in there and step not in exempt():
-                path = first.root.join(step_name(step))
-                stays = await self.owes(path) or not await self._has(step, path)
-                if not stays and step not in exempt():
+        async with turn:  # by now, it may be another one, or among the newest
+            if await self._save_id(path) == save_id:
+                there = await first.listed()
+                left = [each for each in local if there.get(each, False) is not False]
+                if step in left[:-num_local] and step not in exempt():
                     await first.remove(step)
+
+    async def _save_id(self, path: str) -> str | None:
+        """Give the save id of a step of the first tier; `None` if it is still to be copied."""
+        storage = self.context.resolver.storage(path)
+        head = await read_head(storage, self.context)
+        is_owed = head is None or await storage.has_note(head.save_id)
+        return None if head is None or is_owed else head.save_id
 
     async def _has(self, step: int, path: str) -> bool:
         """Whether a step of the first tier is on this one, whole."""

@@ -201,6 +201,16 @@ class Upkeep:
             self._engine.emit(RetentionFailed(path=keeper.root.path, error=error))
         finally:
             self._turns[keeper].release()
+        if keeper is self._keeper and is_after_save:
+            await self._thin_out()
+
+    async def _thin_out(self) -> None:
+        """Let go of what the first tier need not have; the second one is asked in no turn."""
+        if self._second is not None:
+            try:
+                await self._second.thin_out(self._keeper, self.exempt, self._turns[self._keeper])
+            except Exception as error:  # as above
+                self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=error))
 
     async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool) -> None:
         policy = self._keep if is_after_save else None
@@ -209,8 +219,6 @@ class Upkeep:
         await self._look_ahead(keeper, found)
         if policy is not None and found is not None:
             await self._remove(keeper, policy, found)
-        if self._second is not None and keeper is self._keeper and is_after_save:
-            await self._second.thin_out(keeper, self.exempt)
         if sweeps and found is not None and not self._is_in_a_hurry():
             await self._sweep(keeper, found)
 

@@ -36,7 +36,7 @@ from ckptio.runtime.refusal import refuse
 from ckptio.runtime.run_save import run_alone, saved, stop_alone
 from ckptio.runtime.running import Running
 from ckptio.runtime.save_copy import begin_copy
-from ckptio.runtime.second_tier import second_tier
+from ckptio.runtime.second_tier import require_other, second_tier
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
@@ -92,7 +92,8 @@ def begin_save(
         overwrite: Whether a checkpoint that is there may be replaced; on both tiers.
         then: Where to copy it when it is committed.
         metadata: What the manifest says beside the state.
-        permit: Awaited before the commit, on rank 0; raises if there must be none.
+        permit: Awaited before the commit, on rank 0; raises if there must be none. If not given,
+            that is so where the second tier is the first, by a link.
         close_after: Close the engine when the save has ended, before the handle says so.
 
     Raises:
@@ -189,7 +190,9 @@ def _take_apart(
         require_elsewhere=core.loop_thread.require_elsewhere,
     )
     copy = None
-    if target is not None:
+    if then is not None and target is not None:
+        to_look_at = core.context.resolver.storage(then, is_second=True)
+        permit = permit or functools.partial(require_other, storage, to_look_at)
         copy = CopyJob(
             save_id=moments.save_id,
             key=f"{key} copy",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
     """Find the storage of a second tier; `None` if there is to be none. Touches nothing.
 
-    Where links lead is not looked at on the caller's thread: a mount may hang. Who copies or
-    loads looks.
+    Where links lead is not looked at on the caller's thread: a mount may hang. Who commits,
+    copies or loads looks.
 
     Raises:
         ConfigError: It is the first tier.
@@ -39,6 +39,21 @@ def _is_called_alike(one: Storage, other: Storage) -> bool:
     if remote_url(one.path) is None or remote_url(other.path) is None:
         return one.path == other.path
     return one.identity == other.identity  # of stores, which are asked nothing for it
+
+
+async def require_other(first: Storage, second: Storage) -> None:
+    """Check, before a commit, that the second tier is not the first by a link.
+
+    Its copy could never be made, and would be owed. A mount that says nothing for some seconds is
+    another one until the copy is made, which looks again: at its own `Storage`, as this one stays
+    where it was found.
+
+    Raises:
+        ConfigError: It is.
+    """
+    await second.locate()
+    if first.identity == second.identity:
+        raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself goes")
 
 
 async def is_copied(first: Storage, second: Storage, context: EngineContext) -> bool:

@@ -574,6 +574,64 @@ def test_steps_go_from_the_first_tier_while_the_second_hangs(
     assert committed_steps(far) == [1]
 
 
+def test_few_local_steps_keep_nothing_that_goes_while_the_second_tier_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look whether it has what may go is waited for by nothing else on the first."""
+    monkeypatch.setattr(tiers, "_LOOK_S", 0.05)
+    monkeypatch.setattr(local, "_LOOK_S", 0.05)
+    near, far, gone = tmp_path / "near", tmp_path / "far", threading.Event()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, CheckpointRemoved) and event.path == str(near / step_name(0)):
+            gone.set()
+
+    mount = Mount(far, monkeypatch)
+    options: dict[str, Any] = {"then": far, "keep": KeepLast(2), "config": SMALL}
+    options["sweep_after_s"] = None  # so that nobody else lists what is there
+    with sync.Checkpointer(near, **options) as ckpt:
+        ckpt.save(state_of(0), 0)
+    with (
+        mount.hanging(),
+        sync.Checkpointer(near, keep_local=1, observer=observe, **options) as ckpt,
+    ):
+        ckpt.save(state_of(1), 1)
+        mount.wait_until_hung("listdir", str(far))
+        for step in (2, 3, 4):
+            ckpt.save(state_of(step), step)
+        assert gone.wait(60)
+        assert len([what for what in mount.waited if what == f"listdir {far}"]) == 1
+        mount.answer()
+    assert committed_steps(near) == [4]
+    assert committed_steps(far) == [3, 4]
+
+
+@pytest.mark.parametrize("change", ["discarded", "saved again"])
+def test_what_has_changed_while_the_second_tier_was_asked_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """A step that is the newest by then, or another one of its name."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with sync.Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    mount = Mount(far, monkeypatch)
+    with (
+        mount.hanging(only=f"{step_name(1)}/data-"),
+        sync.Checkpointer(near, then=far, keep_local=1, config=SMALL) as ckpt,
+    ):
+        ckpt.start_save(state_of(3), 3).durable.wait()
+        mount.wait_until_hung(f"{step_name(1)}/data-")
+        if change == "discarded":
+            assert ckpt.discard_after(1) == (2, 3)
+        else:
+            sync.save(state_of(11), near / step_name(1), overwrite=True, config=SMALL)
+        mount.answer()
+    assert committed_steps(near) == ([1] if change == "discarded" else [1, 3])
+    is_new = change == "saved again"
+    assert_same(sync.load(near / step_name(1), config=SMALL), state_of(11 if is_new else 1))
+
+
 def test_a_second_tier_that_is_silent_is_waited_for_once() -> None:
     """For a second; and once more when it has answered again, before the commit came."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -131,16 +132,40 @@ def test_a_copy_that_hangs_midway_keeps_no_thread_of_the_first_tier(
 
 
 def test_a_second_tier_that_is_the_first_by_a_link_is_refused(tmp_path: Path) -> None:
-    """By the copy, and by a load: not on the caller's thread. Nothing is owed then."""
+    """Before the commit, and by a load: not on the caller's thread. Nothing is owed then."""
     near, link = tmp_path / "near", tmp_path / "link"
     link.symlink_to(near)
     with sync.Engine(SMALL) as engine:
-        handle = engine.start_save(random_state(SIZES), near, then=link)
-        handle.result()
-        with pytest.raises(ConfigError, match="is the checkpoint itself"):
-            handle.durable.wait()
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match="where the checkpoint itself goes"):
+                engine.save(random_state(SIZES), near, then=link, overwrite=overwrite)
+            assert not near.exists()
+        engine.save(random_state(SIZES), near)
         with pytest.raises(ConfigError, match="where the checkpoint itself is"):
             engine.load(near, then=link)
+        assert_same(engine.load(near), random_state(SIZES))
+
+
+def test_that_it_is_the_first_by_a_link_is_said_by_the_copy_where_it_hung_before(
+    tmp_path: Path, mount: Mount
+) -> None:
+    """The commit went without an answer. Nothing is owed then."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.symlink_to(near)
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            mount.answer()
+            for thread in threading.enumerate():
+                if thread.name == "ckptio-look":
+                    thread.join()
+
+    with sync.Engine(SMALL, observer=watch) as engine, mount.hanging():
+        handle = engine.start_save(random_state(SIZES), near, then=far)
+        with pytest.raises(ConfigError, match="is the checkpoint itself"):
+            handle.durable.wait()
+        handle.result()
+    with sync.Engine(SMALL) as engine:
         assert engine.finish_copies(near) == ()
         assert not list(near.glob(".copy-*"))
         assert_same(engine.load(near), random_state(SIZES))

@@ -294,6 +294,31 @@ def test_the_rank_that_decides_alone_asks_the_second_tier(monkeypatch: pytest.Mo
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_tier_that_is_the_first_by_a_link_ends_the_save_on_all_ranks(
+    *, overwrite: bool
+) -> None:
+    """Before the commit, by the rank that commits; nothing is left that is owed."""
+    near, log = MemoryStorage("memory"), EventLog()
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, near, observer=log, far=near.another_name("far")) as ranks:
+
+            async def body(rank: int, engine: Engine) -> None:
+                handle = engine.save(state_of(rank), "memory", then="far", overwrite=overwrite)
+                with pytest.raises(RankError, match="where the checkpoint itself goes"):
+                    await handle
+                with pytest.raises(RankError):
+                    await handle.durable
+
+            await ranks.all(body)
+        assert near.manifest is None
+        assert near.files == near.notes == {}
+
+    run_virtual(scenario(), seed=0)
+    assert log.of(CopyFailed) == []
+
+
 def test_ranks_that_copy_to_different_places_are_told() -> None:
     """Nothing is committed at either."""
 

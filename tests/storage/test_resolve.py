@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,9 @@ async def test_a_place_that_was_located_stays_where_it_is(
         assert not await one.locate()
         assert (one.identity, two.identity) == (f"{tmp_path}/a", f"{tmp_path}/latest")
     monkeypatch.setattr(local, "_LOOK_S", 60.0)
+    for thread in threading.enumerate():
+        if thread.name == "ckptio-look":
+            thread.join()
     assert await two.locate()
     (tmp_path / "latest").unlink()
     assert (one.identity, two.identity) == (f"{tmp_path}/a", f"{tmp_path}/latest")
