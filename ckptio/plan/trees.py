@@ -4,6 +4,7 @@ Each rank takes its own state apart, and has a tree of its own. The checkpoint h
 
     dicts and records      united: ranks of a pipeline hold different layers
     lists, tuples          of one length, united element by element
+    order in memory        that of the lowest rank, of a tensor that lies otherwise on others
     everything else        equal, bit by bit, on all ranks that have it
     `PerRank` values       kept for each rank
 
@@ -175,7 +176,7 @@ class _Merger:
     def _merge(self, place: Place, branches: Branches) -> Json:
         """Merge the nodes that groups have at one place."""
         if len(branches) > 1:
-            branches = unite_marked(_unite_equal(_sure_of(branches)))
+            branches = unite_marked(_unite_equal(_in_one_order(_sure_of(branches))))
         holders, first = branches[0]
         if len(branches) == 1:
             return self._number(first, holders)
@@ -320,6 +321,20 @@ def _sure_of(branches: Branches) -> Branches:
     """Leave out what ranks are unsure of, where others are sure of a tensor."""
     sure = [branch for branch in branches if not (_is_reference(branch[1]) and UNSURE in branch[1])]
     return sure if any(_is_reference(node) for _, node in sure) else branches
+
+
+def _in_one_order(branches: Branches) -> Branches:
+    """Let a tensor lie in memory as on the lowest rank: its values and its files are the same."""
+    if not any(_is_reference(node) and "p" in node for _, node in branches):
+        return branches
+    first = branches[0][1]
+    order = {"p": first["p"]} if type(first) is dict and "p" in first else {}
+    return [
+        (g, {**{k: item for k, item in node.items() if k != "p"}, **order})
+        if _is_reference(node)
+        else (g, node)
+        for g, node in branches
+    ]
 
 
 def _is_reference(node: Json) -> bool:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptio.ranks.board import Store
     from ckptio.ranks.interface import Deadlines, Ranks
-    from ckptio.ranks.join import Store
 
 #: Who takes part, as a caller says it.
 RanksLike = Union[Literal["auto", "solo"], "torch.distributed.ProcessGroup"]
@@ -140,7 +140,8 @@ def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | No
             f"there are {world_size} ranks and no store where they can meet: call"
             " torch.distributed.init_process_group first, or pass ranks='solo'"
         )
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # not TORCHELASTIC_RESTART_COUNT, too: each agent counts the failures of its own workers
+    name = f"ckptio/{environ.get('TORCHELASTIC_RUN_ID', '')}"
 
     def open_store() -> Store:
         from torch.distributed import (  # type: ignore[attr-defined]  # noqa: PLC0415  # imports torch; its stubs leave them out
@@ -149,7 +150,7 @@ def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | No
         )
 
         store = TCPStore(address, port, None, False, timedelta(seconds=timeout_s))  # noqa: FBT003  # as torch has it
-        return cast("Store", PrefixStore(f"ckptio/attempt-{attempt}", store))
+        return cast("Store", PrefixStore(name, store))
 
     return Place(rank=rank, world_size=world_size, group="env", open_store=open_store, host=host)
 

@@ -4,29 +4,32 @@ Rank 0 listens on a free port and writes into the store where, and a token; the 
 that and connect. After that nobody needs the store: a job that destroys its process group
 keeps its engines.
 
-Engines of one group are told apart by counting: the n-th engine that a rank opens on a
-group meets the n-th of every other rank. The count is kept in the store, since nothing
-else lives as long as the group does. A rank that gives up must not be one behind or ahead of
-the others from then on: a rank 0 leaves a note in the place of its address, and who finds
-one passes on to the next number, where rank 0 may be waiting again; it does not wait long
-for that. A rank that has not found rank 0 gives its number back.
+The n-th engine that a rank opens on a group meets the n-th of every other rank: since rank 0
+waits until all have come, each looks for where rank 0 waits now, and nobody counts but rank 0.
+Where nobody answers, another program does, or rank 0 goes before all have come, a rank looks
+again: the address may be that of an earlier attempt, which was killed, and the next be on its
+way. A rank 0 that gives up leaves a note in the place of its address, and who comes too late
+does not wait long for it. `board` has what the store says, and why no count of the others, or
+of torchrun, is trusted.
+
+A rank 0 of an earlier attempt that lives on and waits may take ranks of the next one. They go over
+to a newer one as soon as they see it; one that has met all the others before there is a newer one
+cannot be told from the right one, and the newer one says then who did not come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
 from ckptio.errors import PeerLostError, RankError
 from ckptio.ranks import frames
+from ckptio.ranks.board import Board, process_began_s, this_process
 from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
 from ckptio.ranks.member import Member
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Executor
 
+    from ckptio.ranks.board import Meeting, Sight, Store
     from ckptio.ranks.interface import Deadlines
     from ckptio.ranks.wire import Wire
 
@@ -49,22 +53,8 @@ _MAX_PAUSE_S = 1.0
 _KNOCK_S = 10.0
 #: How long a rank that comes too late waits for rank 0 to come again: it may do at once.
 _GRACE_S = 5.0
-
-
-class Store(Protocol):
-    """A key-value store as c10d has them; `torch.distributed.Store` is one. Blocks."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Get a key that is there."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and give its value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Say whether all keys are there."""
+#: How often a rank that waits for others looks whether it waits with the right rank 0.
+_WATCH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +68,7 @@ class Place:
         open_store: Connects to the store. Blocks; called on a thread.
         host: Name of this machine; found out if not given.
         addresses: Under which others reach this machine; found out if not given.
+        process: Name of this process, of no other; found out if not given.
     """
 
     rank: int
@@ -86,16 +77,7 @@ class Place:
     open_store: Callable[[], Store]
     host: str | None = None
     addresses: Sequence[str] | None = None
-
-
-class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where rank 0 listens, or why it does not any more."""
-
-    host: str = ""
-    addresses: list[str] = []
-    port: int = 0
-    token: str = ""
-    gone: str = ""
+    process: str | None = None
 
 
 async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coordinator | Member:
@@ -126,7 +108,7 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
         board = await store.ask(_open_board, place)
         if place.rank == 0:
             return await _lead(place, board, store, deadlines, executor, until_s)
-        return await _follow(place, board, store, deadlines, until_s)
+        return await _Search(place, board, store, deadlines, until_s).follow()
     except RankError:
         raise
     except StoreTimeoutError as error:
@@ -153,50 +135,16 @@ def _silence(rank: int, meet_s: float) -> RankError:
     return PeerLostError(f"rank 0 {cause}, and {text}", ranks=[0], causes={0: cause})
 
 
-@dataclass(frozen=True, slots=True)
-class _Board:
-    """The store, and the number under which this engine meets the others. All of it blocks."""
-
-    store: Store
-    group: str
-    rank: int
-    number: int
-    host: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.group}/{self.number}"
-
-    def publish(self, address: _Address) -> None:
-        self.store.set(self.key, msgspec.json.encode(address).decode())
-
-    def look(self) -> _Address | None:
-        if not self.store.check([self.key]):
-            return None
-        return msgspec.json.decode(self.store.get(self.key), type=_Address)
-
-    def following(self) -> _Board:
-        """Take the next number."""
-        number = self.store.add(_counter(self.group, self.rank), 1)
-        return dataclasses.replace(self, number=number)
-
-    def give_back(self) -> None:
-        """Let the next engine have this number, unless one has a later one already."""
-        counter = _counter(self.group, self.rank)
-        if self.store.add(counter, 0) == self.number:
-            self.store.add(counter, -1)
-
-
-def _counter(group: str, rank: int) -> str:
-    return f"{group}/opened/{rank}"
-
-
-def _open_board(place: Place) -> _Board:
-    """Connect to the store and find out which engine of the group this is."""
-    board = _Board(
-        place.open_store(), f"ckptio/{place.group}", place.rank, 0, place.host or this_host()
+def _open_board(place: Place) -> Board:
+    """Connect to the store; as rank 0, take a number. Ranks of other worlds are not met there."""
+    board = Board(
+        store=place.open_store(),
+        group=f"ckptio/{place.group}/{place.world_size}",
+        rank=place.rank,
+        process=place.process or this_process(),
+        host=place.host or this_host(),
     )
-    return board.following()
+    return board if place.rank else board.opened()
 
 
 def _store_host(store: object) -> str:
@@ -210,7 +158,7 @@ def _store_host(store: object) -> str:
 
 async def _lead(
     place: Place,
-    board: _Board,
+    board: Board,
     store: StoreThread,
     deadlines: Deadlines,
     executor: Executor,
@@ -229,11 +177,11 @@ async def _lead(
             if addresses is None:
                 near = _store_host(board.store)
                 addresses = await run_blocking(executor, addresses_towards, near)
-            address = _Address(board.host, [*addresses], listener.getsockname()[1], token)
-            await store.ask(board.publish, address)
+            await store.ask(board.invite, [*addresses], listener.getsockname()[1], token)
             await group.gather(max(0.0, until_s - loop.time()))
         finally:
             server.close()
+        await store.ask_briefly(board.end)
     except BaseException as error:
         if isinstance(error, Exception):
             gone = str(error)
@@ -241,65 +189,128 @@ async def _lead(
             await group.close()
         finally:
             with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
-                await store.ask(board.publish, _Address(gone=gone))
+                await store.ask(board.end, gone)
         raise
     return group
 
 
-async def _follow(
-    place: Place, board: _Board, store: StoreThread, deadlines: Deadlines, until_s: float
-) -> Member:
-    """Look where rank 0 listens, go there, and wait for all."""
-    loop = asyncio.get_running_loop()
-    board, address = await _find(board, store, until_s, deadlines.meet_s)
-    group = Member(place.rank, place.world_size, address.token, deadlines, board.host)
-    try:
-        await _reach(group, address, board, deadlines, min(until_s, loop.time() + deadlines.peer_s))
-        # rank 0 says who did not come; it may have begun to wait a moment after this rank
-        await group.gather(max(0.0, until_s - loop.time()) + deadlines.peer_s)
-    except BaseException:
-        await group.close()
-        raise
-    return group
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """How a rank other than 0 finds rank 0. `until_s` is by the loop's clock."""
 
+    place: Place
+    board: Board
+    store: StoreThread
+    deadlines: Deadlines
+    until_s: float
 
-async def _find(
-    board: _Board, store: StoreThread, until_s: float, meet_s: float
-) -> tuple[_Board, _Address]:
-    """Wait until rank 0 says where it is; also says under which number.
+    async def follow(self) -> Member:
+        """Look where rank 0 waits, go there, and wait for all; again, if that came to nothing.
 
-    By asking again and again, ever less often: a store that is told to wait keeps its
-    connection, and the trainer's next call with it.
-    """
-    loop = asyncio.get_running_loop()
-    pause_s = _FIRST_PAUSE_S
-    gone = ""
-    try:
+        By asking again and again, ever less often: a store that is told to wait keeps its
+        connection, and the trainer's next call with it.
+        """
+        loop = asyncio.get_running_loop()
+        heard, began_s = await self.store.ask(self.board.heard), process_began_s()
+        pause_s, since_s, state = _FIRST_PAUSE_S, loop.time(), (0, "", 0)
+        trouble: RankError | None = None
         while True:
-            address = await store.ask(board.look)
-            if address is not None and not address.gone:
-                return board, address
-            if address is not None:
-                if not gone:
-                    until_s = min(until_s, loop.time() + _GRACE_S)
-                gone = address.gone
-                board = await store.ask(board.following)
-                pause_s = _FIRST_PAUSE_S
-            elif loop.time() < until_s:
-                await asyncio.sleep(min(pause_s, max(0.0, until_s - loop.time())))
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-            else:
-                raise _absence(gone, meet_s)  # noqa: TRY301  # the number goes back then, too
-    except BaseException:
-        with contextlib.suppress(RuntimeError, OSError):  # the first error is the news
-            await store.ask(board.give_back)
-        raise
+            sight = await self.store.ask(self.board.look)
+            if state != (state := (sight.number, sight.gone, len(sight.waiting))):
+                pause_s, since_s, trouble = _FIRST_PAUSE_S, loop.time(), None
+            for number, meeting in sight.waiting:
+                found = await self._enter(number, meeting)
+                if isinstance(found, Member):
+                    return found
+                trouble = found
+            is_news = sight.number > heard and sight.at_s >= began_s
+            end_s = self.until_s
+            if is_news:
+                end_s = min(end_s, since_s + _patience_s(sight, self.deadlines))
+            if loop.time() >= end_s:
+                if is_news and sight.gone:
+                    await self.store.ask_briefly(self.board.hear, sight.number)
+                    raise _departure(sight.gone)
+                raise trouble if is_news and trouble else _absence(self.deadlines.meet_s)
+            await asyncio.sleep(min(pause_s, end_s - loop.time()))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _enter(self, number: int, meeting: Meeting) -> Member | RankError:
+        """Go where somebody seems to wait, and wait for all.
+
+        Returns:
+            The group, open, or what to say of it if nothing better is found.
+
+        Raises:
+            PeerLostError: Rank 0 is there, and says who is not.
+        """
+        near = ["127.0.0.1"] if meeting.host == self.board.host else []
+        host = _store_host(self.board.store)  # one more place to look: it is mostly there
+        reasons = []
+        for address in dict.fromkeys([*near, *meeting.addresses, *([host] if host else [])]):
+            place = self.place  # a new member for each: one that was cut off is of no more use
+            group = Member(
+                place.rank, place.world_size, meeting.token, self.deadlines, self.board.host
+            )
+            try:
+                reason = await self._knock(group, address, meeting.port)
+                if not reason:
+                    await self._wait(group, meeting)
+                    return group
+            except PeerLostError as error:
+                await group.close()
+                if not group.was_told:
+                    return error
+                await self.store.ask_briefly(self.board.hear, number)
+                raise
+            except BaseException:
+                await group.close()
+                raise
+            await group.close()
+            reasons.append(f"{address}: {reason}")
+        return _loss(meeting, f"cannot be reached on port {meeting.port} ({'; '.join(reasons)})")
+
+    async def _knock(self, group: Member, address: str, port: int) -> str:
+        """Try to be taken; say why not."""
+        loop = asyncio.get_running_loop()
+
+        def connect(make: Callable[[], Wire]) -> Awaitable[object]:
+            return loop.create_connection(make, address, port)
+
+        return await group.knock(connect, min(_KNOCK_S, self.deadlines.peer_s))
+
+    async def _wait(self, group: Member, meeting: Meeting) -> None:
+        """Wait for all, and look meanwhile whether another process has become rank 0.
+
+        Raises:
+            PeerLostError: It has, or rank 0 went away, or said who did not come.
+        """
+        loop = asyncio.get_running_loop()
+        # rank 0 says who did not come; it may have begun to wait a moment after this rank
+        end_s = max(loop.time(), self.until_s) + self.deadlines.peer_s
+        while not await group.has_news(min(_WATCH_S, end_s - loop.time())):
+            if loop.time() >= end_s:
+                raise _loss(meeting, f"it did not begin within {self.deadlines.meet_s:g} s")
+            sight = await self.store.ask_briefly(self.board.look)
+            if sight is not None and sight.process != meeting.process:
+                raise _loss(meeting, "another process has become rank 0")
+        await group.gather(self.deadlines.peer_s)
 
 
-def _absence(gone: str, meet_s: float) -> RankError:
-    """Say that rank 0 is not there, or was and has gone."""
-    if not gone:
-        return frames.absence([0], meet_s).error()
+def _patience_s(sight: Sight, deadlines: Deadlines) -> float:
+    """Say for how long a rank 0 of this attempt may be as it is seen."""
+    if sight.gone:
+        return _GRACE_S
+    return deadlines.peer_s if sight.waiting else deadlines.meet_s
+
+
+def _absence(meet_s: float) -> RankError:
+    """Say that rank 0 is not there."""
+    return frames.absence([0], meet_s).error()
+
+
+def _departure(gone: str) -> RankError:
+    """Say that rank 0 was there and has gone."""
     return PeerLostError(
         f"rank 0 waits no longer: {gone}; open the engines of all ranks again",
         ranks=[0],
@@ -307,34 +318,7 @@ def _absence(gone: str, meet_s: float) -> RankError:
     )
 
 
-async def _reach(
-    group: Member, address: _Address, board: _Board, deadlines: Deadlines, until_s: float
-) -> None:
-    """Connect to rank 0 under one of its addresses."""
-    loop = asyncio.get_running_loop()
-    near = ["127.0.0.1"] if address.host == board.host else []
-    candidates = list(dict.fromkeys([*near, *address.addresses, *_names(board.store)]))
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        reasons = []
-        for candidate in candidates:
-
-            def connect(make: Callable[[], Wire], to: str = candidate) -> Awaitable[object]:
-                return loop.create_connection(make, to, address.port)
-
-            reason = await group.knock(connect, min(_KNOCK_S, deadlines.peer_s))
-            if not reason:
-                return
-            reasons.append(f"{candidate}: {reason}")
-        if loop.time() >= until_s:
-            cause = f"cannot be reached on port {address.port} ({'; '.join(reasons)})"
-            raise frames.loss(
-                "joining the group", [0], {0: frames.lost_cause(address.host, cause)}
-            ).error()
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
-
-def _names(store: Store) -> list[str]:
-    """Give one more place to look for rank 0: it is mostly where the store is."""
-    return [host for host in (_store_host(store),) if host]
+def _loss(meeting: Meeting, cause: str) -> RankError:
+    """Say that rank 0 seems to be there, and what is wrong with it."""
+    causes = {0: frames.lost_cause(meeting.host, cause)}
+    return frames.loss("joining the group", [0], causes).error()

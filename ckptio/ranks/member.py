@@ -42,6 +42,9 @@ class Member:
         token: What the coordinator has to be told.
         deadlines: How long is waited for others.
         host: The host of this rank.
+
+    Attributes:
+        was_told: Whether rank 0 has said that others were lost, or did not come.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Member:
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ()
         self.nonce = ""
+        self.was_told = False
         self._deadlines = deadlines
         self._hello = Hello(
             version=PROTOCOL_VERSION, rank=rank, world_size=world_size, token=token, host=host
@@ -108,6 +112,11 @@ class Member:
                 wire.cut()
         return reason
 
+    async def has_news(self, timeout_s: float) -> bool:
+        """Wait whether `gather` would come to its end, and say if so."""
+        done, _ = await asyncio.wait((self._welcome,), timeout=max(0.0, timeout_s))
+        return bool(done)
+
     async def gather(self, timeout_s: float) -> None:
         """Wait until all ranks have come.
 
@@ -158,6 +167,7 @@ class Member:
             self._sessions.lose_coordinator(verdict, orderly=False)
         else:
             self._sessions.break_up(verdict)
+        self.was_told = True
         self._begin(verdict)
 
     def wire_lost(self, wire: Wire, reason: str) -> None:

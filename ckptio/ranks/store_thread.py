@@ -51,12 +51,28 @@ class StoreThread:
             asyncio.CancelledError: The caller was cancelled. The call has ended by then, but
                 where it takes long.
         """
+        left_s = self._until_s - asyncio.get_running_loop().time()
+        return await self._ask(functools.partial(function, *args, **kwargs), max(_LEAST_S, left_s))
+
+    async def ask_briefly(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Call what asks the store for what can be done without; None if it gives nothing soon.
+
+        Raises:
+            asyncio.CancelledError: As above.
+        """
+        try:
+            return await self._ask(functools.partial(function, *args, **kwargs), _LEAST_S)
+        except (RuntimeError, OSError):  # what stores raise; of timeouts, too
+            return None
+
+    async def _ask(self, function: Callable[[], T], limit_s: float) -> T:
         if self._is_stuck:
             raise StoreTimeoutError("the store does not answer")
-        loop = asyncio.get_running_loop()
-        call = loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        call = asyncio.get_running_loop().run_in_executor(self._threads, function)
         try:
-            await asyncio.wait((call,), timeout=max(_LEAST_S, self._until_s - loop.time()))
+            await asyncio.wait((call,), timeout=limit_s)
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
                 await asyncio.wait((call,), timeout=_LEAST_S)

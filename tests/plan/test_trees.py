@@ -396,6 +396,23 @@ def test_ranks_that_hold_nothing_of_a_tensor_do_not_decide_what_it_is_tied_to() 
             merged(unsure, *others)
 
 
+def test_a_tensor_lies_in_memory_as_it_does_on_the_lowest_rank() -> None:
+    """Its values do not depend on it: no save fails for that. Another tensor is another."""
+    plain, last = {"w": {TAG: 0}}, {"w": {TAG: 0, "p": [0, 2, 3, 1]}}
+    third = {"w": {TAG: 0, "p": [3, 2, 1, 0]}}
+
+    def merged(*trees: Json, names: Sequence[str] = ("w",)) -> Json:
+        ranks = [take_tree(tree, names) for tree in trees]
+        return merge_trees(ranks, {name: i for i, name in enumerate(names)})
+
+    for first in (plain, last, third):
+        assert merged(first, plain, last, third) == first
+    with pytest.raises(PlanError, match="'w' is tensor 'w' on rank 0 and 5 on rank 1;"):
+        merged(last, {"w": 5})
+    with pytest.raises(PlanError, match="'w' is tensor 'w' on rank 0 and tensor 'x' on rank 1;"):
+        merged(last, {"w": {TAG: 1}}, names=("w", "x"))
+
+
 def test_a_name_that_stands_for_two_tensors_is_refused() -> None:
     """Two ranks name different places alike: their tensors would be taken for replicas."""
     assert "'a.b' names tensors of different keys" in refused(

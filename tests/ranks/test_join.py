@@ -8,12 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
 from ckptio.errors import ConfigError, PeerLostError, RankError
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
+from ckptio.ranks import frames
+from ckptio.ranks.board import Meeting, process_began_s, this_process
 from ckptio.ranks.discover import find_place, ranks_of
 from ckptio.ranks.host import addresses_towards, this_host
 from ckptio.ranks.interface import Deadlines
@@ -22,7 +25,7 @@ from ckptio.ranks.solo import SoloRanks
 from tests.ranks.test_sessions import add
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -55,6 +58,33 @@ def store() -> Any:
 
 def place(store: Any, rank: int, world_size: int = 3, **more: Any) -> Place:
     return Place(rank=rank, world_size=world_size, group="g", open_store=lambda: store, **more)
+
+
+def leave(store: Any, world_size: int, meeting: Meeting) -> None:
+    """Leave in a store what an attempt leaves that is killed."""
+    number = store.add(f"ckptio/g/{world_size}/opened", 1)
+    store.set(f"ckptio/g/{world_size}/meeting/{number}", msgspec.json.encode(meeting).decode())
+
+
+class WatchedStore:
+    """A store that tells when a rank has looked into it some times: and knocked in between."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.looks = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        number: int = self._store.add(key, amount)
+        if not amount:
+            self.looks.release()
+        return number
+
+    async def looked(self, times: int = 3) -> None:
+        for _ in range(times):
+            assert await asyncio.to_thread(self.looks.acquire, timeout=10)
 
 
 async def together(*steps: Any) -> list[Any]:
@@ -164,9 +194,9 @@ async def test_a_rank_0_that_does_not_come_is_named(
 
 async def test_a_rank_0_that_cannot_be_reached_is_named(store: Any, threads: Executor) -> None:
     """With every address that was tried, and what came of it."""
-    store.set("ckptio/g/1", '{"host":"far","addresses":["127.0.0.1"],"port":1,"token":"t"}')
+    leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=["127.0.0.1"], port=1))
     with pytest.raises(PeerLostError, match=r"rank 0: lost, cannot be reached on port 1 \(127"):
-        await join(place(store, 1), deadlines=SHORT, executor=threads)
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -200,6 +230,165 @@ async def test_ranks_meet_again_after_some_came_without_another(
     )
     assert await together(*map(use, groups)) == [3, 3, 3]
     await together(*(group.close() for group in groups))
+
+
+@contextlib.asynccontextmanager
+async def listener(how: str, executor: Executor) -> AsyncIterator[int]:
+    """Have something at a port: nobody, a program that hangs up, or a rank 0 of other ranks."""
+    if how == "nobody":
+        yield 1
+    elif how == "a program":
+        async with await asyncio.start_server(
+            lambda _, writer: writer.close(), "127.0.0.1", 0
+        ) as server:
+            yield server.sockets[0].getsockname()[1]
+    else:
+        other = WatchedStore(torch_store.HashStore())
+        leading = asyncio.create_task(
+            join(place(other, 0, 2, addresses=[]), deadlines=LONG, executor=executor)
+        )
+        while not other.check(["ckptio/g/2/meeting/1"]):
+            await asyncio.sleep(0.001)
+        yield msgspec.json.decode(other.get("ckptio/g/2/meeting/1"))["port"]
+        leading.cancel()
+        await asyncio.wait((leading,))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("how", ["nobody", "a program", "another group"])
+async def test_what_a_killed_attempt_left_is_passed_over(
+    store: Any, threads: Executor, how: str, first: int
+) -> None:
+    """Whoever is there first, and whatever is at the old port now."""
+    store = WatchedStore(store)
+    async with listener(how, threads) as port:
+        for _ in range(2):
+            old = Meeting(process="old", at_s=1.0, addresses=["127.0.0.1"], port=port)
+            leave(store, 2, old)
+        async with asyncio.TaskGroup() as tasks:
+            ranks = [
+                tasks.create_task(join(place(store, r, 2), deadlines=LONG, executor=threads))
+                for r in ([0] if first == 0 else [1])
+            ]
+            if first == 1:
+                await store.looked()
+            ranks.append(
+                tasks.create_task(
+                    join(place(store, 1 - first, 2), deadlines=LONG, executor=threads)
+                )
+            )
+    groups = [task.result() for task in ranks]
+    assert await together(*map(use, groups)) == [2, 2]
+    await together(*(group.close() for group in groups))
+
+
+async def test_why_an_earlier_attempt_gave_up_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """A rank that is there before its rank 0 waits for that as long as without."""
+    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.0)
+    store = WatchedStore(store)
+    leave(store, 2, Meeting(process="old", at_s=process_began_s() - 60, gone="it was cancelled"))
+    async with asyncio.TaskGroup() as tasks:
+        member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+        await store.looked()
+        leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+    await together(*(task.result().close() for task in (leader, member)))
+
+
+async def test_who_was_told_of_a_failure_waits_for_the_next_engine_as_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Though the note about it is what the store has."""
+    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.0)
+    store = WatchedStore(store)
+    await together(*(join(place(store, r), deadlines=SHORT, executor=threads) for r in (0, 2)))
+    async with asyncio.TaskGroup() as tasks:
+        ranks = [tasks.create_task(join(place(store, 2), deadlines=LONG, executor=threads))]
+        await store.looked(6)
+        ranks.append(tasks.create_task(join(place(store, 0), deadlines=LONG, executor=threads)))
+        while not store.check(["ckptio/g/3/meeting/2"]):
+            await asyncio.sleep(0.001)
+        ranks.append(tasks.create_task(join(place(store, 1), deadlines=LONG, executor=threads)))
+    await together(*(task.result().close() for task in ranks))
+
+
+async def test_who_waits_with_a_rank_0_of_an_earlier_attempt_goes_over_to_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Though the old one lives, and took it."""
+    monkeypatch.setattr("ckptio.ranks.join._WATCH_S", 0.01)
+    store = WatchedStore(store)
+    async with asyncio.TaskGroup() as tasks:
+        old = tasks.create_task(
+            together(join(place(store, 0, process="old"), deadlines=LONG, executor=threads))
+        )
+        ranks = [tasks.create_task(join(place(store, 1), deadlines=LONG, executor=threads))]
+        await store.looked(6)
+        new = place(store, 0, process="new")
+        ranks.append(tasks.create_task(join(new, deadlines=LONG, executor=threads)))
+        while not store.check(["ckptio/g/3/meeting/2"]):
+            await asyncio.sleep(0.001)
+        ranks.append(tasks.create_task(join(place(store, 2), deadlines=LONG, executor=threads)))
+        await asyncio.wait(ranks)
+        old.cancel()
+    groups = sorted((task.result() for task in ranks), key=lambda group: group.rank)
+    assert await together(*map(use, groups)) == [3, 3, 3]
+    await together(*(group.close() for group in groups))
+
+
+async def test_a_rank_0_that_dies_before_all_have_come_may_come_again(
+    store: Any, threads: Executor
+) -> None:
+    """Who waited with it waits for the next."""
+    store = WatchedStore(store)
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        taken = frames.pack_head(frames.Taken(), b"")
+        writer.write(taken)
+        await writer.drain()
+        writer.transport.abort()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        killed = Meeting(process="old", at_s=time.time(), addresses=["127.0.0.1"], port=port)
+        leave(store, 2, killed)
+        async with asyncio.TaskGroup() as tasks:
+            member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+            await store.looked()
+            leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+    groups = [leader.result(), member.result()]
+    assert await together(*map(use, groups)) == [2, 2]
+    await together(*(group.close() for group in groups))
+
+
+async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) -> None:
+    """What is left of a job of more ranks is not even knocked at."""
+    leave(store, 3, Meeting(process="old", at_s=time.time(), addresses=["127.0.0.1"], port=1))
+    with pytest.raises(PeerLostError, match=r"rank 0 did not come within 0\.5 s"):
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+
+
+async def test_engines_that_are_opened_at_a_time_meet(store: Any, threads: Executor) -> None:
+    """Each with some, though in what order they find each other is not said."""
+    groups = await together(
+        *(
+            join(place(store, r, 2), deadlines=LONG, executor=threads)
+            for _ in range(3)
+            for r in range(2)
+        )
+    )
+    assert sorted({g.nonce for g in groups[::2]}) == sorted({g.nonce for g in groups[1::2]})
+    assert await together(*map(use, groups)) == [2] * 6
+    await together(*(group.close() for group in groups))
+
+
+def test_a_process_knows_its_name_and_when_it_began() -> None:
+    """The same each time; not before the machine, nor after now."""
+    assert this_process() == this_process()
+    began_s = process_began_s()
+    assert began_s == 0.0 or time.time() - 24 * 3600 < began_s <= time.time()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -323,7 +512,12 @@ def test_several_ranks_that_cannot_meet_are_an_error(
 async def test_ranks_meet_through_the_store_of_torchrun(threads: Executor) -> None:
     """Without a process group; every rank is a client of the agent's store."""
     agent = torch_store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environs = [{**ENV, "RANK": str(rank), "MASTER_PORT": str(agent.port)} for rank in range(2)]
+    common = {**ENV, "MASTER_PORT": str(agent.port)}
+    environs = [
+        # two agents, of which one has had a failure: each counts its own
+        {**common, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(rank)}
+        for rank in range(2)
+    ]
     groups = await together(
         *(ranks_of(environ=e, deadlines=LONG, executor=threads) for e in environs)
     )
