@@ -12,7 +12,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import queue
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
@@ -25,6 +27,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
+F = TypeVar("F", bound="Callable[..., Coroutine[Any, Any, Any]]")
+
+
+def returns_coroutine(function: F) -> F:
+    """Mark a function that returns a coroutine: mocks and retries ask whether to await it."""
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(function)
+    function._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001  # there it is done so
+    return function
 
 
 async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | None = None) -> T:

@@ -7,9 +7,9 @@ is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.c
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
+from ckptio._aio import returns_coroutine
 from ckptio._own_thread import in_own_thread
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
@@ -173,14 +173,14 @@ class Engine(Gauges):
 
         Raises:
             CheckpointError: One could not be made, the first of them; all were tried.
-            StorageError: The directory cannot be listed, or is not there (no URL's is missing).
+            StorageError: The directory cannot be listed, or (but for URLs) is not there.
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
-        step = functools.partial(finish_copies, root)
-        return await self._core.call(step, f"finish copies of {root!s}")
+        return await self._core.call(lambda context: finish_copies(root, context), "finish copies")
 
+    @returns_coroutine
     def load(
         self,
         path: PathLike,
@@ -213,8 +213,7 @@ class Engine(Gauges):
 
         No byte of the target changes before the sizes of all files that are needed (without
         `select`, of all) were checked, and no block lands before its checksum was. If a later
-        block turns out damaged, blocks that were right have landed: reload from another
-        checkpoint.
+        block turns out damaged, those that were right have landed: reload another checkpoint.
 
         Each of several ranks has a target of its own, or none: sharded targets take their
         blocks, whatever ranks, mesh and placement wrote them; all else is whole. No target
@@ -264,6 +263,7 @@ class Engine(Gauges):
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         return self._load(path, asked, then, CallerCurrents())
 
+    @returns_coroutine
     def load_with_report(
         self,
         path: PathLike,
@@ -296,6 +296,7 @@ class Engine(Gauges):
         result = await drive(self._core, load, f"load {path!s}", currents)
         return result if asked.reports else result.state
 
+    @returns_coroutine
     def load_slice(
         self,
         path: PathLike,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptio._aio import returns_coroutine
 from ckptio.api import Engine
 from ckptio.engine.asked import Asked
 from ckptio.handle import SaveHandle
@@ -72,6 +73,7 @@ async def finish_copies(
         return await engine.finish_copies(root)
 
 
+@returns_coroutine
 def load(
     path: PathLike,
     into: T | None = None,
@@ -91,6 +93,7 @@ def load(
     return _load(path, asked, then, CallerCurrents(), config, observer, ranks)
 
 
+@returns_coroutine
 def load_with_report(
     path: PathLike,
     into: Any = None,
@@ -124,6 +127,7 @@ async def _load(
         return await engine._load(path, asked, then, currents)  # noqa: SLF001  # what was current at our call
 
 
+@returns_coroutine
 def load_slice(
     path: PathLike,
     name: str,

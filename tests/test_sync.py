@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,16 @@ def test_converting_has_a_twin_with_the_same_parameters() -> None:
     assert one == other
     assert inspect.iscoroutinefunction(ckptio.convert)
     assert not inspect.iscoroutinefunction(ckptio.sync.convert)
+
+
+def test_what_returns_a_coroutine_is_awaited_by_those_who_ask() -> None:
+    """Mocks, say: a load takes what is current at its call, and is no `async def` for that."""
+    for owner in (ckptio.Engine, ckptio.Checkpointer, ckptio):
+        for name in ("load", "load_with_report", "load_slice"):
+            function = getattr(owner, name, None)
+            if function is not None:
+                assert asyncio.iscoroutinefunction(function), (owner, name)
+    assert isinstance(mock.create_autospec(ckptio.Engine).load, mock.AsyncMock)
 
 
 @pytest.mark.parametrize("name", ["Engine", "Checkpointer"])

@@ -245,6 +245,10 @@ def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) ->
     assert sync.finish_copies(tmp_path) == ()
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
         sync.finish_copies(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")  # a mount that is not there
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        sync.finish_copies(tmp_path / "link")
+    (tmp_path / "link").unlink()
     assert sync.finish_copies("memory://nothing-owed/here") == ()
 
 

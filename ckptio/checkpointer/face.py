@@ -7,7 +7,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from ckptio._aio import outlive
+from ckptio._aio import outlive, returns_coroutine
 from ckptio._outcome import Outcome
 from ckptio.api import Engine
 from ckptio.checkpointer.core import CheckpointerCore
@@ -253,6 +253,7 @@ class Checkpointer:
         """
         return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 
+    @returns_coroutine
     def load(
         self,
         into: T | None = None,
@@ -285,6 +286,7 @@ class Checkpointer:
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
         return self._load(step, asked, CallerCurrents())
 
+    @returns_coroutine
     def load_with_report(
         self,
         into: Any = None,

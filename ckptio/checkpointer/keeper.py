@@ -180,7 +180,7 @@ class Keeper:
         exempt: Collection[int] = (),
         found: Sequence[Found] | None = None,
         *,
-        superseded: Collection[str] = (),
+        called: Sequence[str] = (),
     ) -> tuple[int, ...]:
         """Say which steps a policy does not keep, lowest first.
 
@@ -188,7 +188,7 @@ class Keeper:
             policy: What to keep.
             exempt: Steps that stay whatever it says.
             found: What `find` gave just now, if it was asked.
-            superseded: Ids of saves that are not the last ones; see `plan_removals`.
+            called: Ids of saves in the order of their calls; see `plan_removals`.
 
         Raises:
             StorageError: Steps cannot be listed, or the storage does not give a manifest now:
@@ -200,7 +200,7 @@ class Keeper:
             raise failure
         return await run_blocking(
             self._executor,
-            lambda: plan_removals(records, policy, exempt=exempt, superseded=superseded),
+            lambda: plan_removals(records, policy, exempt=exempt, called=called),
         )
 
     async def size(self, step: int) -> int:

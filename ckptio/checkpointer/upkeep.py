@@ -162,7 +162,7 @@ class Upkeep:
         Not before a step of this run is committed: which one it is about to load, nobody knows.
         """
         await second.take_up(path)
-        if self._last()[0] is not None:
+        if self._last() is not None:
             await self._tidy(second.keeper, is_after_save=True)
             await self._tidy(self._keeper, is_after_save=True)
 
@@ -256,7 +256,7 @@ class Upkeep:
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:
         """Say, once, that a load will take another step than the one that was saved last."""
-        saved, _ = self._last()
+        saved = self._last()
         if saved is None or self._is_warned:
             return
         higher = await keeper.newest(1, above=saved, but=self._steps, found=found)
@@ -267,7 +267,8 @@ class Upkeep:
 
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
-        removals = await keeper.plan(policy, self.exempt(), found, superseded=self._last()[1])
+        called = [moments.save_id for _, moments in self._called]
+        removals = await keeper.plan(policy, self.exempt(), found, called=called)
         self._look_for_metrics(keeper, policy)
         for step in removals:
             # whether or not this run has a second tier: while that is down, one may do without
@@ -304,17 +305,13 @@ class Upkeep:
         One that ends is the last one at once: between the two, a removal could look for it.
         """
         stays = self.under_way()
-        last, _ = self._last()
+        last = self._last()
         return stays if last is None else stays | {last}
 
-    def _last(self) -> tuple[int | None, set[str]]:
-        """Give the committed step whose save was called last, and the ids of those before it."""
-        called = self._called
-        for number in reversed(range(len(called))):
-            step, moments = called[number]
-            if _is_committed(moments):
-                return step, {earlier.save_id for _, earlier in called[:number]}
-        return None, set()
+    def _last(self) -> int | None:
+        """Give the committed step whose save was called last; `None` if none was saved here."""
+        committed = (step for step, moments in reversed(self._called) if _is_committed(moments))
+        return next(committed, None)
 
     def under_way(self) -> set[int]:
         """Name the steps that are being written, copied or read here."""

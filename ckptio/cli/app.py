@@ -253,8 +253,9 @@ def convert(
         typer.Option(min=1, show_default=False, help="Bytes of a file of hf; 5 GB if not given."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Of all floats in safetensors or hf: bfloat16, say.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="TYPE", help="Of all floats in safetensors or hf: bfloat16, say."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     storage_options: StorageOption,
     as_json: JsonOption = False,

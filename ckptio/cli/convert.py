@@ -29,7 +29,7 @@ def run(
     overwrite: bool,
     drop_values: bool,
     max_shard_nbytes: int | None,
-    dtype: str,
+    dtype: str | None,
     storage_options: Sequence[str],
     as_json: bool,
 ) -> int:
@@ -53,7 +53,7 @@ def run(
                 overwrite=overwrite,
                 drop_values=drop_values,
                 max_shard_nbytes=max_shard_nbytes,
-                dtype=named_dtype(dtype) if dtype else None,
+                dtype=None if dtype is None else named_dtype(dtype),
                 config=config_for([source, target], storage_options),
                 progress=advance,
             )

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Advance = Callable[[int, int], None]
 _BATCH = 512
 #: What a URL must not hold, and what nobody else should see who reads a log.
-_CREDENTIALS = re.compile(r"""://[^/@\s"']+@""")
+#: Up to the last such sign before a slash: who typed it may have forgotten to quote one.
+_CREDENTIALS = re.compile(r"""://[^/\s"']*@""")
 
 
 class Terminal:

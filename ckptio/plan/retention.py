@@ -221,7 +221,7 @@ def plan_removals(
     policy: Retention,
     *,
     exempt: Collection[int] = (),
-    superseded: Collection[str] = (),
+    called: Sequence[str] = (),
 ) -> tuple[int, ...]:
     """Say which steps go.
 
@@ -229,8 +229,8 @@ def plan_removals(
         records: All committed steps that are known to be good, each once.
         policy: What to keep.
         exempt: Steps that stay whatever the policy says: being written or read.
-        superseded: Ids of saves that were called before another one that is committed: they are
-            not the last ones, though they may have been committed after that.
+        called: Ids of saves in the order of their calls, where that is known: of two that were
+            under way at once, the earlier one may have been committed after the later one.
 
     Returns:
         Steps, lowest first; never the highest one, and never the one saved last.
@@ -238,7 +238,10 @@ def plan_removals(
     ordered = sorted(records, key=lambda record: record.step)
     if not ordered:
         return ()
-    candidates = [record for record in ordered if record.save_id not in superseded] or ordered
+    # of those of which it is known, only the latest that is among these can be the last one
+    turns = {save_id: turn for turn, save_id in enumerate(called)}
+    latest = max(turns.get(record.save_id, -1) for record in ordered)
+    candidates = (record for record in ordered if turns.get(record.save_id, latest) == latest)
     last = max(candidates, key=lambda record: (record.created, record.step))
     kept = policy.kept(ordered) | {ordered[-1].step, last.step} | set(exempt)
     return tuple(record.step for record in ordered if record.step not in kept)

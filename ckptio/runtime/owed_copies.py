@@ -67,7 +67,7 @@ async def finish_copies(
         _tell(context, place.path, error)
         raise
     is_unsure = not (found or may_be_new) and isinstance(place, LocalRoot)
-    if is_unsure and not await run_blocking(context.executor, os.path.lexists, place.path):
+    if is_unsure and not await run_blocking(context.executor, os.path.exists, place.path):
         raise CheckpointNotFoundError(place.path, "there is no such directory")
     paths += [place.join(item.name) for item in found if item.version is not None]
     made, failure = [], None

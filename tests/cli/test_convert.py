@@ -123,6 +123,8 @@ def test_floats_are_converted(
     assert torch.bfloat16 in kinds
     assert torch.float32 not in kinds
     capsys.readouterr()
+    assert main([*argv, "--dtype="]) == 2  # a variable of a shell that is not set
+    assert "--dtype is one of " in capsys.readouterr().err
     assert main([*argv, "--dtype=bf16"]) == 2
     said = capsys.readouterr().err
     assert "--dtype is one of " in said

@@ -135,10 +135,13 @@ def test_a_save_that_another_one_followed_is_not_the_last() -> None:
     older = dataclasses.replace(record(2, 5.0), save_id="older")
     newer = dataclasses.replace(record(3, 4.0), save_id="newer")
     assert plan_removals([older, newer], KeepLast(1)) == ()
-    assert plan_removals([older, newer], KeepLast(1), superseded={"older"}) == (2,)
+    called = ["older", "newer", "not committed"]
+    assert plan_removals([older, newer], KeepLast(1), called=called) == (2,)
     others = record(1, 4.5)  # somebody else went back, and has saved that last
-    assert plan_removals([others, older, newer], KeepLast(1), superseded={"older"}) == (2,)
-    assert plan_removals([older], KeepLast(1), superseded={"older"}) == ()
+    assert plan_removals([others, older, newer], KeepLast(1), called=called) == (2,)
+    higher = record(9, 0.0)
+    assert plan_removals([older, higher], KeepLast(1), called=called) == ()  # no copy of it yet
+    assert plan_removals([older, newer, higher], KeepLast(1), called=called) == (2,)
 
 
 @given(records=records, policy=policies, exempt=st.sets(st.integers(0, 30)))
