@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -115,9 +117,9 @@ def test_states_scale_with_their_bytes() -> None:
         assert state_nbytes(make(0.02)) == pytest.approx(nbytes * 0.02, rel=0.3)
 
 
-def make_bench(tmp_path: Path, *, rounds: int) -> tuple[Bench, list[str]]:
+def make_bench(tmp_path: Path, *, rounds: int, scale: float = 0.01) -> tuple[Bench, list[str]]:
     said: list[str] = []
-    bench = Bench(case="c", scale=0.01, rounds=rounds, directory=str(tmp_path), say=said.append)
+    bench = Bench(case="c", scale=scale, rounds=rounds, directory=str(tmp_path), say=said.append)
     return bench, said
 
 
@@ -129,22 +131,64 @@ def counting(name: str, calls: list[str], **options: Any) -> Subject:
     return Subject(name=name, run=run, **options)
 
 
-async def test_rounds_are_interleaved_in_rotated_order(tmp_path: Path) -> None:
-    """Each subject warms up, and then is measured once a round, each time later."""
+async def test_rounds_are_interleaved_and_each_subject_follows_others(tmp_path: Path) -> None:
+    """Each warms up, and then is measured once a round, each time after another one."""
+    names = "abcdefghi"
     calls: list[str] = []
-    bench, said = make_bench(tmp_path, rounds=3)
-    await bench.compare("t", [counting(name, calls) for name in "abc"])
-    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
-    assert len(said) == len(calls)
-    assert [len(row.values["elapsed_s"]) for row in bench.groups[0].rows] == [3, 3, 3]
+    bench, said = make_bench(tmp_path, rounds=5)
+    await bench.compare("t", [counting(name, calls) for name in names])
+    assert len(said) == len(calls) == 6 * len(names)
+    for start in range(0, len(calls), len(names)):
+        assert sorted(calls[start : start + len(names)]) == list(names)
+    assert [len(row.values["elapsed_s"]) for row in bench.groups[0].rows] == [5] * len(names)
+    followed = Counter(itertools.pairwise(calls[len(names) - 1 :]))
+    assert max(followed.values()) == 1
 
 
-async def test_slow_subjects_have_fewer_rounds_and_no_warmup(tmp_path: Path) -> None:
-    """A slow peer does not hold up the others."""
+async def test_subjects_are_measured_in_the_same_order_each_time(tmp_path: Path) -> None:
+    """Whoever runs a case again has it as it was."""
+    runs = []
+    for _ in range(2):
+        calls: list[str] = []
+        bench, _ = make_bench(tmp_path, rounds=3)
+        await bench.compare("t", [counting(name, calls) for name in "abcdef"])
+        runs.append(calls)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("rounds", "measured"), [(1, 1), (3, 3), (5, 3), (9, 4)])
+async def test_slow_subjects_have_fewer_rounds_but_three(
+    tmp_path: Path, rounds: int, measured: int
+) -> None:
+    """A slow peer warms up as the others do, and does not hold them up for long."""
     calls: list[str] = []
-    bench, _ = make_bench(tmp_path, rounds=5)
+    bench, _ = make_bench(tmp_path, rounds=rounds)
     await bench.compare("t", [counting("a", calls), counting("s", calls, is_slow=True)])
-    assert (calls.count("a"), calls.count("s")) == (6, 2)
+    warmups = int(rounds > 1)
+    assert (calls.count("a"), calls.count("s")) == (rounds + warmups, measured + warmups)
+
+
+async def test_pages_are_recycled_before_each_save(tmp_path: Path) -> None:
+    """As many bytes as are saved, before the clock; at the size that is reported."""
+    written: list[int] = []
+    removed: list[list[str]] = []
+
+    async def run() -> dict[str, float]:
+        written.append(written_nbytes())
+        removed.append(os.listdir(tmp_path))
+        return {"elapsed_s": 1.0}
+
+    bench, _ = make_bench(tmp_path, rounds=1, scale=1.0)
+    nbytes = (9 << 20) + 1
+    before = written_nbytes()
+    await bench.compare("t", [Subject(name="a", run=run)], saved_nbytes=nbytes)
+    assert nbytes <= written[0] - before < nbytes + (1 << 20)
+    assert removed == [[]]
+
+
+def written_nbytes() -> int:
+    with open("/proc/self/io", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("wchar"))
 
 
 async def test_a_peer_that_fails_has_the_reason_in_its_row(tmp_path: Path) -> None:

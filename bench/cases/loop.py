@@ -65,6 +65,7 @@ async def loop_lag(bench: Bench) -> None:
                 subjects,
                 metrics=(P50, P99, WORST, TOTAL),
                 nbytes=2 * saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
             stager.close()

@@ -44,6 +44,7 @@ async def other_peers(bench: Bench) -> None:
                         saves.raw()[-1],
                     ],
                     nbytes=saves.nbytes,
+                    saved_nbytes=saves.nbytes,
                 )
             loads = Loads(bench, state, [*peers, RunaiPeer()])
             await loads.save(engine)
@@ -73,6 +74,7 @@ async def _asynchronous(bench: Bench) -> None:
                 [ckptio_async(saves, engine), *(_background(saves, *way) for way in ways)],
                 metrics=(STALL, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
 
 

@@ -38,6 +38,7 @@ async def save_ranks(bench: Bench) -> None:
                 subjects,
                 metrics=SAVE_METRICS,
                 nbytes=ranks.nbytes,
+                saved_nbytes=ranks.nbytes,
             )
 
 

@@ -57,6 +57,7 @@ async def stall(bench: Bench) -> None:
                 subjects,
                 metrics=(STALL, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
             stager.close()

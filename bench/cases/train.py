@@ -73,6 +73,7 @@ async def train_slowdown(bench: Bench) -> None:
                 subjects,
                 metrics=(QUIET, STEP, SLOWDOWN, LOST, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
             stager.close()
