@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bench.baselines import quiet_dcp
 from bench.cases import CASES
 from bench.harness import Bench, Clock
-from bench.machine import describe_machine
+from bench.machine import describe_code, describe_machine, describe_peers
 from bench.report import case_record, print_group, write_readme, write_record
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def _run(case: Case, options: argparse.Namespace, directory: str, clock: Clock) 
         return False
     for group in bench.groups:
         print_group(group)
-    write_record(case_record(case, bench, describe_machine(directory)), options.out)
+    machine = describe_machine(directory)
+    record = case_record(case, bench, machine, peers=describe_peers(), code=describe_code())
+    write_record(record, options.out)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import importlib.metadata
 import itertools
 import json
 import os
@@ -88,6 +89,7 @@ def test_the_tables_tell_of_the_machine_but_not_its_names(results: Path) -> None
     for case in CASES:
         assert f"## {case.name}\n" in text
     assert "torch: " in text
+    assert f"s3fs: {importlib.metadata.version('s3fs')}" in text
     assert os.uname().nodename not in text
     assert str(results) not in text
 
@@ -98,6 +100,15 @@ def test_the_recorded_tables_are_those_of_the_recorded_figures(tmp_path: Path) -
     shutil.copytree(recorded, tmp_path / "results")
     write_readme([case.name for case in CASES], str(tmp_path / "results"))
     assert not filecmp.dircmp(recorded, tmp_path / "results").diff_files
+
+
+def test_a_record_says_what_was_measured_and_how_often(results: Path) -> None:
+    """The versions of the peers, the commit where git knows it, and each figure's rounds."""
+    record = json.loads((results / "save_local.json").read_text())
+    assert record["peers"]["s3fs"] == importlib.metadata.version("s3fs")
+    assert all(figure["n"] == 1 for s in subjects_of(record) for figure in s["metrics"].values())
+    assert all(row[-1] == "1" for row in record["groups"][0]["table"]["body"] if row[-1])
+    assert set(record["code"]) in ({"commit", "is_dirty"}, set())
 
 
 @pytest.mark.parametrize("make", [gpt_like, small_tensors, huge_tensors])
@@ -218,11 +229,11 @@ def test_ratios_above_one_say_that_ckptio_is_faster() -> None:
     metric = Metric(key="elapsed_s", label="s", digits=1, has_rate=True)
     group = Group(title="t", metrics=[metric], nbytes=4 * 10**9, note="", rows=rows)
     head, body = make_table(group)
-    assert head == ["", "s", "GB/s", "/ ckptio"]
+    assert head == ["", "s", "GB/s", "/ ckptio", "n"]
     assert body == [
-        ["ckptio", "2.0 (1.0 to 9.0)", "2.00", "1.00"],
-        ["peer", "6.0", "0.67", "3.00"],
-        ["gone", "not installed", "", ""],
+        ["ckptio", "2.0 (1.0 to 9.0)", "2.00", "1.00", "3"],
+        ["peer", "6.0", "0.67", "3.00", "1"],
+        ["gone", "not installed", "", "", ""],
     ]
 
 
