@@ -67,11 +67,14 @@ def _row_record(group: Group, row: Row) -> dict[str, Any]:
 
 
 def _ratio(group: Group, metric: Metric, row: Row) -> float | None:
-    """Give how many times ckptio's figure a figure is: above 1, ckptio is the better."""
+    """Give how many times ckptio's figure a figure is: above 1, ckptio is the better.
+
+    Of no time and less, which is what is lost in the noise, nothing is a multiple.
+    """
     ours = next((r for r in group.rows if r.kind == "ckptio"), None)
     reference = ours.median(metric.key) if ours is not None else None
     value = row.median(metric.key)
-    return value / reference if reference and value is not None else None
+    return value / reference if reference and reference > 0 and value is not None else None
 
 
 def make_table(group: Group) -> Table:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SCALE = "0.005"
 _TIMEOUT_S = 600
+#: What is a difference, and may be lost in the noise.
+_BELOW_ZERO = {"lost_s"}
 #: Why a subject may have no figures here.
 _EXCUSES = (
     "safetensors is not installed",
@@ -43,6 +45,9 @@ _EXCUSES = (
     "failed: RuntimeError: S3Exception: Client error",  # s3torchconnector's, with Ceph 16
     "direct I/O is refused",
     "files stay in the page cache",
+    "DCP's process wants gloo",
+    "shared memory has",
+    "there is no shared memory",
 )
 
 
@@ -80,7 +85,8 @@ def test_each_case_has_medians_for_ckptio_and_each_peer(results: Path, name: str
             assert subject["missing"].startswith(_EXCUSES), subject
         else:
             assert subject["metrics"], subject["name"]
-            assert all(figure["median"] >= 0 for figure in subject["metrics"].values())
+            metrics = {key: m for key, m in subject["metrics"].items() if key not in _BELOW_ZERO}
+            assert all(figure["median"] >= 0 for figure in metrics.values())
 
 
 def test_the_tables_tell_of_the_machine_but_not_its_names(results: Path) -> None:
