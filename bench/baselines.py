@@ -15,7 +15,7 @@ import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -62,6 +62,20 @@ class Peer(Protocol):
 
     def read(self, path: str, names: Sequence[str], like: State) -> State:
         """Read some tensors, shaped as in `like`."""
+
+
+@runtime_checkable
+class SupportsOpen(Protocol):
+    """A peer that imports or starts what it works with."""
+
+    def open(self) -> None:
+        """Have that done; more than once is once."""
+
+
+def open_peer(peer: Peer) -> None:
+    """Have a peer ready, so that no clock runs while it imports."""
+    if isinstance(peer, SupportsOpen) and not peer.missing:
+        peer.open()
 
 
 @contextmanager

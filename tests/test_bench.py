@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bench.baselines import TorchPeer
 from bench.cases import CASES
 from bench.cases.scale import fit_line
 from bench.crew import Crew, CrewError
@@ -23,10 +25,14 @@ from bench.planners import Size, measure_dcp, measure_exchange, measure_save
 from bench.report import make_table, write_readme
 from bench.rounds import measure_rounds
 from bench.states import Proof, blank, gpt_like, huge_tensors, small_tensors, state_nbytes
+from bench.subjects import Loads, Saves
+from ckptio import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from bench.states import State
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SCALE = "0.005"
@@ -206,6 +212,40 @@ async def test_pages_are_recycled_before_each_save(tmp_path: Path) -> None:
 def written_nbytes() -> int:
     with open("/proc/self/io", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("wchar"))
+
+
+async def test_a_peer_is_opened_before_the_clock(tmp_path: Path) -> None:
+    """For a save and for a load: no figure has an import in it."""
+    bench, _ = make_bench(tmp_path, rounds=1)
+    state = gpt_like(0.003)
+    peer = Imported()
+    await bench.compare("save", [Saves(bench, state).peer(peer)])
+    assert peer.calls[:2] == ["open", "save"]
+    loads = Loads(bench, state, [peer])
+    async with Engine() as engine:
+        await loads.save(engine)
+        peer.calls.clear()
+        await bench.compare("load", loads.subjects(engine, is_cold=False))
+    assert peer.calls == ["open", "load"]
+    assert all(row.values for group in bench.groups for row in group.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported(TorchPeer):
+    """A peer with something to import, that says what it does when."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def save(self, state: State, path: str) -> None:
+        self.calls.append("save")
+        TorchPeer.save(self, state, path)
+
+    def load(self, path: str, into: State) -> None:
+        self.calls.append("load")
+        TorchPeer.load(self, path, into)
 
 
 async def test_a_peer_that_fails_has_the_reason_in_its_row(tmp_path: Path) -> None:

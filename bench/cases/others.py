@@ -6,6 +6,7 @@ import asyncio
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from bench.baselines import open_peer
 from bench.cases.stall import COMMIT, STALL, changed, ckptio_async
 from bench.harness import Bench, Clock, Subject, case
 from bench.others import OrbaxPeer, RunaiPeer, TorchCheckpointingPeer, TorchsnapshotPeer
@@ -79,6 +80,9 @@ async def _asynchronous(bench: Bench) -> None:
 
 
 def _background(saves: Saves, name: str, peer: Background) -> Subject:
+    async def prepare() -> None:
+        open_peer(peer)
+
     async def run() -> Figures:
         figures: dict[str, float] = {}
         clock = Clock()
@@ -95,6 +99,7 @@ def _background(saves: Saves, name: str, peer: Background) -> Subject:
 
     return Subject(
         name=name,
+        prepare=prepare,
         run=run,
         check=check,
         clean=saves.clean,
