@@ -35,7 +35,7 @@ from bench.order import draw_rounds
 Kind = Literal["ckptio", "peer", "limit"]
 Figures = Mapping[str, float]
 #: Below this a run only shows that it works, and waits neither for garbage nor for the disk.
-_QUIET_SCALE = 0.1
+QUIET_SCALE = 0.1
 #: Rounds of a slow subject, where a case has so many.
 _SLOW_ROUNDS = 3
 Step = Callable[[], Awaitable[None]]
@@ -215,7 +215,7 @@ class Bench:
                 yield f"{number}/{self.rounds}", found[name]
 
     async def _measure(self, subject: Subject, saved_nbytes: int) -> Figures:
-        if self.scale >= _QUIET_SCALE:
+        if self.scale >= QUIET_SCALE:
             gc.collect()
             if saved_nbytes:
                 recycle_pages(self.directory, saved_nbytes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bench.__main__ import arguments_of, parse
 from bench.baselines import TorchPeer
 from bench.cases import CASES
 from bench.cases.scale import fit_line
@@ -121,6 +122,15 @@ def test_a_record_says_what_was_measured_and_how_often(results: Path) -> None:
     assert all(figure["n"] == 1 for s in subjects_of(record) for figure in s["metrics"].values())
     assert all(row[-1] == "1" for row in record["groups"][0]["table"]["body"] if row[-1])
     assert set(record["code"]) in ({"commit", "is_dirty"}, set())
+
+
+@pytest.mark.parametrize("given", [[], ["--rounds=2", "--dir=/d", "--out=o"]])
+def test_a_case_in_a_process_of_its_own_has_the_same_options(given: list[str]) -> None:
+    """Whatever the command line says holds for each of its cases."""
+    options = parse(["stall", "memory", "--scale=0.5", *given])
+    alone = parse(arguments_of("memory", options))
+    assert alone.cases == ["memory"]
+    assert vars(alone) | {"cases": options.cases} == vars(options)
 
 
 @pytest.mark.parametrize("make", [gpt_like, small_tensors, huge_tensors])
