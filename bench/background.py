@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import (
     async_save,
 )
 
+from bench.baselines import DcpPeer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.baselines import DcpPeer
     from bench.states import State
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # where torch puts it
@@ -148,6 +150,18 @@ def lone_group() -> Iterator[None]:
             del os.environ[_ADDRESS]
         else:
             os.environ[_ADDRESS] = before
+
+
+def start_process(path: str) -> None:
+    """Start DCP's process, unless there is one, with a save of next to nothing.
+
+    It imports what it needs, which takes seconds: no save that counts is to wait for it.
+    """
+    if dcp_process._CHECKPOINT_PROCESS is None:  # noqa: SLF001  # as below
+        with lone_group(), contextlib.closing(reusable_stager(is_shared=True)) as stager:
+            way = DcpAsync(peer=DcpPeer(), stager=stager, is_process=True)
+            way.start({"nothing": torch.zeros(1)}, path).written.result()
+        shutil.rmtree(path)
 
 
 def end_process() -> None:

@@ -15,6 +15,7 @@ from bench.background import (
     lone_group,
     refuses_process,
     reusable_stager,
+    start_process,
 )
 from bench.baselines import DcpPeer, crc32
 from bench.harness import Bench, Clock, Metric, Subject, case
@@ -159,8 +160,13 @@ def _dcp(saves: Saves, way: DcpAsync, training: Training, quiet_steps: int) -> S
     async def check() -> None:
         await saves.check_peer(way.peer)
 
+    async def prepare() -> None:
+        if way.is_process:
+            start_process(saves.path)
+
     return Subject(
         name=way.name,
+        prepare=prepare,
         run=run,
         check=check,
         clean=saves.clean,
