@@ -124,6 +124,15 @@ def test_a_record_says_what_was_measured_and_how_often(results: Path) -> None:
     assert set(record["code"]) in ({"commit", "is_dirty"}, set())
 
 
+def test_ranks_are_charged_with_what_they_read_where_all_is_read(results: Path) -> None:
+    """Of a warm load, whose files may be mapped, nothing is said."""
+    groups = json.loads((results / "load_ranks.json").read_text())["groups"]
+    for group in groups:
+        has_read = any("read_ratio" in subject["metrics"] for subject in group["subjects"])
+        is_cold = group["title"].startswith("cold")
+        assert has_read is (is_cold and not all(s["missing"] for s in group["subjects"]))
+
+
 @pytest.mark.parametrize("given", [[], ["--rounds=2", "--dir=/d", "--out=o"]])
 def test_a_case_in_a_process_of_its_own_has_the_same_options(given: list[str]) -> None:
     """Whatever the command line says holds for each of its cases."""
