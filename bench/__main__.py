@@ -1,4 +1,9 @@
-"""The command line of the benches: `python -m bench [CASE ...]`."""
+"""The command line of the benches: `python -m bench [CASE ...]`.
+
+Where figures count, each case is a process of its own, which begins with memory in one piece
+and without what others have imported and started. Small runs, which only show that all works,
+are one process: most of their time would be imports.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -13,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from bench.baselines import quiet_dcp
 from bench.cases import CASES
-from bench.harness import Bench, Clock
-from bench.machine import describe_machine
+from bench.harness import QUIET_SCALE, Bench, Clock
+from bench.machine import describe_code, describe_machine, describe_peers
 from bench.report import case_record, print_group, write_readme, write_record
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ _DISK_NBYTES = 20 * 10**9
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run cases; gives 1 if one failed."""
-    options = _parse(arguments)
+    options = parse(arguments)
     cases = {case.name: case for case in CASES}
     if options.list:
         for case in CASES:
@@ -44,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     num_failed = 0
     clock = Clock()
+    is_apart = len(chosen) > 1 and options.scale >= QUIET_SCALE
     for case in chosen:
+        if is_apart:
+            num_failed += not _run_apart(case, options)
+            continue
         with tempfile.TemporaryDirectory(prefix="ckptio-bench-", dir=parent) as directory:
             num_failed += not _run(case, options, directory, clock)
     write_readme([case.name for case in CASES], options.out)
@@ -74,8 +84,23 @@ def _run(case: Case, options: argparse.Namespace, directory: str, clock: Clock) 
         return False
     for group in bench.groups:
         print_group(group)
-    write_record(case_record(case, bench, describe_machine(directory)), options.out)
+    machine = describe_machine(directory)
+    record = case_record(case, bench, machine, peers=describe_peers(), code=describe_code())
+    write_record(record, options.out)
     return True
+
+
+def _run_apart(case: Case, options: argparse.Namespace) -> bool:
+    """Do the same in a process of its own."""
+    command = [sys.executable, "-m", "bench", *arguments_of(case.name, options)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def arguments_of(name: str, options: argparse.Namespace) -> list[str]:
+    """Give the arguments that run one case as `options` say."""
+    given = {"--scale": options.scale, "--out": options.out, "--rounds": options.rounds}
+    given["--dir"] = options.dir
+    return [name, *(f"{option}={value}" for option, value in given.items() if value is not None)]
 
 
 def _default_directory() -> str:
@@ -84,7 +109,8 @@ def _default_directory() -> str:
     return usual if os.access(usual, os.W_OK) else tempfile.gettempdir()
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(names)}; all")

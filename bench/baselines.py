@@ -15,18 +15,15 @@ import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from concurrent.futures import Future
 
     from bench.states import State
 
@@ -65,6 +62,20 @@ class Peer(Protocol):
 
     def read(self, path: str, names: Sequence[str], like: State) -> State:
         """Read some tensors, shaped as in `like`."""
+
+
+@runtime_checkable
+class SupportsOpen(Protocol):
+    """A peer that imports or starts what it works with."""
+
+    def open(self) -> None:
+        """Have that done; more than once is once."""
+
+
+def open_peer(peer: Peer) -> None:
+    """Have a peer ready, so that no clock runs while it imports."""
+    if isinstance(peer, SupportsOpen) and not peer.missing:
+        peer.open()
 
 
 @contextmanager
@@ -263,52 +274,6 @@ class DcpPeer:
         state = {name: torch.empty_like(like[name]) for name in names}
         self.load(path, state)
         return state
-
-
-@dataclass(slots=True, kw_only=True)
-class DcpAsync:
-    """`dcp.async_save` in a thread.
-
-    Attributes:
-        peer: The writer's settings.
-        stager: Reused from save to save, and closed by the caller. If not given, DCP makes
-            one per save, and takes the default writer.
-    """
-
-    peer: DcpPeer
-    stager: DefaultStager | None = None
-
-    @property
-    def name(self) -> str:
-        """Its settings."""
-        settings = self.peer.name.removeprefix("dcp.save (").removesuffix(")")
-        return f"dcp.async_save (stager {'reused' if self.stager else 'new'}, {settings})"
-
-    def start(self, state: State, path: str) -> Future[None]:
-        """Stage, and save in the background; the source may change when this returns."""
-        if self.stager is None:
-            done = async_save(dict(state), checkpoint_id=path, no_dist=True)
-        else:
-            done = async_save(
-                dict(state),
-                storage_writer=self.peer.writer(path),
-                async_stager=self.stager,
-                no_dist=True,
-            )
-        assert not isinstance(done, AsyncSaveResponse)
-        future: Future[None] = done
-        return future
-
-
-def reusable_stager() -> DefaultStager:
-    """Make a stager that stages into the same memory every time; the caller closes it."""
-    options = StagingOptions(
-        use_pinned_memory=False,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=False,
-    )
-    return DefaultStager(options)
 
 
 def savers(*, is_durable: bool) -> list[Peer]:

@@ -74,6 +74,23 @@ def warm_cache(path: str) -> None:
     raise CacheStateError(f"only {share:.0%} of the files stay in the page cache")
 
 
+def recycle_pages(directory: str, nbytes: int) -> None:
+    """Write as many bytes through the page cache to a file in a directory, and remove it.
+
+    Pages that the next writer takes are then of those, whoever came before: free memory that
+    nobody has used for a while may have to come from the host of a virtual machine first.
+    """
+    room = bytearray(_READ_NBYTES)
+    path = os.path.join(directory, "recycled")
+    try:
+        with open(path, "wb", buffering=0) as stream:
+            stream.writelines(
+                memoryview(room)[: nbytes - start] for start in range(0, nbytes, len(room))
+            )
+    finally:
+        os.unlink(path)
+
+
 def cached_share(path: str) -> float | None:
     """Which share of the files below a path is in the page cache; `None` if unknown."""
     cached = pages = 0

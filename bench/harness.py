@@ -1,10 +1,17 @@
 """Run a case: warm-up, interleaved rounds, medians.
 
 A case gives subjects: ckptio, its peers, and limits of the machine. In each round every
-subject is measured once, and the order is rotated from round to round, so that a drift of
-the machine (a neighbour, a disk that fills its cache) falls on all of them alike. Before a
-measurement the disk is quiet (`sync`) and garbage is collected; both stay outside the clock.
-After it the result is checked and the files go.
+subject is measured once, and the order is another one in each round, so that a drift of the
+machine (a neighbour, a disk that fills its cache) falls on all of them alike, and no subject
+always follows the same other one (`bench.order`). Before a measurement garbage is collected
+and the disk is quiet (`sync`). Before a save the page cache is in one state for all: as many
+bytes as the state has are written through it to a file, which is removed, so that pages are
+there, recently used and free. (Without that a save through the page cache was several times
+slower after a direct write than after a save like itself.) All of that stays outside the
+clock. After a measurement the result is checked and the files go.
+
+Figures are medians of all rounds of a case; a table has each row's number of them, `n`. Slow
+peers are measured in fewer of more than three rounds, and no fewer than three.
 
 A peer that is not installed, or that fails, has its reason in the table instead of figures.
 ckptio has no such excuse: its errors end the case.
@@ -22,10 +29,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bench.disk import recycle_pages
+from bench.order import draw_rounds
+
 Kind = Literal["ckptio", "peer", "limit"]
 Figures = Mapping[str, float]
 #: Below this a run only shows that it works, and waits neither for garbage nor for the disk.
-_QUIET_SCALE = 0.1
+QUIET_SCALE = 0.1
+#: Rounds of a slow subject, where a case has so many.
+_SLOW_ROUNDS = 3
 Step = Callable[[], Awaitable[None]]
 
 
@@ -72,7 +84,7 @@ class Subject:
         prepare: Called before `run`, outside the clock.
         check: Called after `run`; raises if the work was not done.
         clean: Called last, whatever happened.
-        is_slow: Measured in fewer rounds, without warm-up.
+        is_slow: Measured in no more than three rounds, or half of them.
         missing: Why it cannot be measured; empty if it can.
     """
 
@@ -147,6 +159,7 @@ class Bench:
         nbytes: int = 0,
         note: str = "",
         has_warmup: bool = True,
+        saved_nbytes: int = 0,
     ) -> None:
         """Measure subjects side by side.
 
@@ -157,6 +170,8 @@ class Bench:
             nbytes: Bytes that each subject moves; 0 if rates mean nothing here.
             note: Printed below the table.
             has_warmup: Measure each once before it counts, if there is more than one round.
+            saved_nbytes: Bytes that each subject saves in `directory`; so many pages of the
+                page cache are used and given back before each measurement.
         """
         rows = {s.name: Row(name=s.name, kind=s.kind, missing=s.missing) for s in subjects}
         self.groups.append(
@@ -167,7 +182,7 @@ class Bench:
             if row.missing:
                 continue
             try:
-                figures = await self._measure(subject)
+                figures = await self._measure(subject, saved_nbytes)
             except Exception as error:  # a peer's goes into the table, ours ends the case
                 if subject.kind == "ckptio":
                     raise
@@ -183,21 +198,27 @@ class Bench:
     def _schedule(
         self, subjects: Sequence[Subject], *, has_warmup: bool
     ) -> Iterator[tuple[str, Subject]]:
-        """Give who is measured when: a warm-up each, then rotated rounds."""
-        slow_rounds = max(1, self.rounds // 2)
-        if has_warmup and self.rounds > 1:
-            for subject in subjects:
-                if not subject.is_slow:
-                    yield "warm-up", subject
-        for number in range(self.rounds):
-            first = number % max(1, len(subjects))
-            for subject in (*subjects[first:], *subjects[:first]):
-                if not subject.is_slow or number < slow_rounds:
-                    yield f"{number + 1}/{self.rounds}", subject
+        """Give who is measured when: a warm-up each, then rounds in drawn order."""
+        found = {subject.name: subject for subject in subjects if not subject.missing}
+        has_warmup = has_warmup and self.rounds > 1
+        if has_warmup:
+            for subject in found.values():
+                yield "warm-up", subject
+        slow_rounds = max(_SLOW_ROUNDS, self.rounds // 2)
+        rounds = [
+            [name for name in found if number < slow_rounds or not found[name].is_slow]
+            for number in range(self.rounds)
+        ]
+        last = next(reversed(found), None) if has_warmup else None
+        for number, order in enumerate(draw_rounds(rounds, last), 1):
+            for name in order:
+                yield f"{number}/{self.rounds}", found[name]
 
-    async def _measure(self, subject: Subject) -> Figures:
-        if self.scale >= _QUIET_SCALE:
+    async def _measure(self, subject: Subject, saved_nbytes: int) -> Figures:
+        if self.scale >= QUIET_SCALE:
             gc.collect()
+            if saved_nbytes:
+                recycle_pages(self.directory, saved_nbytes)
             os.sync()
         try:
             await subject.prepare()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     Json = Any
 
-#: Bytes that the ranks have read, all together, for each byte of the state.
+#: Bytes that the ranks have read, all together, for each byte of the state. Of cold loads only:
+#: what is mapped is not read, and a warm load of ckptio maps its files.
 READ = Metric(key="read_ratio", label="read / state", has_ratio=False, digits=2)
 #: Bytes that the rank has written that wrote most, by the mean of all.
 BALANCE = Metric(key="balance_ratio", label="most / mean written", has_ratio=False, digits=2)
 SAVE_METRICS = (SECONDS, BALANCE)
-LOAD_METRICS = (SECONDS, READ)
 #: Numbers of ranks that jobs are measured with.
 WORLD_SIZES = (2, 4)
 _NUM_SAMPLES = 3
@@ -85,6 +85,11 @@ DCP_LOAD = Way(name="dcp.load", method={"by": "dcp"})
 DCP_BROADCAST = Way(name="dcp.load on rank 0 + broadcast", method={"by": "broadcast"})
 #: What writes what is loaded: for each way, another format.
 WRITERS = (ckptio(), dcp(num_threads=2))
+
+
+def load_metrics(*, is_cold: bool) -> Sequence[Metric]:
+    """Give what loads are compared by."""
+    return (SECONDS, READ) if is_cold else (SECONDS,)
 
 
 @contextlib.contextmanager
@@ -154,8 +159,8 @@ class Job:
 
         async def run() -> Figures:
             answers = self._crew.tell("load", method=way.method, path=path)
-            read = sum(answer["read_nbytes"] for answer in answers)
-            return {**_slowest(answers), READ.key: read / self.nbytes}
+            read = sum(answer["read_nbytes"] for answer in answers) / self.nbytes
+            return {**_slowest(answers), **({READ.key: read} if is_cold else {})}
 
         async def check() -> None:
             self._crew.tell("check")

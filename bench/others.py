@@ -5,6 +5,8 @@ default it writes a file for each); torch_checkpointing writes through the page 
 writes fail on sizes that are no multiple of the disk's blocks); Orbax takes zarr 3 without
 compression. None of them but Orbax syncs what it wrote, so every file is synced after it.
 
+All are imported, and what they keep is started, before a clock starts (`open`).
+
 What is not installed is a line with that reason. Megatron-core is not among them: its save asks
 for a CUDA device.
 """
@@ -73,6 +75,10 @@ class TorchsnapshotPeer:
     def missing(self) -> str:
         """Whether it is installed."""
         return _missing("torchsnapshot", "torchsnapshot")
+
+    def open(self) -> None:
+        """Import it."""
+        import torchsnapshot  # noqa: F401, PLC0415  # may not be installed
 
     def save(self, state: State, path: str) -> None:
         """Take a snapshot."""
@@ -152,7 +158,11 @@ class TorchCheckpointingPeer:
         """Whether it is installed."""
         return _missing("torch_checkpointing", "torch_checkpointing")
 
-    def _open(self) -> Any:
+    def open(self) -> None:
+        """Import it, and start its process, if it has one."""
+        self._opened()
+
+    def _opened(self) -> Any:
         if self._manager is None:
             import torch_checkpointing as tc  # noqa: PLC0415  # may not be installed
             from torch_checkpointing.storage import filesystem  # noqa: PLC0415  # as above
@@ -168,12 +178,12 @@ class TorchCheckpointingPeer:
     def save(self, state: State, path: str) -> None:
         """Save, and wait."""
         with crc32(is_on=False):
-            self._open().save(path, {_ITEM: state})
+            self._opened().save(path, {_ITEM: state})
         sync_files(path)
 
     def start(self, state: State, path: str) -> Callable[[], None]:
         """Stage into shared memory; another process writes it. Gives what waits for the end."""
-        manager = self._open()
+        manager = self._opened()
         written: Future[object] = manager.save(path, {_ITEM: state})
         with manager.lock():  # as its documents say of a step that changes parameters
             pass
@@ -186,7 +196,7 @@ class TorchCheckpointingPeer:
 
     def load(self, path: str, into: State) -> None:
         """Load in place."""
-        self._open().load(path, into={_ITEM: into}, strict=True)
+        self._opened().load(path, into={_ITEM: into}, strict=True)
 
     def read(self, path: str, names: Sequence[str], like: State) -> State:
         """Load all."""
@@ -219,7 +229,11 @@ class OrbaxPeer:
         """Whether it is installed."""
         return _missing("orbax.checkpoint", "orbax-checkpoint")
 
-    def _open(self) -> Any:
+    def open(self) -> None:
+        """Import it, and JAX with it, which takes seconds; start its threads."""
+        self._opened()
+
+    def _opened(self) -> Any:
         if self._checkpointer is None:
             import orbax.checkpoint as ocp  # noqa: PLC0415  # may not be installed
 
@@ -233,7 +247,7 @@ class OrbaxPeer:
 
     def start(self, state: State, path: str) -> Callable[[], None]:
         """Copy, and save in the background; gives what waits for the end."""
-        checkpointer = self._open()
+        checkpointer = self._opened()
         checkpointer.save(path, {name: _as_numpy(tensor) for name, tensor in state.items()})
 
         def wait() -> None:
@@ -243,7 +257,7 @@ class OrbaxPeer:
 
     def load(self, path: str, into: State) -> None:
         """Restore, and copy: it has no targets."""
-        for name, array in self._open().restore(path).items():
+        for name, array in self._opened().restore(path).items():
             _as_torch_bytes(into[name]).copy_(_bytes_of(array))
 
     def read(self, path: str, names: Sequence[str], like: State) -> State:
@@ -290,6 +304,10 @@ class RunaiPeer:
     def missing(self) -> str:
         """Whether it is installed."""
         return _missing("runai_model_streamer", "runai-model-streamer")
+
+    def open(self) -> None:
+        """Import it."""
+        import runai_model_streamer  # noqa: F401, PLC0415  # may not be installed
 
     def save(self, state: State, path: str) -> None:
         """Save with safetensors."""

@@ -173,7 +173,10 @@ def _dcp(method: Mapping[str, Json]) -> tuple[DcpPeer, bool]:
 
 
 def _moved() -> dict[str, int]:
-    """Say how many bytes this process has read and written so far, through system calls."""
+    """Say how many bytes this process has read and written so far, through system calls.
+
+    What it has read of a map of a file is not in it.
+    """
     with open("/proc/self/io", encoding="ascii") as file:
         pairs = (line.split(":") for line in file)
         return {key: int(value) for key, value in pairs}

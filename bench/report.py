@@ -19,8 +19,10 @@ _WIDTH = 160  # of a table that goes to a file
 Table = tuple[list[str], list[list[str]]]
 
 
-def case_record(case: Case, bench: Bench, machine: Mapping[str, str]) -> dict[str, Any]:
-    """Give all that was measured of a case, as JSON has it."""
+def case_record(
+    case: Case, bench: Bench, machine: Mapping[str, str], **more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Give all that was measured of a case, as JSON has it; `more` is what it was made with."""
     return {
         "case": case.name,
         "doc": case.doc,
@@ -28,6 +30,7 @@ def case_record(case: Case, bench: Bench, machine: Mapping[str, str]) -> dict[st
         "rounds": bench.rounds,
         "measured": dt.datetime.now(dt.UTC).date().isoformat(),
         "machine": dict(machine),
+        **{name: dict(value) for name, value in more.items()},
         "groups": [_group_record(group) for group in bench.groups],
     }
 
@@ -50,6 +53,7 @@ def _row_record(group: Group, row: Row) -> dict[str, Any]:
         "missing": row.missing,
         "metrics": {
             metric.key: {
+                "n": len(values),
                 "median": statistics.median(values),
                 "min": min(values),
                 "max": max(values),
@@ -63,20 +67,24 @@ def _row_record(group: Group, row: Row) -> dict[str, Any]:
 
 
 def _ratio(group: Group, metric: Metric, row: Row) -> float | None:
-    """Give how many times ckptio's figure a figure is: above 1, ckptio is the better."""
+    """Give how many times ckptio's figure a figure is: above 1, ckptio is the better.
+
+    Of no time and less, which is what is lost in the noise, nothing is a multiple.
+    """
     ours = next((r for r in group.rows if r.kind == "ckptio"), None)
     reference = ours.median(metric.key) if ours is not None else None
     value = row.median(metric.key)
-    return value / reference if reference and value is not None else None
+    return value / reference if reference and reference > 0 and value is not None else None
 
 
 def make_table(group: Group) -> Table:
-    """Lay a group out: a line per subject, two to three columns per metric."""
+    """Lay a group out: a line per subject, two to three columns per metric, and its rounds."""
     head = [""]
     for metric in group.metrics:
         head.append(metric.label)
         head += ["GB/s"] * (metric.has_rate and bool(group.nbytes))
         head += ["/ ckptio"] * metric.has_ratio
+    head.append("n")
     return head, [[row.name, *_cells(group, row, len(head) - 1)] for row in group.rows]
 
 
@@ -101,6 +109,7 @@ def _cells(group: Group, row: Row, count: int) -> Iterator[str]:
         if metric.has_ratio:
             ratio = _ratio(group, metric, row)
             yield f"{ratio:.2f}" if ratio is not None else "-"
+    yield str(max(map(len, row.values.values()), default=0))
 
 
 def print_group(group: Group) -> None:
@@ -164,7 +173,13 @@ def _readme_lines(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if group["note"]:
                 yield f"{group['note']}\n"
         machine = "; ".join(f"{key}: {value}" for key, value in record["machine"].items())
+        machine += "".join(f"; {name}: {v}" for name, v in record.get("peers", {}).items())
         yield (
-            f"Scale {record['scale']:g}, {record['rounds']} rounds, {record['measured']}."
-            f" {machine}.\n"
+            f"Scale {record['scale']:g}, {record['rounds']} rounds, {record['measured']}"
+            f"{_commit(record.get('code', {}))}. {machine}.\n"
         )
+
+
+def _commit(code: Mapping[str, Any]) -> str:
+    changed = " with changes" if code.get("is_dirty") else ""
+    return f", commit {code['commit'][:12]}{changed}" if code else ""

@@ -136,7 +136,11 @@ def _missing(module: str, package: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsspecDcp:
-    """DCP's own writer and reader for what fsspec knows, on s3fs."""
+    """DCP's own writer and reader for what fsspec knows, on s3fs.
+
+    It reads through s3fs' block cache: with s3fs' default, which reads ahead from wherever DCP
+    seeks to, a load gets every byte five times and takes more than twice as long.
+    """
 
     num_threads: int = 1
 
@@ -168,7 +172,9 @@ class FsspecDcp:
             FsspecReader,
         )
 
-        reader: Any = FsspecReader(url, use_listings_cache=False, **server.options)
+        reader: Any = FsspecReader(
+            url, use_listings_cache=False, default_cache_type="blockcache", **server.options
+        )
         with _dcp():
             dcp_load(dict(into), storage_reader=reader, no_dist=True)
 

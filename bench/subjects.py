@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from bench.baselines import SafetensorsPeer
+from bench.baselines import SafetensorsPeer, open_peer
 from bench.disk import drop_cache, refuses_direct, refuses_drop, tree_nbytes, warm_cache
 from bench.harness import Subject, timed
 from bench.limits import CopyTarget, MiB, read_blocks, read_verified, write_direct
@@ -14,7 +14,7 @@ from bench.states import Proof, as_bytes, blank, state_nbytes
 from ckptio import CheckpointConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bench.baselines import Peer
     from bench.harness import Bench, Figures, Kind, Step
@@ -87,6 +87,9 @@ class Saves:
     def peer(self, peer: Peer) -> Subject:
         """Save with a peer."""
 
+        async def prepare() -> None:
+            open_peer(peer)
+
         async def run() -> Figures:
             figures: dict[str, float] = {}
             with timed(figures):
@@ -98,6 +101,7 @@ class Saves:
 
         return Subject(
             name=peer.name,
+            prepare=prepare,
             run=run,
             check=check,
             clean=self.clean,
@@ -207,7 +211,14 @@ class Loads:
         async def load() -> None:
             peer.load(path, self.target)
 
-        return self._load(peer.load_name, path, load, is_cold=is_cold, missing=peer.missing)
+        return self._load(
+            peer.load_name,
+            path,
+            load,
+            is_cold=is_cold,
+            ready=lambda: open_peer(peer),
+            missing=peer.missing,
+        )
 
     def _load(
         self,
@@ -217,9 +228,12 @@ class Loads:
         *,
         is_cold: bool,
         kind: Kind = "peer",
+        ready: Callable[[], None] | None = None,
         missing: str = "",
     ) -> Subject:
         async def prepare() -> None:
+            if ready is not None:
+                ready()
             blank(self.target)
             _bring(path, is_cold=is_cold)
 

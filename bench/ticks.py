@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 P50 = Metric(key="p50_s", label="p50, ms", factor=1e3, digits=2, has_ratio=False)
 P99 = Metric(key="p99_s", label="p99, ms", factor=1e3, digits=2)
 WORST = Metric(key="worst_s", label="max, ms", factor=1e3, digits=2)
-TOTAL = Metric(key="elapsed_s", label="save + load, s", has_rate=True, has_ratio=False)
+TOTAL = Metric(key="elapsed_s", label="save + load, s", has_rate=True)
 _TICK_S = 0.001
 
 

@@ -38,6 +38,7 @@ FIGURES = {
     "the same, nothing synced": [("save_local", "nothing synced", "elapsed_s")],
     "durable save, two tensors, 3.0 GB": [("one_huge", "", "elapsed_s")],
     "durable save, 20,000 small tensors": [("many_small", "save", "elapsed_s")],
+    "warm load of them, in place": [("many_small", "tensors, warm", "elapsed_s")],
     "cold load, 3.4 GB, in place": [("load_cold", "", "elapsed_s")],
     "warm load, 1.7 GB, in place": [("load_warm", "", "elapsed_s")],
     "async save, 2.4 GB: stall": [("stall", "", "stall_s")],
@@ -73,6 +74,39 @@ FIGURES = {
     },
 }
 
+
+#: What the further cells of a row are of, in their order: a part of a subject's name, or several
+#: of which the first counts that was measured.
+_ON_S3FS = "FsspecWriter on s3fs (1 thread)"
+_DCP_DEFAULT = (("dcp.save (1 thread, default crc32)",), ("limit: direct write",))
+_DCP_STAGED = (
+    "stager new, 1 thread, default crc32",
+    "stager reused, 1 thread, default crc32",
+)
+BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "durable save, 3.4 GB, GPT and optimizer": _DCP_DEFAULT,
+    "the same, nothing synced": (("dcp.save (1 thread",),),
+    "durable save, two tensors, 3.0 GB": _DCP_DEFAULT,
+    "durable save, 20,000 small tensors": _DCP_DEFAULT,
+    "warm load of them, in place": (("dcp.load",), ("limit: sum and copy",)),
+    "cold load, 3.4 GB, in place": (("dcp.load",), ("limit: direct read",)),
+    "warm load, 1.7 GB, in place": (("dcp.load",), ("limit: sum and copy",)),
+    "async save, 2.4 GB: stall": (_DCP_STAGED, ("limit: memmove into touched memory x 2",)),
+    "async save, 2.4 GB: until durable": (_DCP_STAGED, ("limit: direct write",)),
+    "lag of the trainer's loop, 1 GiB saved and loaded, p99": (
+        ("dcp.save, dcp.load in to_thread",),
+        ("dcp.async_save; dcp.load",),
+    ),
+    "training time lost to one save of 2 GB": (("1 thread, default crc32",),),
+    "save": ((_ON_S3FS,), ("limit: PUT of 16 MiB x 8 (s3fs)",)),
+    "save: CPU of the client, a GiB": ((_ON_S3FS,), ("limit: PUT of 16 MiB x 8 (s3fs)",)),
+    "save: lag of the trainer's loop, p99": ((_ON_S3FS,),),
+    "load": ((_ON_S3FS,), ("limit: GET of 16 MiB x 8 (s3fs)",)),
+    "load: lag of the trainer's loop, p99": ((_ON_S3FS,),),
+    "load of four tensors of 4 MiB": ((_ON_S3FS,),),
+}
+#: Cells with two figures of one row: of the first time, and of the next.
+OPENED = "open 65,536 chunks; again, unchanged"
 
 #: Rows of the table of other peers: a part of the group's title, and a metric.
 OTHERS = {
@@ -179,6 +213,49 @@ def test_the_tables_say_what_was_measured(name: str) -> None:
         assert (found[1] is not None) is (best < 1)
 
 
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_tables_say_what_was_measured_of_dcp_and_of_the_machine(name: str) -> None:
+    """Each figure beside the best peer's, of the least that has its name."""
+    ((case, title, metric),) = FIGURES[name]
+    _, _, *cells = row_of(name).split(" | ")
+    shown = re.findall(r"(\*\*)?([0-9.]+)\N{MULTIPLICATION SIGN}", " ".join(cells))
+    for (bold, figure), parts in zip(shown, BESIDE[name], strict=True):
+        ratio = ratio_of(parts, case, title, metric)
+        assert rounds_to(ratio, figure), (parts, ratio, figure)
+        assert bool(bold) is (ratio < 1 and not parts[0].startswith("limit")), (parts, ratio)
+
+
+def test_the_quiet_loop_is_as_late_as_was_measured() -> None:
+    """What the loop's row has in milliseconds."""
+    name = "lag of the trainer's loop, 1 GiB saved and loaded, p99"
+    ((case, title, metric),) = FIGURES[name]
+    own, _ = measured(case, title, metric)
+    found = re.search(r"([0-9.]+) ms \(quiet\)", row_of(name))
+    assert found is not None
+    assert rounds_to(ratio_of(("quiet loop",), case, title, metric) * own * 1000, found[1])
+
+
+def test_the_row_of_openings_says_what_was_measured() -> None:
+    """Of ckptio, of safetensors and of DCP, the first time and again."""
+    cells = [re.findall(r"[0-9.,]+", cell) for cell in row_of(OPENED).split(" | ")[:3]]
+    for i, (metric, unit) in enumerate((("open_s", 1), ("again_s", 1000))):
+        own, *ratios = all_measured("manifest_open", "", metric)
+        for value, figures in zip((own * unit, *ratios), cells, strict=True):
+            figure = figures[i].replace(",", "")
+            tens = 10 if "," in figures[i] else 1  # thousands are shown to the last ten
+            assert rounds_to(value / tens, f"{float(figure) / tens:g}"), (metric, value, figures)
+
+
+def test_what_dcp_takes_without_sums_is_what_was_measured() -> None:
+    """In the sentence above the table."""
+    found = re.search(r"([0-9.]+)\S for the first row and ([0-9.]+)\S for", README.read_text())
+    assert found is not None
+    rows = ("durable save, 3.4 GB, GPT and optimizer", "durable save, two tensors, 3.0 GB")
+    for figure, name in zip(found.groups(), rows, strict=True):
+        ratio = ratio_of(("dcp.save (1 thread, crc32 off)",), *FIGURES[name][0])
+        assert rounds_to(ratio, figure), (name, ratio, figure)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_table_of_others_says_what_was_measured(name: str) -> None:
     """Of each peer that does it, in one order."""
@@ -212,6 +289,19 @@ def measured(case: str, title: str, metric: str) -> tuple[float, float]:
     own = next(s for s in subjects if s["kind"] == "ckptio")["metrics"][metric]["median"]
     peers = [s["metrics"][metric]["median"] for s in subjects if s["kind"] == "peer"]
     return own, min(peers) / own
+
+
+def ratio_of(parts: tuple[str, ...], case: str, title: str, metric: str) -> float:
+    """Give the least figure of subjects with a name, divided by ckptio's."""
+    groups = json.loads((RESULTS / f"{case}.json").read_text())["groups"]
+    (group,) = (group for group in groups if title in group["title"])
+    subjects: list[dict[str, Any]] = [s for s in group["subjects"] if metric in s["metrics"]]
+    own = next(s for s in subjects if s["kind"] == "ckptio")["metrics"][metric]["median"]
+    for part in parts:
+        found = [s["metrics"][metric]["median"] for s in subjects if part in s["name"]]
+        if found:
+            return float(min(found) / own)
+    raise AssertionError(f"nothing named {parts} was measured")
 
 
 def rounds_to(value: float, text: str) -> bool:

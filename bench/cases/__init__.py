@@ -2,7 +2,7 @@
 
 from bench.cases.first import first_save
 from bench.cases.huge import one_huge
-from bench.cases.loads import load_cold, load_warm
+from bench.cases.loads import load_back, load_cold, load_warm
 from bench.cases.local import save_local
 from bench.cases.loop import loop_lag
 from bench.cases.manifest import manifest_open
@@ -24,6 +24,7 @@ CASES = (
     first_save,
     load_cold,
     load_warm,
+    load_back,
     manifest_open,
     loop_lag,
     train_slowdown,

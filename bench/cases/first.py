@@ -31,7 +31,11 @@ async def first_save(bench: Bench) -> None:
         _safetensors(saves),
     ]
     await bench.compare(
-        "first saves of a new engine", subjects, metrics=(FIRST, SECOND), nbytes=saves.nbytes
+        "first saves of a new engine",
+        subjects,
+        metrics=(FIRST, SECOND),
+        nbytes=saves.nbytes,
+        saved_nbytes=saves.nbytes,
     )
 
 

@@ -24,4 +24,6 @@ async def one_huge(bench: Bench) -> None:
             *(saves.peer(peer) for peer in savers(is_durable=True)),
             *saves.raw(),
         ]
-        await bench.compare("durable save of state c", subjects, nbytes=saves.nbytes)
+        await bench.compare(
+            "durable save of state c", subjects, nbytes=saves.nbytes, saved_nbytes=saves.nbytes
+        )

@@ -25,7 +25,9 @@ async def save_local(bench: Bench) -> None:
             *(saves.peer(peer) for peer in savers(is_durable=True)),
             *saves.raw(),
         ]
-        await bench.compare("durable save of state a", subjects, nbytes=saves.nbytes)
+        await bench.compare(
+            "durable save of state a", subjects, nbytes=saves.nbytes, saved_nbytes=saves.nbytes
+        )
     async with Engine(CheckpointConfig(durability="none")) as engine:
         await engine.prewarm()
         subjects = [
@@ -36,6 +38,7 @@ async def save_local(bench: Bench) -> None:
             "save of state a, nothing synced",
             subjects,
             nbytes=saves.nbytes,
+            saved_nbytes=saves.nbytes,
             note="The peers' bytes are in the page cache when the clock stops, ckptio's on the"
             " disk (but not flushed).",
         )

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.baselines import (
-    DcpAsync,
-    DcpPeer,
-    SafetensorsPeer,
-    TorchPeer,
-    crc32,
-    reusable_stager,
-)
+from bench.background import DcpAsync, reusable_stager
+from bench.baselines import DcpPeer, SafetensorsPeer, TorchPeer, crc32
 from bench.harness import Bench, Subject, case
 from bench.states import blank, gpt_like
 from bench.subjects import Saves, pool_for
@@ -36,13 +30,16 @@ async def loop_lag(bench: Bench) -> None:
 
     A coroutine wants to wake every millisecond; each tick that a loop was late for counts
     with its own lateness, also those it slept through. ckptio is awaited; what blocks is in
-    `to_thread`; `dcp.async_save` is called on the loop, which is how it is meant to be. The
-    quiet loop is there for the noise.
+    `to_thread`; `dcp.async_save` is called on the loop, with a stager that blocks it and with
+    one that stages in a thread (`use_async_staging`; training waits until it has), and in
+    `to_thread`. The quiet loop is there for the noise.
     """
     saves = Saves(bench, gpt_like(bench.scale * _SCALE))
     target = {name: torch.zeros_like(tensor) for name, tensor in saves.state.items()}
     config = CheckpointConfig(pool_nbytes=pool_for(saves.nbytes))
-    stager = reusable_stager()
+    stager, beside = reusable_stager(), reusable_stager(is_async=True)
+    blocking = DcpAsync(peer=DcpPeer(), stager=stager)
+    staging = DcpAsync(peer=DcpPeer(), stager=beside)
     async with Engine(config) as engine:
         await engine.prewarm()
         subjects = [
@@ -55,19 +52,30 @@ async def loop_lag(bench: Bench) -> None:
                     ("dcp.save, dcp.load", DcpPeer()),
                 )
             ),
-            _subject(saves, target, "dcp.async_save; dcp.load in to_thread",
-                     _dcp(saves, target, DcpAsync(peer=DcpPeer(), stager=stager))),
+            *(
+                _subject(saves, target, f"{name}; dcp.load in to_thread", work)
+                for name, work in (
+                    ("dcp.async_save", _dcp(saves, target, blocking)),
+                    ("dcp.async_save (use_async_staging)", _dcp(saves, target, staging)),
+                    (
+                        "dcp.async_save in to_thread",
+                        _dcp(saves, target, blocking, in_thread=True),
+                    ),
+                )
+            ),
             Subject(name="limit: quiet loop", kind="limit", run=_quiet),
-        ]  # fmt: skip
+        ]
         try:
             await bench.compare(
                 "lag of the trainer's loop during a save and a load",
                 subjects,
                 metrics=(P50, P99, WORST, TOTAL),
                 nbytes=2 * saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
             stager.close()
+            beside.close()
 
 
 def _subject(saves: Saves, target: State, name: str, work: Step, *, kind: Kind = "peer") -> Subject:
@@ -100,10 +108,15 @@ def _in_thread(saves: Saves, target: State, peer: Peer) -> Step:
     return work
 
 
-def _dcp(saves: Saves, target: State, way: DcpAsync) -> Step:
+def _dcp(saves: Saves, target: State, way: DcpAsync, *, in_thread: bool = False) -> Step:
     async def work() -> None:
         with crc32(is_on=way.peer.has_crc):
-            await asyncio.wrap_future(way.start(saves.state, saves.path))
+            if in_thread:
+                underway = await asyncio.to_thread(way.start, saves.state, saves.path)
+            else:
+                underway = way.start(saves.state, saves.path)
+            await asyncio.wrap_future(underway.staged)
+            await asyncio.wrap_future(underway.written)
         await asyncio.to_thread(way.peer.load, saves.path, target)
 
     return work

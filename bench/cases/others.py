@@ -6,6 +6,7 @@ import asyncio
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from bench.baselines import open_peer
 from bench.cases.stall import COMMIT, STALL, changed, ckptio_async
 from bench.harness import Bench, Clock, Subject, case
 from bench.others import OrbaxPeer, RunaiPeer, TorchCheckpointingPeer, TorchsnapshotPeer
@@ -44,6 +45,7 @@ async def other_peers(bench: Bench) -> None:
                         saves.raw()[-1],
                     ],
                     nbytes=saves.nbytes,
+                    saved_nbytes=saves.nbytes,
                 )
             loads = Loads(bench, state, [*peers, RunaiPeer()])
             await loads.save(engine)
@@ -73,10 +75,14 @@ async def _asynchronous(bench: Bench) -> None:
                 [ckptio_async(saves, engine), *(_background(saves, *way) for way in ways)],
                 metrics=(STALL, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
 
 
 def _background(saves: Saves, name: str, peer: Background) -> Subject:
+    async def prepare() -> None:
+        open_peer(peer)
+
     async def run() -> Figures:
         figures: dict[str, float] = {}
         clock = Clock()
@@ -93,6 +99,7 @@ def _background(saves: Saves, name: str, peer: Background) -> Subject:
 
     return Subject(
         name=name,
+        prepare=prepare,
         run=run,
         check=check,
         clean=saves.clean,

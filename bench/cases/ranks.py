@@ -5,12 +5,12 @@ from __future__ import annotations
 from bench.harness import Bench, case
 from bench.jobs import (
     DCP_LOAD,
-    LOAD_METRICS,
     SAVE_METRICS,
     WORLD_SIZES,
     WRITERS,
     ckptio,
     job,
+    load_metrics,
     raw_read,
     raw_write,
     savers,
@@ -38,6 +38,7 @@ async def save_ranks(bench: Bench) -> None:
                 subjects,
                 metrics=SAVE_METRICS,
                 nbytes=ranks.nbytes,
+                saved_nbytes=ranks.nbytes,
             )
 
 
@@ -63,6 +64,6 @@ async def load_ranks(bench: Bench) -> None:
                         ranks.loads(DCP_LOAD, theirs, is_cold=is_cold),
                         raw_read(bench, ours, is_cold=is_cold),
                     ],
-                    metrics=LOAD_METRICS,
+                    metrics=load_metrics(is_cold=is_cold),
                     nbytes=ranks.nbytes,
                 )

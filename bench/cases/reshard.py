@@ -8,11 +8,11 @@ from bench.harness import Bench, case
 from bench.jobs import (
     DCP_BROADCAST,
     DCP_LOAD,
-    LOAD_METRICS,
     WORLD_SIZES,
     WRITERS,
     ckptio,
     job,
+    load_metrics,
     raw_read,
 )
 
@@ -66,7 +66,7 @@ async def _loads(bench: Bench, ranks: Job, layout: Layout, paths: list[str], tit
                 ranks.loads(ckptio(), ours, is_cold=is_cold),
                 ranks.loads(DCP_LOAD, theirs, is_cold=is_cold),
             ],
-            metrics=LOAD_METRICS,
+            metrics=load_metrics(is_cold=is_cold),
             nbytes=ranks.nbytes,
         )
 
@@ -96,6 +96,6 @@ async def replicated_load(bench: Bench) -> None:
                         ranks.loads(DCP_BROADCAST, theirs, is_cold=is_cold),
                         raw_read(bench, ours, is_cold=is_cold),
                     ],
-                    metrics=LOAD_METRICS,
+                    metrics=load_metrics(is_cold=is_cold),
                     nbytes=ranks.nbytes,
                 )

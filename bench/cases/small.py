@@ -25,7 +25,9 @@ async def many_small(bench: Bench) -> None:
             *(saves.peer(peer) for peer in savers(is_durable=True)),
             *saves.raw(),
         ]
-        await bench.compare("durable save of state b", subjects, nbytes=saves.nbytes)
+        await bench.compare(
+            "durable save of state b", subjects, nbytes=saves.nbytes, saved_nbytes=saves.nbytes
+        )
         loads = Loads(bench, state, [*loaders(), TorchPeer(has_mmap=False)])
         await loads.save(engine)
         for title, is_cold in (("cold", True), ("warm", False)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from bench.baselines import DcpAsync, DcpPeer, crc32, reusable_stager
+from bench.background import DcpAsync, reusable_stager
+from bench.baselines import DcpPeer, crc32
 from bench.harness import Bench, Clock, Metric, Subject, case
 from bench.limits import CopyTarget
 from bench.states import blank, gpt_like
@@ -29,9 +30,10 @@ async def stall(bench: Bench) -> None:
     """Time an async save of 0.7 of state a: until training may go on, and until it is safe.
 
     ckptio's stall ends with `await handle.staged`, its pool as large as the state and
-    prewarmed; DCP's when `async_save` returns, with a stager that is reused, and with its
-    default. Both commit durably. Against one copy of the state into touched memory, and
-    against `clone`. After the stall a tensor is changed; the save must not see it.
+    prewarmed; DCP's when `async_save` returns, with a stager that is reused, and with a new
+    one, which is its default, as are sums. Both commit durably. Against one copy of the state
+    into touched memory, and against `clone`. After the stall a tensor is changed; the save
+    must not see it.
     """
     saves = Saves(bench, gpt_like(bench.scale * _SCALE))
     config = CheckpointConfig(pool_nbytes=pool_for(saves.nbytes))
@@ -41,6 +43,7 @@ async def stall(bench: Bench) -> None:
         DcpAsync(peer=DcpPeer(num_threads=2), stager=stager),
         DcpAsync(peer=DcpPeer(has_crc=True), stager=stager),
         DcpAsync(peer=DcpPeer()),
+        DcpAsync(peer=DcpPeer(has_crc=True)),
     ]
     async with Engine(config) as engine:
         await engine.prewarm()
@@ -57,6 +60,7 @@ async def stall(bench: Bench) -> None:
                 subjects,
                 metrics=(STALL, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
             stager.close()
@@ -101,10 +105,11 @@ def _dcp(saves: Saves, way: DcpAsync) -> Subject:
         figures: dict[str, float] = {}
         with crc32(is_on=way.peer.has_crc):
             clock = Clock()
-            future = way.start(saves.state, saves.path)
+            underway = way.start(saves.state, saves.path)
+            await asyncio.wrap_future(underway.staged)
             figures[STALL.key] = clock.elapsed_s()
             undo = changed(saves)
-            await asyncio.wrap_future(future)
+            await asyncio.wrap_future(underway.written)
             figures[COMMIT.key] = clock.elapsed_s()
         undo()
         return figures

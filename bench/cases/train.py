@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 from typing import TYPE_CHECKING
 
 import torch
 
-from bench.baselines import DcpAsync, DcpPeer, crc32, reusable_stager
+from bench.background import (
+    DcpAsync,
+    end_process,
+    lone_group,
+    refuses_process,
+    reusable_stager,
+    start_process,
+)
+from bench.baselines import DcpPeer, crc32
 from bench.harness import Bench, Clock, Metric, Subject, case
 from bench.states import gpt_like
 from bench.subjects import Saves, pool_for
@@ -34,17 +43,20 @@ async def train_slowdown(bench: Bench) -> None:
 
     A small MLP with AdamW on all cores; the saved state is another one, as large as that of
     a real model. "Lost" is what a save costs the training: the time until the commit, stall
-    included, less what the steps done meanwhile take when nothing is saved. ckptio with a
-    pool as large as the state, against `dcp.async_save` with a reused stager.
+    included, less what the steps done meanwhile take when nothing is saved, as many before
+    the save as after it; below zero, it is lost in the noise. ckptio with a pool as large as
+    the state, against `dcp.async_save` with a reused stager, in a thread with one to four
+    threads that write, and in a process.
     """
     saves = Saves(bench, gpt_like(bench.scale * _SCALE))
     config = CheckpointConfig(pool_nbytes=pool_for(saves.nbytes))
     quiet_steps = max(3, round(_QUIET_STEPS * min(1.0, bench.scale)))
     training = Training()
-    stager = reusable_stager()
+    stager, shared = reusable_stager(), reusable_stager(is_shared=True)
     dcp_ways = [
-        DcpAsync(peer=DcpPeer(), stager=stager),
+        *(DcpAsync(peer=DcpPeer(num_threads=n), stager=stager) for n in (1, 2, 4)),
         DcpAsync(peer=DcpPeer(has_crc=True), stager=stager),
+        *(DcpAsync(peer=DcpPeer(num_threads=n), stager=shared, is_process=True) for n in (1, 2)),
     ]
     async with Engine(config) as engine:
         await engine.prewarm()
@@ -73,9 +85,12 @@ async def train_slowdown(bench: Bench) -> None:
                 subjects,
                 metrics=(QUIET, STEP, SLOWDOWN, LOST, COMMIT),
                 nbytes=saves.nbytes,
+                saved_nbytes=saves.nbytes,
             )
         finally:
+            end_process()
             stager.close()
+            shared.close()
 
 
 class Training:
@@ -104,9 +119,8 @@ async def _train(
     quiet_steps: int,
     start: Callable[[], Awaitable[Callable[[], bool]]],
 ) -> dict[str, float]:
-    """Train for a while, then while a save is under way; `start` stages it."""
-    quiet = [training.step_s() for _ in range(quiet_steps)]
-    quiet_s = statistics.median(quiet[quiet_steps // 5 :])
+    """Train for a while, then while a save is under way, and again; `start` stages it."""
+    quiet = [training.step_s() for _ in range(quiet_steps)][quiet_steps // 5 :]
     clock = Clock()
     is_done = await start()
     steps: list[float] = []
@@ -114,32 +128,48 @@ async def _train(
         steps.append(training.step_s())
         await asyncio.sleep(0)
     commit_s = clock.elapsed_s()
+    quiet += [training.step_s() for _ in quiet]
+    quiet_s = statistics.median(quiet)
     return {
         QUIET.key: quiet_s,
         STEP.key: statistics.median(steps),
         SLOWDOWN.key: statistics.median(steps) / quiet_s,
-        LOST.key: max(0.0, commit_s - len(steps) * quiet_s),
+        LOST.key: commit_s - len(steps) * quiet_s,
         COMMIT.key: commit_s,
     }
 
 
 def _dcp(saves: Saves, way: DcpAsync, training: Training, quiet_steps: int) -> Subject:
     async def start() -> Callable[[], bool]:
-        future = way.start(saves.state, saves.path)
+        underway = way.start(saves.state, saves.path)
+        underway.staged.result()
 
         def is_done() -> bool:
-            if future.done():
-                future.result()
+            if underway.written.done():
+                underway.written.result()
                 return True
             return False
 
         return is_done
 
     async def run() -> dict[str, float]:
-        with crc32(is_on=way.peer.has_crc):
+        group = lone_group() if way.is_process else contextlib.nullcontext()
+        with crc32(is_on=way.peer.has_crc), group:
             return await _train(training, quiet_steps, start)
 
     async def check() -> None:
         await saves.check_peer(way.peer)
 
-    return Subject(name=way.name, run=run, check=check, clean=saves.clean, is_slow=way.peer.is_slow)
+    async def prepare() -> None:
+        if way.is_process:
+            start_process(saves.path)
+
+    return Subject(
+        name=way.name,
+        prepare=prepare,
+        run=run,
+        check=check,
+        clean=saves.clean,
+        is_slow=way.peer.is_slow,
+        missing=refuses_process(saves.nbytes) if way.is_process else "",
+    )
