@@ -4,9 +4,11 @@ Nobody can stop such a look, and whoever waits for it hangs, too. So each has a 
 which is left to itself. It must hold nothing, and change nothing.
 
 Which mount a path is on cannot be told without asking there. But what lies in one directory, as
-the steps of a run do, is on one as a rule: few looks go on there at a time, and while as many hang,
-none begins. While fewer do, what they look at may be broken by itself, and its neighbours are
-looked at.
+the steps of a run do, is on one as a rule: while a few looks hang there, none begins. While fewer
+do, what they look at may be broken by itself, and its neighbours are looked at.
+
+A mount that is slow and answers is no such mount: looks there go on at a time, and none has less
+time because others went before it. Who is told too soon that nothing answers takes older data.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: Looks of one name that go on in one directory, at the most; and threads that may hang there.
-_MAX_LOOKS = 2
+#: Looks of one name that go on in one directory, at the most: a thread each.
+_MAX_LOOKS = 16
+#: How many that were given up hang there when no other one begins.
+_MAX_HUNG = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -38,14 +42,12 @@ class _Look:
     Attributes:
         kind: Process, name and directory: how many of one kind there are is limited.
         place: What is looked at.
-        is_left: Whether nobody waits for it any more.
         is_given_up: Whether it was waited for in vain: it hangs. Who stopped waiting says nothing.
         settled: Reached when it has ended, or is given up. Nobody cancels it.
     """
 
     kind: tuple[int, str, str]
     place: str
-    is_left: bool = False
     is_given_up: bool = False
     settled: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
 
@@ -78,11 +80,11 @@ async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, pl
 
     While one hangs that was given up, no other of its name begins at the same place, nor in the
     same directory where a few do: each would take a thread for good. That is said at once, and is
-    over when the one has ended. Those that go on there and may still answer are waited for.
+    over when the one has ended. Where many go on in the directory, it waits until one has ended.
 
     Args:
         function: What to call.
-        wait_s: How long to wait, in seconds, for others before it, too.
+        wait_s: How long it may take, in seconds, from when it begins.
         name: Of the thread.
         place: The path of what is looked at.
 
@@ -90,17 +92,11 @@ async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, pl
         TimeoutError: It was given up, and may go on, for ever; or it could not begin.
     """
     loop = asyncio.get_running_loop()
-    ends_s = loop.time() + wait_s
     look = _Look((os.getpid(), name, os.path.dirname(place)), place)
     while ahead := _ahead(look):
-        try:
-            ends = [asyncio.wrap_future(other.settled) for other in ahead]
-            await _wait(ends, ends_s - loop.time())
-        except TimeoutError:
-            for other in ahead:
-                if other.is_left:
-                    other.give_up()
-            raise
+        if not await _ends_one([asyncio.wrap_future(other.settled) for other in ahead], wait_s):
+            for other in ahead:  # nobody waits for them any more, or not for as long
+                other.give_up()
     _begun.add(look)
 
     def run() -> T:
@@ -110,13 +106,9 @@ async def run_or_give_up(function: Callable[[], T], wait_s: float, name: str, pl
             look.end()
 
     future = loop.run_in_executor(_OneThread(name, look.end), run)
-    try:
-        await _wait([future], ends_s - loop.time())
-    except TimeoutError:
+    if not await _ends_one([future], wait_s):
         look.give_up()
-        raise
-    finally:
-        look.is_left = True
+        raise TimeoutError(f"nothing answers at {place!r}")
     return future.result()
 
 
@@ -128,25 +120,19 @@ def _ahead(look: _Look) -> list[_Look]:
     """
     others = [other for other in tuple(_begun) if other.kind == look.kind]
     hung = [other for other in others if other.is_given_up]
-    if len(hung) >= _MAX_LOOKS or any(other.place == look.place for other in hung):
+    if len(hung) >= _MAX_HUNG or any(other.place == look.place for other in hung):
         raise TimeoutError(f"nothing answers at {hung[0].place!r}")
-    left = [other for other in others if other.is_left and other.place == look.place]
-    if left or len(others) < _MAX_LOOKS:
-        return left
+    if len(others) < _MAX_LOOKS:
+        return []
     return [other for other in others if not other.is_given_up]
 
 
-async def _wait(futures: Sequence[asyncio.Future[T]], wait_s: float) -> None:
-    """Wait for one of some, which go on if that takes too long.
-
-    Raises:
-        TimeoutError: It does.
-    """
+async def _ends_one(futures: Sequence[asyncio.Future[T]], wait_s: float) -> bool:
+    """Wait until one of some has ended, and say whether it has in time. They go on, if not."""
     try:
-        timeout_s, first = max(0.0, wait_s), asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=first)
-        if not done:
-            raise TimeoutError
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(futures, timeout=wait_s, return_when=first)
+        return bool(done)
     finally:
         for future in futures:
             future.cancel()  # what is given up may end when the loop has gone

@@ -10,6 +10,7 @@ import pytest
 
 from ckptio import _looks
 from ckptio._looks import run_or_give_up
+from ckptio.testing import VirtualLoop, run_virtual
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -101,43 +102,65 @@ async def test_few_hang_in_one_directory_and_its_neighbours_are_looked_at_until_
     place.answer()
 
 
-async def test_many_looks_at_a_time_take_no_more_threads_than_may_hang() -> None:
+async def test_many_looks_at_a_time_take_few_threads() -> None:
     """Those in line are answered with them; where all is well, each has its turn."""
     place = Place()
     found = await asyncio.gather(
-        *(place.look(f"/run/{i}") for i in range(20)), return_exceptions=True
+        *(place.look(f"/run/{i}") for i in range(40)), return_exceptions=True
     )
     assert {type(each) for each in found} == {TimeoutError}
     place.answer()
-    assert sorted(place.begun) == ["/run/0", "/run/1"]
-    paths = [f"/run/fine-{i}" for i in range(20)]
+    assert len(place.begun) == _looks._MAX_LOOKS
+    paths = [f"/run/fine-{i}" for i in range(40)]
     assert await asyncio.gather(*(place.look(path, wait_s=60.0) for path in paths)) == paths
     place.answer()
 
 
-@pytest.mark.parametrize("wait_s", [0.05, 60.0])
-async def test_what_is_stopped_as_it_waits_leaves_a_look_that_goes_on(wait_s: float) -> None:
-    """Nobody has found that it hangs: the next one there waits for it, as long as it may."""
+def test_a_place_that_is_slow_answers_all_that_look_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has all of its time, from when it begins: none is refused as others go before it."""
+    numbers: list[int] = []
+
+    async def look(number: int) -> int:
+        def take() -> int:
+            numbers.append(len(_looks._begun))
+            return number
+
+        return await run_or_give_up(take, 5.0, "slow", f"/run/{number}")
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "draw_s", lambda: 2.0)  # before it looks, and behind that
+            found = await asyncio.gather(*(look(number) for number in range(60)))
+        assert found == [*range(60)]
+        assert loop.time() > 5
+
+    run_virtual(scenario(), seed=0)
+    assert max(numbers) == _looks._MAX_LOOKS
+
+
+async def test_what_is_stopped_as_it_waits_leaves_a_look_that_goes_on() -> None:
+    """Nobody has found that it hangs: others look there. Where many go on so, they are given up."""
     place = Place()
-    task = asyncio.create_task(place.look("/run/1", wait_s=60.0))
-    while not place.begun:
+    tasks = [asyncio.create_task(place.look("/run/1", 60.0)) for _ in range(_looks._MAX_LOOKS - 1)]
+    while len(place.begun) < len(tasks):
         await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    waiting = asyncio.create_task(place.look("/run/1", wait_s))
-    await asyncio.sleep(0)
-    if wait_s == 60.0:
-        place.answer()
-        assert await waiting == "/run/1"
-        assert place.begun == ["/run/1", "/run/1"]
-    else:
-        with pytest.raises(TimeoutError):
-            await waiting
-        with pytest.raises(TimeoutError):
-            await place.look("/run/1", wait_s=600.0)
-        place.answer()
-        assert place.begun == ["/run/1"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert await place.look("/run/1-fine", wait_s=60.0) == "/run/1-fine"
+    with pytest.raises(TimeoutError):
+        await place.look("/run/1")
+    with pytest.raises(TimeoutError):
+        await place.look("/run/fine")
+    with pytest.raises(TimeoutError):
+        await place.look("/run/fine", wait_s=600.0)
+    place.answer()
+    assert place.begun == [*["/run/1"] * (_looks._MAX_LOOKS - 1), "/run/1-fine", "/run/1"]
+    assert await place.look("/run/fine", wait_s=60.0) == "/run/fine"
     place.answer()
 
 
