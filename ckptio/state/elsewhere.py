@@ -9,8 +9,8 @@ So it is looked up what else is stored for the part: for itself, in the target o
 have taken theirs already; or, of modules and optimizers, for the tensors that they have, in a dict
 of the target or in the state of who hands it on. Two states are told from each other as they are
 stored, not as they are: one may be filled on a device, in another precision, and has classes of
-the target. Only copies are compared by their bytes, but for tensors that have been written to
-meanwhile, which tell nothing any more.
+the target. Only copies are compared by their bytes, as far as these can be told (see `landed`), and
+names that only one of two has contradict nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from ckptio.format.encode import join_fqn
-from ckptio.state.leaves import raw_bytes
+from ckptio.format.encode import TAG, join_fqn
+from ckptio.state.landed import Landed, are_same_bytes
 from ckptio.state.members import identity_of_key, members_of, take_member
 from ckptio.state.prune import prune_at
 from ckptio.state.records import fields_of, record_tag, tag_of
 from ckptio.state.sharded import is_sharded, memory_of
-from ckptio.state.tree import children, renumbered, sequence_in, tensor_index, walk
+from ckptio.state.tree import children, sequence_in, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -76,9 +76,9 @@ class Elsewhere:
         self.fills = fills
         self._keep = keep
         self._changed = changed
+        self._landed = Landed(fills, changed)
         self._objects: dict[int, _Stored] = {}
         self._by_memory: dict[Hashable, int] | None = None
-        self._by_index: dict[int, Fill] | None = None
 
     def note(self, fqn: str, target: Any, node: Json) -> None:
         """Note what an object of the target takes."""
@@ -119,50 +119,32 @@ class Elsewhere:
         return None if place is None or place in own else self.fills[place].name
 
     def is_same(self, one: _Stored, other: _Stored, tensors: Mapping[int, torch.Tensor]) -> bool:
-        """Whether two states are stored alike, as far as they are loaded."""
+        """Whether two states are stored alike, as far as they are loaded.
+
+        What only one of them has contradicts nothing: some give what is trained alone.
+        """
         if _is_same_json(one.node, other.node):
             return True
-        kept = [self._children(stored) for stored in (one, other)]
-        names = [[name for name, _ in each] for each in kept]
-        nodes = [[node for _, node in each] for each in kept]
-        if names[0] != names[1]:
-            return False
-        if not _is_same_json(*(renumbered(each, lambda _: 0) for each in nodes)):
-            return False
-        indices = ([tensor_index(node) for _, node in walk("", each)] for each in nodes)
-        return all(
-            first == second or self.are_alike(*(self._landed(i, tensors) for i in (first, second)))
-            for first, second in zip(*indices, strict=True)
-        )
+        kept = [self._kept(stored) for stored in (one, other)]
+        for pair in _shared(*kept, is_partial=self._keep is not None) if all(kept) else ():
+            if not _is_same_json(*map(_outline, pair)):
+                return False
+            references = [[node for _, node in walk("", each)] for each in pair]
+            for first, second in zip(*references, strict=True):
+                is_one = _is_same_json(first, second)
+                if not is_one and not self._landed.are_alike(first, second, tensors):
+                    return False
+        return True
 
-    def _children(self, stored: _Stored) -> list[tuple[str, Json]]:
-        """Give what a state has by name, whatever its class, and whatever versions it has."""
-        fqn, node, *_ = stored
-        kept = (node,) if self._keep is None else prune_at(fqn, node, self._keep)
-        if not kept or type(kept[0]) is not dict or tag_of(kept[0]) not in _MAPPINGS:
-            return [("", each) for each in kept]
-        return sorted(children("", kept[0]), key=lambda child: child[0])
+    def _kept(self, stored: _Stored) -> list[Json]:
+        """Give what is loaded of a state, in a list; an empty one for nothing."""
+        if self._keep is None:
+            return [stored.node]
+        return list(prune_at(stored.fqn, stored.node, self._keep))
 
-    def _landed(
-        self, index: int | None, tensors: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Give a stored tensor as it was loaded, wherever that is."""
-        if index in tensors:
-            return tensors[index]  # type: ignore[index]  # none has no index
-        if self._by_index is None:
-            whole = (fill for fill in self.fills if fill.view is None and fill.block is None)
-            self._by_index = {fill.stored: fill for fill in whole}
-        fill = self._by_index.get(-1 if index is None else index)
-        return None if fill is None else fill.memory()
-
-    def are_alike(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    def are_alike(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether two tensors have the same bytes, where that can be told."""
-        if one is None or other is None or one.shape != other.shape:
-            return False
-        if self._changed(one) or self._changed(other):
-            return True
-        cast = other.to(one.dtype)
-        return torch.equal(raw_bytes(one.cpu()), raw_bytes(cast.cpu()))
+        return bool(self._changed(one) or self._changed(other)) or are_same_bytes(one, other)
 
 
 class Beside:
@@ -215,16 +197,62 @@ def _is_same_json(one: Json, other: Json) -> bool:
     return one == other and msgspec.json.encode(one) == msgspec.json.encode(other)
 
 
+def _shared(
+    one: Json, other: Json, *, is_partial: bool, depth: int = 0
+) -> Iterator[tuple[Json, Json]]:
+    """Give pairs of nodes of two states, whatever classes these have.
+
+    Args:
+        one: A state; in a list at first.
+        other: Another.
+        is_partial: Whether either may have lost names at any depth.
+        depth: How deep these are.
+    """
+    if type(one) is list and type(other) is list and (is_partial or not depth):
+        if len(one) == len(other):
+            for pair in zip(one, other, strict=True):
+                yield from _shared(*pair, is_partial=is_partial, depth=depth + 1)
+            return
+    elif _is_mapping(one) and _is_mapping(other) and (is_partial or depth == 1):
+        there = dict(children("", other))
+        for name, node in children("", one):
+            if name in there:
+                yield from _shared(node, there[name], is_partial=is_partial, depth=depth + 1)
+        return
+    if not is_partial or (one is not None and other is not None):  # where lists lost something
+        yield one, other
+
+
+def _is_mapping(node: Json) -> bool:
+    return type(node) is dict and tag_of(node) in _MAPPINGS
+
+
+def _outline(node: Json) -> Json:
+    """Leave out which tensors a node refers to, and of what memory they are views."""
+    if type(node) is list:
+        return [_outline(item) for item in node]
+    if type(node) is not dict:
+        return node
+    if type(tag_of(node)) is int or tag_of(node) == "view":
+        return {TAG: 0}
+    if TAG in node and "t" in node:
+        return {**node, "t": 0}
+    return {key: _outline(item) for key, item in node.items()}
+
+
 def _pairs_in(one: Any, other: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Give tensors that are at the same places of two states, and have memory of their own."""
     if isinstance(one, torch.Tensor):
-        is_plain = not is_sharded(one) and one.layout is torch.strided and not one.is_meta
-        if is_plain and isinstance(other, torch.Tensor):
+        if isinstance(other, torch.Tensor) and all(map(_is_plain, (one, other))):
             yield one, other
     elif isinstance(one, dict) and isinstance(other, dict):
         for key, value in one.items():
             if key in other:
                 yield from _pairs_in(value, other[key])
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not is_sharded(tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _states_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[int, _Stored]]:
@@ -248,8 +276,7 @@ def _items_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[str, Any, Json
             if name in stored:
                 yield join_fqn(fqn, name), item, stored[name]
     elif isinstance(value, dict):
-        is_mapping = type(node) is dict and tag_of(node) in _MAPPINGS
-        members = members_of(fqn, node) if is_mapping else {}
+        members = members_of(fqn, node) if _is_mapping(node) else {}
         for key, item in value.items():
             found = take_member(members, value, key, identity_of_key(fqn, key))
             if found is not None:
