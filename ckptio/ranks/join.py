@@ -4,8 +4,9 @@ Rank 0 listens on a free port and writes into the store where, and a token; the 
 that and connect. After that nobody needs the store: a job that destroys its process group
 keeps its engines.
 
-The n-th engine that a rank opens on a group meets the n-th of every other rank: since rank 0
-waits until all have come, each looks for where rank 0 waits now, and nobody counts but rank 0.
+The n-th engine that a rank opens on a group meets the n-th of every other rank, failures aside:
+a process opens one after another (see `turns`), rank 0 waits with each until all have come, and the
+others look for where rank 0 waits now. Nobody counts but rank 0.
 Where nobody answers, another program does, or rank 0 goes before all have come, a rank looks
 again: the address may be that of an earlier attempt, which was killed, and the next be on its
 way. A rank 0 that gives up leaves a note in the place of its address, and who comes too late
@@ -29,17 +30,18 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking
 from ckptio.errors import PeerLostError, RankError
 from ckptio.ranks import frames
-from ckptio.ranks.board import Board, process_began_s, this_process
+from ckptio.ranks.board import Board, Sight, process_began_s, this_process
 from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.host import addresses_towards, listen_everywhere, this_host
 from ckptio.ranks.member import Member
 from ckptio.ranks.store_thread import StoreThread, StoreTimeoutError
+from ckptio.ranks.turns import is_next, turns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Executor
 
-    from ckptio.ranks.board import Meeting, Sight, Store
+    from ckptio.ranks.board import Meeting, Store
     from ckptio.ranks.interface import Deadlines
     from ckptio.ranks.wire import Wire
 
@@ -83,6 +85,7 @@ class Place:
 async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coordinator | Member:
     """Meet the other ranks of a group. Every rank has to call this, as often as the others.
 
+    Where it is called again for the group meanwhile, the second call waits for the first.
     The log has a warning where that takes long: nothing else is heard of it until `meet_s` is over.
 
     Args:
@@ -96,13 +99,27 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
     Raises:
         PeerLostError: Ranks did not come in time; it names them. Rank 0, where the store does
             not answer, through which it is met.
-        RankError: The store cannot be used.
+        RankError: The store cannot be used, or an earlier call takes too long.
         asyncio.CancelledError: The caller was cancelled; nothing is left open.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + deadlines.meet_s
     words = "rank %d waits for the engines of other ranks, up to %g s: all of them have to open one"
     waiting = loop.call_later(_PATIENCE_S, _log.warning, words, place.rank, deadlines.meet_s)
+    try:
+        queue = (place.process or this_process(), place.group, place.world_size, place.rank)
+        with turns.queue(queue) as ahead:
+            if not await is_next(ahead, until_s - loop.time()):
+                raise _queue_is_stuck(deadlines.meet_s)
+            return await _meet(place, deadlines, executor, until_s)
+    finally:
+        waiting.cancel()
+
+
+async def _meet(
+    place: Place, deadlines: Deadlines, executor: Executor, until_s: float
+) -> Coordinator | Member:
+    """Meet the others when it is this one's turn; see `join`. `until_s` is by the loop's clock."""
     store = StoreThread(until_s)
     try:
         board = await store.ask(_open_board, place)
@@ -120,7 +137,15 @@ async def join(place: Place, *, deadlines: Deadlines, executor: Executor) -> Coo
         ) from error
     finally:
         store.close()
-        waiting.cancel()
+
+
+def _queue_is_stuck(meet_s: float) -> RankError:
+    """Say that an engine waits which this process opened before."""
+    return RankError(
+        f"the engines of the job cannot meet within {meet_s:g} s: another one that this process"
+        " opened before still waits for other ranks; every rank has to open as many engines, in"
+        " the same order"
+    )
 
 
 def _silence(rank: int, meet_s: float) -> RankError:
@@ -212,25 +237,26 @@ class _Search:
         """
         loop = asyncio.get_running_loop()
         heard, began_s = await self.store.ask(self.board.heard), process_began_s()
-        pause_s, since_s, state = _FIRST_PAUSE_S, loop.time(), (0, "", 0)
+        pause_s, since_s, state = _FIRST_PAUSE_S, loop.time(), Sight()
         trouble: RankError | None = None
         while True:
             sight = await self.store.ask(self.board.look)
-            if state != (state := (sight.number, sight.gone, len(sight.waiting))):
+            if state != (state := sight):
                 pause_s, since_s, trouble = _FIRST_PAUSE_S, loop.time(), None
-            for number, meeting in sight.waiting:
-                found = await self._enter(number, meeting)
+            meeting = sight.meeting
+            if meeting.port:
+                found = await self._enter(sight.number, meeting)
                 if isinstance(found, Member):
                     return found
                 trouble = found
-            is_news = sight.number > heard and sight.at_s >= began_s
+            is_news = sight.number > heard and meeting.at_s >= began_s
             end_s = self.until_s
             if is_news:
-                end_s = min(end_s, since_s + _patience_s(sight, self.deadlines))
+                end_s = min(end_s, since_s + _patience_s(meeting, self.deadlines))
             if loop.time() >= end_s:
-                if is_news and sight.gone:
+                if is_news and meeting.gone:
                     await self.store.ask_briefly(self.board.hear, sight.number)
-                    raise _departure(sight.gone)
+                    raise _departure(meeting.gone)
                 raise trouble if is_news and trouble else _absence(self.deadlines.meet_s)
             await asyncio.sleep(min(pause_s, end_s - loop.time()))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -292,16 +318,16 @@ class _Search:
             if loop.time() >= end_s:
                 raise _loss(meeting, f"it did not begin within {self.deadlines.meet_s:g} s")
             sight = await self.store.ask_briefly(self.board.look)
-            if sight is not None and sight.process != meeting.process:
+            if sight is not None and sight.meeting.process != meeting.process:
                 raise _loss(meeting, "another process has become rank 0")
         await group.gather(self.deadlines.peer_s)
 
 
-def _patience_s(sight: Sight, deadlines: Deadlines) -> float:
+def _patience_s(meeting: Meeting, deadlines: Deadlines) -> float:
     """Say for how long a rank 0 of this attempt may be as it is seen."""
-    if sight.gone:
+    if meeting.gone:
         return _GRACE_S
-    return deadlines.peer_s if sight.waiting else deadlines.meet_s
+    return deadlines.peer_s if meeting.port else deadlines.meet_s
 
 
 def _absence(meet_s: float) -> RankError:

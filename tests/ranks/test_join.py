@@ -245,7 +245,11 @@ async def listener(how: str, executor: Executor) -> AsyncIterator[int]:
     else:
         other = WatchedStore(torch_store.HashStore())
         leading = asyncio.create_task(
-            join(place(other, 0, 2, addresses=[]), deadlines=LONG, executor=executor)
+            join(
+                place(other, 0, 2, addresses=[], process="other"),
+                deadlines=LONG,
+                executor=executor,
+            )
         )
         while not other.check(["ckptio/g/2/meeting/1"]):
             await asyncio.sleep(0.001)
@@ -371,7 +375,7 @@ async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) 
 
 
 async def test_engines_that_are_opened_at_a_time_meet(store: Any, threads: Executor) -> None:
-    """Each with some, though in what order they find each other is not said."""
+    """Each with its like: their order is that of the calls."""
     groups = await together(
         *(
             join(place(store, r, 2), deadlines=LONG, executor=threads)
@@ -379,9 +383,55 @@ async def test_engines_that_are_opened_at_a_time_meet(store: Any, threads: Execu
             for r in range(2)
         )
     )
-    assert sorted({g.nonce for g in groups[::2]}) == sorted({g.nonce for g in groups[1::2]})
+    assert [g.nonce for g in groups[::2]] == [g.nonce for g in groups[1::2]]
+    assert len({g.nonce for g in groups}) == 3
     assert await together(*map(use, groups)) == [2] * 6
     await together(*(group.close() for group in groups))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+async def test_a_second_engine_does_not_overtake_the_first(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor, late: int
+) -> None:
+    """Though rank 0 could say sooner where it waits with that one, and ranks come one by one."""
+    store, may_answer = WatchedStore(store), threading.Event()
+    slow = iter([True])
+
+    def addresses(near: str) -> list[str]:
+        if next(slow, False):
+            may_answer.wait(10)
+        return addresses_towards(near)
+
+    monkeypatch.setattr("ckptio.ranks.join.addresses_towards", addresses)
+    async with asyncio.TaskGroup() as tasks:
+
+        def open_two(rank: int) -> list[asyncio.Task[Any]]:
+            where = place(store, rank)
+            return [
+                tasks.create_task(join(where, deadlines=LONG, executor=threads)) for _ in range(2)
+            ]
+
+        opened = [*open_two(0), *open_two(3 - late)]
+        await store.looked(4)
+        may_answer.set()
+        opened += open_two(late)
+    groups = [task.result() for task in opened]
+    assert [g.nonce for g in groups[2:]] == [g.nonce for g in groups[:2]] * 2
+    assert await together(*map(use, groups)) == [3] * 6
+    await together(*(group.close() for group in groups))
+
+
+async def test_who_waits_for_an_earlier_engine_does_not_wait_for_ever(
+    store: Any, threads: Executor
+) -> None:
+    """The first may have more time."""
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+        await asyncio.sleep(0)
+        with pytest.raises(RankError, match=r"within 0\.5 s: another one that this process opened"):
+            await join(place(store, 0, 2), deadlines=SHORT, executor=threads)
+        member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+    await together(first.result().close(), member.result().close())
 
 
 def test_a_process_knows_its_name_and_when_it_began() -> None:
