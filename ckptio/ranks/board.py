@@ -105,6 +105,15 @@ def process_began_s() -> float:
         return 0.0
 
 
+def store_host(store: object) -> str:
+    """Name the machine that has a store, where the store knows."""
+    while not isinstance(getattr(store, "host", None), str):
+        store = getattr(store, "underlying_store", None)
+        if store is None:
+            return ""
+    return str(store.host)  # type: ignore[attr-defined]  # it was there just now
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
     """The part of a store that a group meets through. All of it blocks.
