@@ -31,7 +31,7 @@ import msgspec
 
 #: With the number of the process, a name that no other process has, forked ones neither.
 _NAME = secrets.token_hex(8)
-#: How far back is looked for meetings of one process that wait at a time.
+#: How far back is looked past numbers under which nothing is said.
 _MAX_LOOKS = 16
 
 
@@ -73,23 +73,20 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gone: str = ""
 
 
+NOTHING_SAID = Meeting(process="", at_s=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """What there is to see.
 
     Attributes:
-        number: Of the newest meeting; 0 if there was none.
-        process: Of the newest meeting; empty if there was none.
-        at_s: When the newest meeting was said.
-        waiting: Those that wait, with their numbers, all of that process; the first opened first.
-        gone: Why the newest waits no longer; empty if it does, or all have come.
+        number: Of the newest meeting of which something is said; 0 if there was none.
+        meeting: What is said of it.
     """
 
     number: int = 0
-    process: str = ""
-    at_s: float = 0.0
-    waiting: tuple[tuple[int, Meeting], ...] = ()
-    gone: str = ""
+    meeting: Meeting = NOTHING_SAID
 
 
 def this_process() -> str:
@@ -106,6 +103,15 @@ def process_began_s() -> float:
         return time.time() - (up_s - ticks / os.sysconf("SC_CLK_TCK"))
     except (AttributeError, OSError, ValueError, IndexError):
         return 0.0
+
+
+def store_host(store: object) -> str:
+    """Name the machine that has a store, where the store knows."""
+    while not isinstance(getattr(store, "host", None), str):
+        store = getattr(store, "underlying_store", None)
+        if store is None:
+            return ""
+    return str(store.host)  # type: ignore[attr-defined]  # it was there just now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,25 +151,13 @@ class Board:
         self.store.set(self._key(self.number), msgspec.json.encode(meeting).decode())
 
     def look(self) -> Sight:
-        """Look for the newest meeting, and for those of its process that wait as well."""
+        """Look for the newest meeting. No other of its process waits: see `turns`."""
         newest = self.store.add(f"{self.group}/opened", 0)
-        sight = Sight()
-        waiting: list[tuple[int, Meeting]] = []
         for number in range(newest, max(0, newest - _MAX_LOOKS), -1):
-            if not self.store.check([self._key(number)]):
-                continue  # it is about to be said, or never will be
-            meeting = msgspec.json.decode(self.store.get(self._key(number)), type=Meeting)
-            if not sight.number:
-                sight = Sight(
-                    number=number, process=meeting.process, at_s=meeting.at_s, gone=meeting.gone
-                )
-            elif meeting.process != sight.process:
-                break
-            if meeting.port:
-                waiting.append((number, meeting))
-            elif not meeting.gone:
-                break  # all came, and they had come to those before, if those are no leftovers
-        return dataclasses.replace(sight, waiting=tuple(reversed(waiting)))
+            if self.store.check([self._key(number)]):  # else it is about to be said, or never is
+                text = self.store.get(self._key(number))
+                return Sight(number=number, meeting=msgspec.json.decode(text, type=Meeting))
+        return Sight()
 
     def heard(self) -> int:
         """Give the last meeting whose failure this rank was told of, in whatever process."""

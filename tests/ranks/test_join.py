@@ -17,6 +17,7 @@ from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.ranks import frames
 from ckptio.ranks.board import Meeting, process_began_s, this_process
+from ckptio.ranks.coordinator import Coordinator
 from ckptio.ranks.discover import find_place, ranks_of
 from ckptio.ranks.host import addresses_towards, this_host
 from ckptio.ranks.interface import Deadlines
@@ -146,7 +147,7 @@ async def test_who_does_not_come_is_named_by_all(
     assert all(isinstance(e, PeerLostError) and e.ranks == (1,) for e in errors)
     assert str(errors[0]).startswith("rank 1 did not come within 0.")
     began_s = time.monotonic()
-    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.1)
+    monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.1)
     with pytest.raises(PeerLostError, match="rank 0 waits no longer: rank 1 did not come"):
         await join(place(store, 1), deadlines=LONG, executor=threads)
     assert time.monotonic() - began_s < LONG.meet_s / 2
@@ -245,7 +246,11 @@ async def listener(how: str, executor: Executor) -> AsyncIterator[int]:
     else:
         other = WatchedStore(torch_store.HashStore())
         leading = asyncio.create_task(
-            join(place(other, 0, 2, addresses=[]), deadlines=LONG, executor=executor)
+            join(
+                place(other, 0, 2, addresses=[], process="other"),
+                deadlines=LONG,
+                executor=executor,
+            )
         )
         while not other.check(["ckptio/g/2/meeting/1"]):
             await asyncio.sleep(0.001)
@@ -286,7 +291,7 @@ async def test_why_an_earlier_attempt_gave_up_is_no_news(
     monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
     """A rank that is there before its rank 0 waits for that as long as without."""
-    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.0)
+    monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.0)
     store = WatchedStore(store)
     leave(store, 2, Meeting(process="old", at_s=process_began_s() - 60, gone="it was cancelled"))
     async with asyncio.TaskGroup() as tasks:
@@ -300,7 +305,7 @@ async def test_who_was_told_of_a_failure_waits_for_the_next_engine_as_for_the_fi
     monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
     """Though the note about it is what the store has."""
-    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.0)
+    monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.0)
     store = WatchedStore(store)
     await together(*(join(place(store, r), deadlines=SHORT, executor=threads) for r in (0, 2)))
     async with asyncio.TaskGroup() as tasks:
@@ -317,7 +322,7 @@ async def test_who_waits_with_a_rank_0_of_an_earlier_attempt_goes_over_to_the_ne
     monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
     """Though the old one lives, and took it."""
-    monkeypatch.setattr("ckptio.ranks.join._WATCH_S", 0.01)
+    monkeypatch.setattr("ckptio.ranks.search._WATCH_S", 0.01)
     store = WatchedStore(store)
     async with asyncio.TaskGroup() as tasks:
         old = tasks.create_task(
@@ -363,6 +368,80 @@ async def test_a_rank_0_that_dies_before_all_have_come_may_come_again(
     await together(*(group.close() for group in groups))
 
 
+@contextlib.asynccontextmanager
+async def dead_hosts(num_hosts: int = 3) -> AsyncIterator[tuple[list[str], int]]:
+    """Have addresses where nobody answers, nor refuses, all with one port."""
+    addresses = [f"127.0.0.{2 + n}" for n in range(num_hosts)]
+    with contextlib.ExitStack() as sockets:
+        port = 0
+        for address in addresses:
+            silent = sockets.enter_context(socket.socket())
+            silent.bind((address, port))
+            silent.listen()
+            port = silent.getsockname()[1]
+        yield addresses, port
+
+
+async def test_who_knocks_at_a_host_that_has_died_sees_the_new_rank_0(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """Before it has tried all addresses of the old one, which take their time."""
+    monkeypatch.setattr("ckptio.ranks.search._HEAD_START_S", 0.01)
+    store = WatchedStore(store)
+    async with dead_hosts() as (addresses, port):
+        leave(store, 2, Meeting(process="old", at_s=1.0, addresses=addresses, port=port))
+        async with asyncio.TaskGroup() as tasks:
+            member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+            await store.looked()
+            leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+    groups = [leader.result(), member.result()]
+    assert await together(*map(use, groups)) == [2, 2]
+    await together(*(group.close() for group in groups))
+
+
+async def test_addresses_that_do_not_answer_keep_from_none_that_does(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """As those of networks that other machines are not on."""
+    monkeypatch.setattr("ckptio.ranks.search._HEAD_START_S", 0.01)
+    async with dead_hosts() as (addresses, port):
+        token = "t"  # of which rank 0 has told the store
+        leader = Coordinator(2, token, LONG, "h0")
+        server = await asyncio.get_running_loop().create_server(leader.guest, "127.0.0.1", port)
+        async with server:
+            meeting = Meeting(
+                process="p", at_s=1.0, addresses=[*addresses, "127.0.0.1"], port=port, token=token
+            )
+            leave(store, 2, meeting)
+            group = await join(place(store, 1, 2), deadlines=LONG, executor=threads)
+            await leader.gather(10)
+        assert await together(use(leader), use(group)) == [2, 2]
+        await together(leader.close(), group.close())
+
+
+async def test_a_host_that_has_died_is_waited_for_no_longer_than_ranks_are(
+    store: Any, threads: Executor
+) -> None:
+    """However long it may take to answer."""
+    async with dead_hosts(1) as (addresses, port):
+        leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=addresses, port=port))
+        with pytest.raises(PeerLostError, match=r"127\.0\.0\.2: no answer within 0\.[45]"):
+            await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+
+
+async def test_a_rank_that_is_cancelled_while_it_knocks_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """At several addresses at a time."""
+    monkeypatch.setattr("ckptio.ranks.search._HEAD_START_S", 0.01)
+    store = WatchedStore(store)
+    async with dead_hosts() as (addresses, port), asyncio.TaskGroup() as tasks:
+        leave(store, 2, Meeting(process="p", at_s=1.0, addresses=addresses, port=port))
+        joining = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+        await store.looked(5)
+        joining.cancel()
+
+
 async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) -> None:
     """What is left of a job of more ranks is not even knocked at."""
     leave(store, 3, Meeting(process="old", at_s=time.time(), addresses=["127.0.0.1"], port=1))
@@ -371,7 +450,7 @@ async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) 
 
 
 async def test_engines_that_are_opened_at_a_time_meet(store: Any, threads: Executor) -> None:
-    """Each with some, though in what order they find each other is not said."""
+    """Each with its like: their order is that of the calls."""
     groups = await together(
         *(
             join(place(store, r, 2), deadlines=LONG, executor=threads)
@@ -379,9 +458,55 @@ async def test_engines_that_are_opened_at_a_time_meet(store: Any, threads: Execu
             for r in range(2)
         )
     )
-    assert sorted({g.nonce for g in groups[::2]}) == sorted({g.nonce for g in groups[1::2]})
+    assert [g.nonce for g in groups[::2]] == [g.nonce for g in groups[1::2]]
+    assert len({g.nonce for g in groups}) == 3
     assert await together(*map(use, groups)) == [2] * 6
     await together(*(group.close() for group in groups))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+async def test_a_second_engine_does_not_overtake_the_first(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor, late: int
+) -> None:
+    """Though rank 0 could say sooner where it waits with that one, and ranks come one by one."""
+    store, may_answer = WatchedStore(store), threading.Event()
+    slow = iter([True])
+
+    def addresses(near: str) -> list[str]:
+        if next(slow, False):
+            may_answer.wait(10)
+        return addresses_towards(near)
+
+    monkeypatch.setattr("ckptio.ranks.join.addresses_towards", addresses)
+    async with asyncio.TaskGroup() as tasks:
+
+        def open_two(rank: int) -> list[asyncio.Task[Any]]:
+            where = place(store, rank)
+            return [
+                tasks.create_task(join(where, deadlines=LONG, executor=threads)) for _ in range(2)
+            ]
+
+        opened = [*open_two(0), *open_two(3 - late)]
+        await store.looked(4)
+        may_answer.set()
+        opened += open_two(late)
+    groups = [task.result() for task in opened]
+    assert [g.nonce for g in groups[2:]] == [g.nonce for g in groups[:2]] * 2
+    assert await together(*map(use, groups)) == [3] * 6
+    await together(*(group.close() for group in groups))
+
+
+async def test_who_waits_for_an_earlier_engine_does_not_wait_for_ever(
+    store: Any, threads: Executor
+) -> None:
+    """The first may have more time."""
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+        await asyncio.sleep(0)
+        with pytest.raises(RankError, match=r"within 0\.5 s: another one that this process opened"):
+            await join(place(store, 0, 2), deadlines=SHORT, executor=threads)
+        member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+    await together(first.result().close(), member.result().close())
 
 
 def test_a_process_knows_its_name_and_when_it_began() -> None:
@@ -399,7 +524,7 @@ async def test_a_cancelled_rank_leaves_nothing_open(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await join(place(store, rank), deadlines=LONG, executor=threads)
-    monkeypatch.setattr("ckptio.ranks.join._GRACE_S", 0.1)
+    monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.1)
     if rank == 0:
         with pytest.raises(PeerLostError, match="rank 0 waits no longer: it was cancelled"):
             await join(place(store, 1), deadlines=LONG, executor=threads)

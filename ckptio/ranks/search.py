@@ -1,0 +1,221 @@
+"""How a rank other than 0 finds rank 0.
+
+Where nobody answers, another program does, or rank 0 goes before all have come, a rank looks
+again: the address may be that of an earlier attempt, which was killed, and the next be on its
+way. Who comes when rank 0 has given up does not wait long for it.
+
+A rank 0 of an earlier attempt that lives on and waits may take ranks of the next one. They go over
+to a newer one as soon as they see it; one that has met all the others before there is a newer one
+cannot be told from the right one, and the newer one says then who did not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptio._aio import Siblings
+from ckptio.errors import PeerLostError
+from ckptio.ranks import frames
+from ckptio.ranks.board import Sight, process_began_s, store_host
+from ckptio.ranks.member import Member
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ckptio.errors import RankError
+    from ckptio.ranks.board import Board, Meeting
+    from ckptio.ranks.interface import Deadlines
+    from ckptio.ranks.join import Place
+    from ckptio.ranks.store_thread import StoreThread
+    from ckptio.ranks.wire import Wire
+
+_FIRST_PAUSE_S = 0.005
+_MAX_PAUSE_S = 1.0
+_KNOCK_S = 10.0
+#: So much sooner an address is tried than the next one; as often is looked for something better.
+_HEAD_START_S = 0.5
+#: How long a rank that comes too late waits for rank 0 to come again: it may do at once.
+_GRACE_S = 5.0
+#: How often a rank that waits for others looks whether it waits with the right rank 0.
+_WATCH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a rank other than 0 finds rank 0. `until_s` is by the loop's clock."""
+
+    place: Place
+    board: Board
+    store: StoreThread
+    deadlines: Deadlines
+    until_s: float
+
+    async def follow(self) -> Member:
+        """Look where rank 0 waits, go there, and wait for all; again, if that came to nothing.
+
+        By asking again and again, ever less often: a store that is told to wait keeps its
+        connection, and the trainer's next call with it.
+        """
+        loop = asyncio.get_running_loop()
+        heard, began_s = await self.store.ask(self.board.heard), process_began_s()
+        pause_s, since_s, state = _FIRST_PAUSE_S, loop.time(), Sight()
+        trouble: RankError | None = None
+        while True:
+            sight = await self.store.ask(self.board.look)
+            if state != (state := sight):
+                pause_s, since_s, trouble = _FIRST_PAUSE_S, loop.time(), None
+            meeting = sight.meeting
+            if meeting.port:
+                found = await self._enter(sight.number, meeting)
+                if isinstance(found, Member):
+                    return found
+                if found is None:
+                    continue
+                trouble = found
+            is_news = sight.number > heard and meeting.at_s >= began_s
+            end_s = self.until_s
+            if is_news:
+                end_s = min(end_s, since_s + _patience_s(meeting, self.deadlines))
+            if loop.time() >= end_s:
+                if is_news and meeting.gone:
+                    await self.store.ask_briefly(self.board.hear, sight.number)
+                    raise _departure(meeting.gone)
+                raise trouble if is_news and trouble else _absence(self.deadlines.meet_s)
+            await asyncio.sleep(min(pause_s, end_s - loop.time()))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _enter(self, number: int, meeting: Meeting) -> Member | RankError | None:
+        """Go where somebody seems to wait, and wait for all.
+
+        Returns:
+            The group, open, or what to say of it if nothing better is found; None if something
+            better is there.
+
+        Raises:
+            PeerLostError: Rank 0 is there, and says who is not.
+        """
+        place, host = self.place, store_host(self.board.store)
+        near = ["127.0.0.1"] if meeting.host == self.board.host else []
+        far = [host] if host else []  # one more place to look: it is mostly there
+        members = {  # one for each: one that was cut off is of no more use
+            address: Member(
+                place.rank, place.world_size, meeting.token, self.deadlines, self.board.host
+            )
+            for address in [*near, *meeting.addresses, *far]
+        }
+        group: Member | None = None
+        try:
+            found = await self._knock_at_all(members, meeting)
+            if not isinstance(found, Member):
+                return found
+            await self._wait(found, meeting)
+            group = found
+        except PeerLostError as error:
+            if not any(member.was_told for member in members.values()):
+                return error
+            await self.store.ask_briefly(self.board.hear, number)
+            raise
+        finally:
+            async with contextlib.AsyncExitStack() as closing:
+                for member in members.values():
+                    if member is not group:
+                        closing.push_async_callback(member.close)
+        return group
+
+    async def _knock_at_all(
+        self, members: dict[str, Member], meeting: Meeting
+    ) -> Member | RankError | None:
+        """Try all addresses, the first ones a little sooner; give the member that was taken.
+
+        A host that has died does not even refuse. So nobody waits for one before the next is
+        tried, nor for all of them where another process has become rank 0: None then.
+        """
+        untried, running = [*reversed(members)], set[asyncio.Task[str]]()
+        knocks: dict[asyncio.Task[str], str] = {}
+        is_over = False
+        async with Siblings() as tasks:
+            while (untried or running) and not is_over:
+                if untried:
+                    address = untried.pop()
+                    knock = self._knock(members[address], address, meeting.port)
+                    task = tasks.create_task(knock, name=f"ckptio-knock-{address}")
+                    knocks[task] = address
+                    running.add(task)
+                done, running = await asyncio.wait(
+                    running, timeout=_HEAD_START_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    is_over = not all(task.result() for task in done)
+                else:
+                    is_over = await self._is_old(meeting)
+            for task in running:
+                task.cancel()
+        reasons = {a: task.result() for task, a in knocks.items() if not task.cancelled()}
+        for address, reason in reasons.items():
+            if not reason:
+                return members[address]
+        if is_over:
+            return None
+        text = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+        return _loss(meeting, f"cannot be reached on port {meeting.port} ({text})")
+
+    async def _knock(self, group: Member, address: str, port: int) -> str:
+        """Try to be taken; say why not."""
+        loop = asyncio.get_running_loop()
+
+        def connect(make: Callable[[], Wire]) -> Awaitable[object]:
+            return loop.create_connection(make, address, port)
+
+        left_s = max(0.0, round(self.until_s - loop.time(), 2))
+        return await group.knock(connect, min(_KNOCK_S, self.deadlines.peer_s, left_s))
+
+    async def _is_old(self, meeting: Meeting) -> bool:
+        """Look whether another process has become rank 0. That of the meeting may be slow."""
+        sight = await self.store.ask_briefly(self.board.look)
+        return sight is not None and sight.meeting.process != meeting.process
+
+    async def _wait(self, group: Member, meeting: Meeting) -> None:
+        """Wait for all, and look meanwhile whether another process has become rank 0.
+
+        Raises:
+            PeerLostError: It has, or rank 0 went away, or said who did not come.
+        """
+        loop = asyncio.get_running_loop()
+        # rank 0 says who did not come; it may have begun to wait a moment after this rank
+        end_s = max(loop.time(), self.until_s) + self.deadlines.peer_s
+        while not await group.has_news(min(_WATCH_S, end_s - loop.time())):
+            if loop.time() >= end_s:
+                raise _loss(meeting, f"it did not begin within {self.deadlines.meet_s:g} s")
+            if await self._is_old(meeting):
+                raise _loss(meeting, "another process has become rank 0")
+        await group.gather(self.deadlines.peer_s)
+
+
+def _patience_s(meeting: Meeting, deadlines: Deadlines) -> float:
+    """Say for how long a rank 0 of this attempt may be as it is seen."""
+    if meeting.gone:
+        return _GRACE_S
+    return deadlines.peer_s if meeting.port else deadlines.meet_s
+
+
+def _absence(meet_s: float) -> RankError:
+    """Say that rank 0 is not there."""
+    return frames.absence([0], meet_s).error()
+
+
+def _departure(gone: str) -> RankError:
+    """Say that rank 0 was there and has gone."""
+    return PeerLostError(
+        f"rank 0 waits no longer: {gone}; open the engines of all ranks again",
+        ranks=[0],
+        causes={0: gone},
+    )
+
+
+def _loss(meeting: Meeting, cause: str) -> RankError:
+    """Say that rank 0 seems to be there, and what is wrong with it."""
+    causes = {0: frames.lost_cause(meeting.host, cause)}
+    return frames.loss("joining the group", [0], causes).error()
