@@ -2,8 +2,8 @@
 
 An object whose state is its attributes gives its parts themselves in its `state_dict()`, and their
 states are stored. It is given states in the place of the parts, and may leave them there. So it is
-looked at before and after, place by place: in attributes, in lists, dicts and dataclasses there, in
-parts of parts. Where the dict of a state is now, the part comes back and takes that.
+looked at before and after, place by place: in attributes, in lists and dicts, in parts of parts.
+Where the dict of a state is now, the part comes back and takes that.
 
 What is guaranteed:
 

@@ -1,14 +1,12 @@
 """Where an object has parts, noted before it takes its state, and what is there afterwards.
 
-A part is what takes a state itself: in attributes, in the lists, tuples, dicts, dataclasses and
-named tuples there, and in attributes of other parts. Attributes and fields are read in the
-`__dict__` and in the slots themselves, and attributes written there: a property of the same name
-may raise, or do anything.
+A part is what takes a state itself: in attributes, in the lists, tuples and dicts there, and in
+attributes of other parts. These are read and written in the `__dict__` and in the slots themselves:
+a property of the same name may raise, or do anything.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict, deque
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckptio.format.encode import MAX_DEPTH, join_fqn
-from ckptio.shards import PerRank, Shard
-from ckptio.state.records import with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +23,7 @@ if TYPE_CHECKING:
 _MAX_PARTS, _MAX_DEPTH = 1000, 4
 _METHODS = ("state_dict", "load_state_dict")
 DICTS = (dict, OrderedDict)
-
-
-class _Fields(dict[str, Any]):
-    """Fields of a record by name, in a copy of what has it: its class may do anything."""
-
-
-_CONTAINERS = (list, tuple, deque, *DICTS, _Fields)
-#: What has a meaning of its own, whatever it is made as.
-_NO_RECORDS = (PerRank, Shard, torch.Tensor)
+_CONTAINERS = (list, tuple, deque, *DICTS)
 #: What says itself what it takes.
 _SELF_SAYING = (torch.nn.Module, torch.optim.Optimizer)
 #: What is found where a list or a dict has no such place any more.
@@ -66,7 +54,7 @@ class Attribute(NamedTuple):
             self.slot.__set__(self.owner, value)
 
     def put(self, path: tuple[Any, ...], value: Any) -> None:
-        """Set what is somewhere in it; what can change stays the very one: others may have it."""
+        """Set what is somewhere in it; lists and dicts stay the very ones, as others may have."""
         now = self.read()
         if (made := _with(now, path, value)) is not now:
             self.write(made)
@@ -99,7 +87,7 @@ class Held(NamedTuple):
         depth: How many parts it is in.
         is_given: Whether the object gives parts in it as they are.
         original: The very value.
-        contents: Each list, dict and dataclass in that, and a copy of what it holds.
+        contents: Each list and dict in that, and a copy of it.
     """
 
     fqn: str
@@ -113,9 +101,6 @@ class Held(NamedTuple):
     def restore(self) -> None:
         """Set it to what it was: the very lists and dicts, as others may have them."""
         for container, items in self.contents:
-            if type(items) is _Fields:
-                with_fields(container, items)
-                continue
             container.clear()
             (container.update if isinstance(container, dict) else container.extend)(items)
         self.attribute.write(self.original)
@@ -185,7 +170,7 @@ def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
             if parts:
                 is_given = is_below or any(id(p) in by_id or type(p) in copies for p in parts)
                 name = join_fqn(fqn, attribute.name)
-                contents = [(each, _like(each, _contents_of(each))) for each in _lists_in(value)]
+                contents = [(each, _like(each, each)) for each in _lists_in(value)]
                 held = Held(name, attribute, _copied(value), depth, is_given, value, contents)
                 yield held
                 ahead += [(place.fqn, place.part, depth + 1, is_given) for place in held.places()]
@@ -218,9 +203,9 @@ def places_in(
         return
     if not depth or not has_parts(before, depth):
         return
-    is_alike = _is_container(after) and _has_names(after) == _has_names(before)
-    found = dict(_items_of(after)) if is_alike else {}
-    is_there = bool(found)  # else something else altogether
+    is_alike = type(after) in _CONTAINERS and (type(after) in DICTS) == (type(before) in DICTS)
+    is_there = is_alike and bool(after)  # else something else altogether
+    found = dict(_items_of(after)) if is_there else {}
     lost = LOST if is_there or after is LOST else None
     for key, value in _items_of(before):
         place = join_fqn(fqn, key), value, found.pop(key, lost), (*path, key)
@@ -231,15 +216,15 @@ def places_in(
 
 
 def _parts_in(value: Any, max_depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Give what takes a state in a value: itself, or what is in its containers."""
+    """Give what takes a state in a value: itself, or what is in lists, tuples and dicts."""
     left, ahead = _MAX_PARTS, [(value, max_depth)]
     while ahead:
         item, depth = ahead.pop()
-        if not _is_container(item):
+        if type(item) not in _CONTAINERS:
             if is_part(item):
                 yield item
-        elif depth and (length := _len_of(item)) <= left:
-            left -= length
+        elif depth and len(item) <= left:
+            left -= len(item)
             ahead += [(each, depth - 1) for _, each in _items_of(item)]
 
 
@@ -253,8 +238,8 @@ def dicts_in(value: Any) -> Iterator[Any]:
             item, depth = ahead.pop()
             if type(item) in DICTS:
                 yield item
-            if _is_container(item) and depth and (length := _len_of(item)) <= left:
-                left -= length
+            if type(item) in _CONTAINERS and depth and len(item) <= left:
+                left -= len(item)
                 ahead += [(one, depth - 1) for _, one in _items_of(item)]
 
 
@@ -268,55 +253,8 @@ def is_part(value: Any) -> bool:
     return all(hasattr(type(value), method) for method in _METHODS)
 
 
-def _is_container(value: Any) -> bool:
-    """Whether parts are looked for in a value."""
-    return type(value) in _CONTAINERS or _is_record(value)
-
-
-def _is_record(value: Any) -> bool:
-    """Whether a value is a dataclass or a named tuple, and nothing that takes a state itself."""
-    kind = type(value)
-    if not (
-        hasattr(kind, "__dataclass_fields__") or (_is_tuple(kind) and hasattr(kind, "_fields"))
-    ):
-        return False
-    return not issubclass(kind, _NO_RECORDS) and not is_part(value)
-
-
-def _is_tuple(kind: type) -> bool:
-    return kind is not tuple and issubclass(kind, tuple)
-
-
-def _has_names(value: Any) -> bool:
-    """Whether what a container holds has names, or other keys."""
-    return type(value) in (*DICTS, _Fields) or _is_record(value)
-
-
-def _fields_of(record: Any) -> Iterator[tuple[str, Any]]:
-    """Give the fields of a record, and ask no property for them."""
-    if isinstance(record, tuple):
-        yield from zip(type(record)._fields, record, strict=False)  # type: ignore[attr-defined]  # a named one
-        return
-    attributes = {attribute.name: attribute for attribute in _attributes_of(record)}
-    for field in dataclasses.fields(record):
-        if field.name in attributes:
-            yield field.name, attributes[field.name].read()
-
-
-def _contents_of(container: Any) -> Any:
-    """Give what is in a container, as it takes it again."""
-    return _fields_of(container) if _is_record(container) else container
-
-
-def _len_of(container: Any) -> int:
-    """Count what is in a container: a record may have another length, or none."""
-    return len(_items_of(container)) if _is_record(container) else len(container)
-
-
 def _items_of(value: Any) -> list[tuple[Any, Any]]:
     """Give keys and values of what may hold parts; nothing of anything else."""
-    if _is_record(value):
-        return list(_fields_of(value))
     if isinstance(value, dict):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else []
@@ -324,10 +262,10 @@ def _items_of(value: Any) -> list[tuple[Any, Any]]:
 
 def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Copy the containers of a value, which may be written to, as far as they are looked into."""
-    if not _is_container(value) or not depth or _len_of(value) > _MAX_PARTS:
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return value
     items = [(key, _copied(item, depth - 1)) for key, item in _items_of(value)]
-    return _like(value, items if _has_names(value) else [item for _, item in items])
+    return _like(value, items if isinstance(value, dict) else [item for _, item in items])
 
 
 def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -340,30 +278,26 @@ def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 def _lists_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Give what `_copied` copies, but tuples."""
-    if not _is_container(value) or not depth or _len_of(value) > _MAX_PARTS:
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return
-    if not isinstance(value, tuple):
+    if type(value) is not tuple:
         yield value
     for _, item in _items_of(value):
         yield from _lists_in(item, depth - 1)
 
 
 def _like(container: Any, items: Any) -> Any:
-    """Give a container of the same kind with other items; fields by name for a record."""
-    if _is_record(container):
-        return _Fields(items)
+    """Give a container of the same kind with other items."""
     return deque(items, container.maxlen) if type(container) is deque else type(container)(items)
 
 
 def _with(value: Any, path: tuple[Any, ...], item: Any) -> Any:
-    """Give a value with an item at a place in it: the very value, unless that cannot change."""
+    """Give a value with an item at a place in it: the very value, but for a tuple."""
     if not path:
         return item
-    now = dict(_fields_of(value))[path[0]] if _is_record(value) else value[path[0]]
-    if (made := _with(now, path[1:], item)) is now:
+    made = _with(value[path[0]], path[1:], item)
+    if made is value[path[0]]:
         return value
-    if _is_record(value):
-        return with_fields(value, {path[0]: made})
     if type(value) is tuple:
         return (*value[: path[0]], made, *value[path[0] + 1 :])
     value[path[0]] = made

@@ -405,7 +405,7 @@ async def test_addresses_that_do_not_answer_keep_from_none_that_does(
     """As those of networks that other machines are not on."""
     monkeypatch.setattr("ckptio.ranks.search._HEAD_START_S", 0.01)
     async with dead_hosts() as (addresses, port):
-        token = "t"  # of which rank 0 has told the store
+        token = "t"  # noqa: S105  # of which rank 0 has told the store
         leader = Coordinator(2, token, LONG, "h0")
         server = await asyncio.get_running_loop().create_server(leader.guest, "127.0.0.1", port)
         async with server:

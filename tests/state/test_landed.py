@@ -89,7 +89,7 @@ def test_blocks_of_copies_are_compared(
         target = {"x": beside(both), "t": (trainer := Stating(both))}
         _, restoration = load(saved, target)
         assert (trainer.model is both, restoration.notes == []) == (is_same, is_same)
-        assert both.get_parameter("weight").to_local().eq(1 + rank).all()  # type: ignore[operator]  # a DTensor
+        assert both.get_parameter("weight").to_local().eq(1 + rank).all()  # type: ignore[attr-defined]  # a DTensor
 
 
 class Views(torch.nn.Module):
