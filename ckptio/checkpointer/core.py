@@ -268,7 +268,7 @@ class CheckpointerCore:
                 overwrite=overwrite,
                 then=then,
                 metadata=metadata,
-                permit=None if overwrite else self._permit(step),
+                permit=self._permit(step, overwrite=overwrite),
             )
             upkeep.add(step, moments)
         finally:
@@ -279,11 +279,11 @@ class CheckpointerCore:
         upkeep.follow(moments)
         return moments
 
-    def _permit(self, step: int) -> Callable[[], Awaitable[None]] | None:
-        """Give what checks, before a step is committed, that the second tier has none."""
+    def _permit(self, step: int, *, overwrite: bool) -> Callable[[], Awaitable[None]] | None:
+        """Give what checks, before a step is committed, that the second tier has none; or not."""
         if self._second is None or self.engine.context.ranks.rank != 0:
             return None
-        looking = self._second.look_for(step)
+        looking = None if overwrite else self._second.look_for(step)
         return functools.partial(self._second.require_free, step, looking)
 
     def decide(self, step: int) -> bool | Outcome[None]:

@@ -20,6 +20,8 @@ from ckptio._aio import outlive
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 
+    from ckptio.storage.interface import Storage
+
 T = TypeVar("T")
 
 _SHARE = 4
@@ -39,6 +41,8 @@ class CopyLine:
         seen: Directories whose unfinished copies this engine has looked for.
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
+        silent: A second tier that was waited for in vain, before a commit: no other commit waits
+            for one until it has answered.
     """
 
     def __init__(self, max_copies: int, num_slabs: int) -> None:
@@ -47,6 +51,7 @@ class CopyLine:
         self.under_way: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
         self.owing: dict[str, bool] = {}
+        self.silent: Storage | None = None
         self._max_copies = max_copies
         self._places = asyncio.Semaphore(max_copies)
         self._first = 1  # of those that have not ended

@@ -36,7 +36,7 @@ from ckptio.runtime.refusal import refuse
 from ckptio.runtime.run_save import run_alone, saved, stop_alone
 from ckptio.runtime.running import Running
 from ckptio.runtime.save_copy import begin_copy
-from ckptio.runtime.second_tier import require_other, second_tier
+from ckptio.runtime.second_tier import look_for_other, second_tier
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
@@ -192,7 +192,7 @@ def _take_apart(
     copy = None
     if then is not None and target is not None:
         to_look_at = core.context.resolver.storage(then, is_second=True)
-        permit = permit or functools.partial(require_other, storage, to_look_at)
+        permit = permit or look_for_other(core, storage, to_look_at)
         copy = CopyJob(
             save_id=moments.save_id,
             key=f"{key} copy",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
@@ -11,10 +13,17 @@ from ckptio.format.manifest import decode_manifest
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from ckptio.engine.context import EngineContext
+    from ckptio.engine.tier_line import CopyLine
     from ckptio.runtime.core import EngineCore
+    from ckptio.runtime.running import Running
     from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
+
+#: How long a commit waits to hear where the second tier is, in seconds.
+_LOOK_S = 1.0
 
 
 def second_tier(core: EngineCore, first: Storage, then: PathLike | None) -> Storage | None:
@@ -41,18 +50,63 @@ def _is_called_alike(one: Storage, other: Storage) -> bool:
     return one.identity == other.identity  # of stores, which are asked nothing for it
 
 
-async def require_other(first: Storage, second: Storage) -> None:
+def look_for_other(
+    core: EngineCore, first: Storage, second: Storage
+) -> Callable[[], Awaitable[None]] | None:
+    """Begin to look whether the second tier is the first by a link, as a save begins.
+
+    From any thread. While one is silent, that one is asked again first: as it hangs, by no other
+    thread, and so not by one for each save.
+
+    Args:
+        core: The engine.
+        first: The first tier.
+        second: The second: its own `Storage`, which stays where it was found.
+
+    Returns:
+        What checks it before the commit; `None` on ranks that do not commit.
+    """
+    context = core.context
+    if context.ranks.rank != 0:
+        return None
+    copies = context.copies
+
+    async def look(_: EngineContext) -> bool:
+        silent = copies.silent
+        if silent is not None:
+            if not await silent.locate():
+                return False
+            if copies.silent is silent:
+                copies.silent = None
+        answers = await second.locate()
+        if answers and copies.silent is second:  # after a commit that waited
+            copies.silent = None
+        elif not answers:
+            copies.silent = copies.silent or second
+        return answers
+
+    looking = core.submit(look, f"locate {second.path}")
+    return functools.partial(_require_other, first, second, looking, copies)
+
+
+async def _require_other(
+    first: Storage, second: Storage, looking: Running[bool], copies: CopyLine
+) -> None:
     """Check, before a commit, that the second tier is not the first by a link.
 
-    Its copy could never be made, and would be owed. A mount that says nothing for some seconds is
-    another one until the copy is made, which looks again: at its own `Storage`, as this one stays
-    where it was found.
+    Its copy could never be made, and would be owed. A mount that says nothing for a second is
+    another one until the copy is made, which looks again; and the commits behind this one do not
+    wait at all, until it has answered.
 
     Raises:
         ConfigError: It is.
     """
-    await second.locate()
-    if first.identity == second.identity:
+    answer = looking.end.wrapped()
+    await asyncio.wait((answer,), timeout=0 if copies.silent is not None else _LOOK_S)
+    if not answer.done():
+        answer.cancel()
+        copies.silent = copies.silent or second
+    elif answer.exception() is None and answer.result() and first.identity == second.identity:
         raise ConfigError(f"then= is {second.path!r}, which is where the checkpoint itself goes")
 
 

@@ -11,6 +11,7 @@ from ckptio import sync
 from ckptio.errors import ConfigError, CorruptionError, StorageError
 from ckptio.events import SaveCommitted
 from ckptio.format.note import CopyNote, encode_note
+from ckptio.runtime import second_tier
 from ckptio.storage import local
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.mounts import HangingFiles, Mount
@@ -169,3 +170,19 @@ def test_that_it_is_the_first_by_a_link_is_said_by_the_copy_where_it_hung_before
         assert engine.finish_copies(near) == ()
         assert not list(near.glob(".copy-*"))
         assert_same(engine.load(near), random_state(SIZES))
+
+
+def test_commits_wait_once_for_a_second_tier_that_hangs(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for as long as a look may take, nor each for a directory of its own, by a new thread."""
+    monkeypatch.setattr(local, "_LOOK_S", 600.0)
+    monkeypatch.setattr(second_tier, "_LOOK_S", 0.05)
+    near, far = tmp_path / "near", tmp_path / "far"
+    with sync.Engine(SMALL) as engine, mount.hanging():
+        engine.start_save(random_state(SIZES), near / "0", then=far / "0" / "s").result()
+        monkeypatch.setattr(second_tier, "_LOOK_S", 600.0)
+        for i in range(1, 4):
+            handle = engine.start_save(random_state(SIZES), near / f"{i}", then=far / f"{i}" / "s")
+            assert handle.result(30).path == str(near / f"{i}")
+        mount.answer()
