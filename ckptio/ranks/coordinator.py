@@ -117,8 +117,12 @@ class Coordinator:
         self._guests[wire] = self._loop.time()
         return wire
 
-    async def gather(self, timeout_s: float) -> None:
+    async def gather(self, timeout_s: float, waited_s: float | None = None) -> None:
         """Wait until all ranks have come, and let them begin.
+
+        Args:
+            timeout_s: For how long.
+            waited_s: How long they will have been waited for then, if not since now.
 
         Raises:
             PeerLostError: Some did not come in time. Those that are here raise the same.
@@ -128,7 +132,7 @@ class Coordinator:
                 await asyncio.shield(self._all_here)
         except TimeoutError:
             absent = [r for r in range(1, self.world_size) if r not in self._members]
-            verdict = frames.absence(absent, timeout_s)
+            verdict = frames.absence(absent, timeout_s if waited_s is None else waited_s)
             body = encode_body(verdict)
             for wire, _ in self._members.values():
                 wire.hang_up(Broken(), body)

@@ -180,7 +180,7 @@ async def _lead(
                 near = store_host(board.store)
                 addresses = await run_blocking(executor, addresses_towards, near)
             await store.ask(board.invite, [*addresses], listener.getsockname()[1], token)
-            await group.gather(max(0.0, until_s - loop.time()))
+            await group.gather(max(0.0, until_s - loop.time()), deadlines.meet_s)
         finally:
             server.close()
         await store.ask_briefly(board.end)

@@ -83,7 +83,7 @@ class Search:
                 if is_news and meeting.gone:
                     await self.store.ask_briefly(self.board.hear, sight.number)
                     raise _departure(meeting.gone)
-                raise trouble if is_news and trouble else _absence(self.deadlines.meet_s)
+                raise trouble if is_news and trouble else _absence(self.deadlines.meet_s, trouble)
             await asyncio.sleep(min(pause_s, end_s - loop.time()))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -201,9 +201,13 @@ def _patience_s(meeting: Meeting, deadlines: Deadlines) -> float:
     return deadlines.peer_s if meeting.port else deadlines.meet_s
 
 
-def _absence(meet_s: float) -> RankError:
-    """Say that rank 0 is not there."""
-    return frames.absence([0], meet_s).error()
+def _absence(meet_s: float, trouble: RankError | None) -> RankError:
+    """Say that rank 0 is not there, or is one that looks like an old one, and has trouble."""
+    verdict = frames.absence([0], meet_s)
+    if trouble is None:
+        return verdict.error()
+    text = f"{verdict.text}; or it is the one that was here before this process began: {trouble}"
+    return PeerLostError(text, ranks=[0], causes=verdict.causes)
 
 
 def _departure(gone: str) -> RankError:

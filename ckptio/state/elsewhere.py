@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.encode import TAG
 from ckptio.state.landed import Landed, are_same_bytes
 from ckptio.state.members import identity_of_key, members_of, take_member
 from ckptio.state.prune import prune_at
-from ckptio.state.records import fields_of, record_tag, tag_of
+from ckptio.state.records import tag_of
 from ckptio.state.sharded import is_sharded, memory_of
 from ckptio.state.tree import children, sequence_in, walk
 
@@ -264,18 +264,13 @@ def _states_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[int, _Stored]
             yield id(value), _Stored(fqn, node, value=value)
         for each in _items_in(fqn, value, node):
             item = each[1]
-            if record_tag(item) or (type(item) in _CONTAINERS and len(item) <= _MAX_ITEMS):
+            if type(item) in _CONTAINERS and len(item) <= _MAX_ITEMS:
                 ahead.append(each)
 
 
 def _items_in(fqn: str, value: Any, node: Json) -> Iterator[tuple[str, Any, Json]]:
     """Give what a container has, by its name and as it is stored."""
-    if record_tag(value) is not None:
-        stored = dict(node["v"]) if tag_of(node) == record_tag(value) else {}
-        for name, item in fields_of(value).items():
-            if name in stored:
-                yield join_fqn(fqn, name), item, stored[name]
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         members = members_of(fqn, node) if _is_mapping(node) else {}
         for key, item in value.items():
             found = take_member(members, value, key, identity_of_key(fqn, key))

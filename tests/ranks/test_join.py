@@ -287,6 +287,15 @@ async def test_what_a_killed_attempt_left_is_passed_over(
     await together(*(group.close() for group in groups))
 
 
+async def meet_late(store: WatchedStore, threads: Executor) -> list[Any]:
+    """Have rank 0 come when the other rank has looked for it; gives the groups of both."""
+    async with asyncio.TaskGroup() as tasks:
+        member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
+        await store.looked()
+        leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
+    return [leader.result(), member.result()]
+
+
 async def test_why_an_earlier_attempt_gave_up_is_no_news(
     monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
 ) -> None:
@@ -294,11 +303,7 @@ async def test_why_an_earlier_attempt_gave_up_is_no_news(
     monkeypatch.setattr("ckptio.ranks.search._GRACE_S", 0.0)
     store = WatchedStore(store)
     leave(store, 2, Meeting(process="old", at_s=process_began_s() - 60, gone="it was cancelled"))
-    async with asyncio.TaskGroup() as tasks:
-        member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
-        await store.looked()
-        leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
-    await together(*(task.result().close() for task in (leader, member)))
+    await together(*(group.close() for group in await meet_late(store, threads)))
 
 
 async def test_who_was_told_of_a_failure_waits_for_the_next_engine_as_for_the_first(
@@ -359,11 +364,7 @@ async def test_a_rank_0_that_dies_before_all_have_come_may_come_again(
         port = server.sockets[0].getsockname()[1]
         killed = Meeting(process="old", at_s=time.time(), addresses=["127.0.0.1"], port=port)
         leave(store, 2, killed)
-        async with asyncio.TaskGroup() as tasks:
-            member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
-            await store.looked()
-            leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
-    groups = [leader.result(), member.result()]
+        groups = await meet_late(store, threads)
     assert await together(*map(use, groups)) == [2, 2]
     await together(*(group.close() for group in groups))
 
@@ -390,11 +391,7 @@ async def test_who_knocks_at_a_host_that_has_died_sees_the_new_rank_0(
     store = WatchedStore(store)
     async with dead_hosts() as (addresses, port):
         leave(store, 2, Meeting(process="old", at_s=1.0, addresses=addresses, port=port))
-        async with asyncio.TaskGroup() as tasks:
-            member = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
-            await store.looked()
-            leader = tasks.create_task(join(place(store, 0, 2), deadlines=LONG, executor=threads))
-    groups = [leader.result(), member.result()]
+        groups = await meet_late(store, threads)
     assert await together(*map(use, groups)) == [2, 2]
     await together(*(group.close() for group in groups))
 
@@ -413,7 +410,9 @@ async def test_addresses_that_do_not_answer_keep_from_none_that_does(
                 process="p", at_s=1.0, addresses=[*addresses, "127.0.0.1"], port=port, token=token
             )
             leave(store, 2, meeting)
-            group = await join(place(store, 1, 2), deadlines=LONG, executor=threads)
+            # one after the other they would take longer than that
+            soon = Deadlines(peer_s=LONG.peer_s, meet_s=LONG.peer_s / 2)
+            group = await join(place(store, 1, 2), deadlines=soon, executor=threads)
             await leader.gather(10)
         assert await together(use(leader), use(group)) == [2, 2]
         await together(leader.close(), group.close())
@@ -440,6 +439,19 @@ async def test_a_rank_that_is_cancelled_while_it_knocks_leaves_nothing_open(
         joining = tasks.create_task(join(place(store, 1, 2), deadlines=LONG, executor=threads))
         await store.looked(5)
         joining.cancel()
+
+
+async def test_an_address_that_looks_old_is_told_where_nobody_else_comes(
+    store: Any, threads: Executor
+) -> None:
+    """It may be the right one, said before this process began, behind a wall."""
+    old = Meeting(process="p", at_s=1.0, addresses=["127.0.0.1"], port=1)
+    leave(store, 2, old)
+    with pytest.raises(
+        PeerLostError, match=r"did not come within 0\.5 s.*reached on port 1"
+    ) as told:
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+    assert told.value.ranks == (0,)
 
 
 async def test_ranks_of_other_worlds_do_not_meet(store: Any, threads: Executor) -> None:
