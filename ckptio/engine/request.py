@@ -15,6 +15,7 @@ import torch
 
 from ckptio.errors import ConfigError, TargetError, shown
 from ckptio.format.encode import class_name, join_fqn
+from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.leaves import SCALAR_TYPES, require_convertible
@@ -161,7 +162,7 @@ def check_types(types: Sequence[type]) -> None:
     for cls in types:
         is_record = dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)
         is_record = is_record or hasattr(cls, "__tensor_unflatten__")
-        if not is_record and not (issubclass(cls, tuple) and hasattr(cls, "_fields")):
+        if not is_record and not is_named_tuple(cls):
             raise ConfigError(
                 "types= takes dataclasses, enums, named tuples and tensors that are made of others,"
                 f" and {cls.__name__!r} is none:"

@@ -27,7 +27,7 @@ import msgspec
 
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.crowds import require_spread
-from ckptio.format.fields import fields_of, names_of, require_fields_alone
+from ckptio.format.fields import fields_of, is_named_tuple, names_of, require_fields_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -137,7 +137,7 @@ class ObjectEncoder:
             return self._encode_leaf(fqn, value)  # it stands for its state, whatever else it is
         if isinstance(value, enum.Enum):
             return self._encode_enum(fqn, value)
-        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+        if is_named_tuple(type(value)):
             require_fields_alone(fqn, value)
             return self._encode_record(
                 fqn, "namedtuple", value, zip(names_of(value), value, strict=True)

@@ -36,6 +36,14 @@ _PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 _END = object()
 
 
+def is_named_tuple(cls: type) -> bool:
+    """Whether a class is one of named tuples: others may have something else as `_fields`."""
+    if not issubclass(cls, tuple):
+        return False
+    names = getattr(cls, "_fields", None)
+    return type(names) is tuple and all(type(name) is str for name in names)
+
+
 def names_of(value: Any) -> tuple[str, ...]:
     """Give the field names of a named tuple."""
     return tuple(value._fields)

@@ -19,6 +19,7 @@ import torch
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import join_fqn
+from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.leaves import DTYPE_NAMES, SCALAR_TYPES, TORCH_DTYPES, as_integers
 from ckptio.state.looks import plain_memory
@@ -326,7 +327,7 @@ def classes_in(target: Any) -> Iterator[type]:
 def _class_and_parts(target: Any) -> tuple[type | None, Iterable[Any]]:
     """Give the class that a value is saved with, if it is, and what else is in it."""
     if isinstance(target, (list, tuple, set, frozenset)):
-        return type(target) if hasattr(type(target), "_fields") else None, target
+        return type(target) if is_named_tuple(type(target)) else None, target
     if isinstance(target, dict):
         return None, itertools.chain(target, target.values())
     if isinstance(target, enum.Enum):

@@ -3,7 +3,8 @@
 An object whose state is its attributes gives its parts themselves in its `state_dict()`, and their
 states are stored. It is given states in the place of the parts, and may leave them there. So it is
 looked at before and after, place by place: in attributes, in lists and dicts, in parts of parts.
-Where the dict of a state is now, the part comes back and takes that.
+Where the dict of a state is now, the part comes back and takes that; but not in dataclasses and
+named tuples (see `record_parts`).
 
 What is guaranteed:
 
@@ -43,8 +44,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckptio.errors import TargetError
+from ckptio.state.attributes import DICTS, is_part
 from ckptio.state.places import (
-    DICTS,
     LOST,
     Before,
     Held,
@@ -52,9 +53,10 @@ from ckptio.state.places import (
     copied_all,
     dicts_in,
     has_parts,
-    is_part,
     places_in,
+    put_at,
 )
+from ckptio.state.record_parts import restore_lost, tell_lost
 from ckptio.state.same import is_same
 from ckptio.state.take import take_state
 
@@ -88,16 +90,19 @@ def put_back(
     """
     taken = _Taken(before, beside)
     try:
+        tell_lost(before.in_records)  # before a part takes a state
         for _, level in itertools.groupby(before.held, key=lambda held: held.depth):
             found = [(held, *step) for held in level for step in taken.steps(held)]
             for held, place, _ in found:
-                held.attribute.put(place.path, place.part)
+                put_at(held.attribute, place.path, place.part)
             for _, place, takes in found:
                 if takes:
                     beside.note(place.fqn, place.part, place.found)
                     with guard(place.part):
                         taken.notes += _take(place, is_partial=is_partial)
+        taken.notes += tell_lost(before.in_records)  # some are in parts that have taken theirs
     except TargetError:
+        restore_lost(before.in_records)
         for held in before.held:
             places = held.places()
             is_moved_alone = all(place.found is place.part for place in places)

@@ -1,63 +1,36 @@
 """Where an object has parts, noted before it takes its state, and what is there afterwards.
 
 A part is what takes a state itself: in attributes, in the lists, tuples and dicts there, and in
-attributes of other parts. These are read and written in the `__dict__` and in the slots themselves:
-a property of the same name may raise, or do anything.
+attributes of other parts.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from types import MemberDescriptorType
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from ckptio.format.encode import MAX_DEPTH, join_fqn
+from ckptio.state.attributes import (
+    CONTAINERS,
+    DICTS,
+    SELF_SAYING,
+    attributes_of,
+    is_part,
+    items_of,
+)
+from ckptio.state.record_parts import parts_in_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptio.state.attributes import Attribute
+    from ckptio.state.record_parts import RecordPart
+
 #: Lists and dicts of more among an object's attributes, or in more of each other, hold no parts,
 #: but samples or the like; some are inside themselves.
 _MAX_PARTS, _MAX_DEPTH = 1000, 4
-_METHODS = ("state_dict", "load_state_dict")
-DICTS = (dict, OrderedDict)
-_CONTAINERS = (list, tuple, deque, *DICTS)
-#: What says itself what it takes.
-_SELF_SAYING = (torch.nn.Module, torch.optim.Optimizer)
 #: What is found where a list or a dict has no such place any more.
 LOST = object()
-
-
-class Attribute(NamedTuple):
-    """An attribute that an object has itself; `slot` is `None` for one in its `__dict__`."""
-
-    owner: Any
-    name: str
-    slot: MemberDescriptorType | None
-
-    def read(self) -> Any:
-        """Give what it has; `None` for nothing."""
-        if self.slot is None:
-            return vars(self.owner).get(self.name)
-        try:
-            return self.slot.__get__(self.owner)
-        except AttributeError:
-            return None
-
-    def write(self, value: Any) -> None:
-        """Set it, also where the class does not allow that."""
-        if self.slot is None:
-            vars(self.owner)[self.name] = value
-        else:
-            self.slot.__set__(self.owner, value)
-
-    def put(self, path: tuple[Any, ...], value: Any) -> None:
-        """Set what is somewhere in it; lists and dicts stay the very ones, as others may have."""
-        now = self.read()
-        if (made := _with(now, path, value)) is not now:
-            self.write(made)
 
 
 class Place(NamedTuple):
@@ -120,6 +93,7 @@ class Before(NamedTuple):
         unnamed: Those that are under no name of an attribute.
         held: The attributes with parts, those of its parts after its own.
         is_asked: Whether it was asked what it gives.
+        in_records: The parts in records, which do not come back.
     """
 
     target: Any
@@ -128,6 +102,7 @@ class Before(NamedTuple):
     unnamed: list[Any]
     held: list[Held]
     is_asked: bool
+    in_records: list[RecordPart]
 
 
 def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> Before:
@@ -139,21 +114,22 @@ def before_taking(fqn: str, target: Any, values: Any, template: Any = None) -> B
         values: What it is given.
         template: What its `state_dict()` gives; `None` where it is not asked.
     """
-    held = list(_held_by(fqn, target, template))
+    held, is_asked = list(_held_by(fqn, target, template)), template is not None
+    in_records = parts_in_records(fqn, target, template)
     if not held:
-        return Before(target, None, [], [], [], template is not None)
-    names = {attribute.name for attribute in _attributes_of(target)}
+        return Before(target, None, [], [], [], is_asked, in_records)
+    names = {attribute.name for attribute in attributes_of(target)}
     names |= {name.strip("_") for name in names}
-    others = [value for key, value in _items_of(values) if key not in names]
+    others = [value for key, value in items_of(values) if key not in names]
     unnamed = [state for value in others for state in dicts_in(value)]
     states = list(dicts_in(values))
-    return Before(target, _copied(values), states, unnamed, held, template is not None)
+    return Before(target, _copied(values), states, unnamed, held, is_asked, in_records)
 
 
 def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
-    if isinstance(target, _SELF_SAYING):
+    if isinstance(target, SELF_SAYING):
         return
-    own = {id(part) for attribute in _attributes_of(target) for part in _parts_in(attribute.read())}
+    own = {id(part) for attribute in attributes_of(target) for part in _parts_in(attribute.read())}
     given = [part for value in _values_of(template) for part in _parts_in(value, _MAX_DEPTH + 1)]
     by_id = set(map(id, given))
     copies = {type(part) for part in given if id(part) not in own}
@@ -161,10 +137,10 @@ def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
     ahead = deque([(fqn, target, 0, False)])
     while ahead:
         fqn, owner, depth, is_below = ahead.popleft()
-        if isinstance(owner, _SELF_SAYING) or id(owner) in seen:
+        if isinstance(owner, SELF_SAYING) or id(owner) in seen:
             continue
         seen.add(id(owner))
-        found = [(attribute, attribute.read()) for attribute in _attributes_of(owner)]
+        found = [(attribute, attribute.read()) for attribute in attributes_of(owner)]
         for attribute, value in sorted(found, key=lambda pair: not is_part(pair[1])):
             parts = list(_parts_in(value))
             if parts:
@@ -178,17 +154,7 @@ def _held_by(fqn: str, target: Any, template: Any) -> Iterator[Held]:
 
 def _values_of(template: Any) -> list[Any]:
     """Give what is in a state, each of which takes its own time; itself if it is no container."""
-    return [value for _, value in _items_of(template)] or [template]
-
-
-def _attributes_of(owner: Any) -> Iterator[Attribute]:
-    """Give what an object has as attributes, those in slots among them."""
-    for name in list(getattr(owner, "__dict__", ())):
-        yield Attribute(owner, name, None)
-    for kind in type(owner).__mro__:
-        for name, slot in list(vars(kind).items()):
-            if type(slot) is MemberDescriptorType:
-                yield Attribute(owner, name, slot)
+    return [value for _, value in items_of(template)] or [template]
 
 
 def places_in(
@@ -203,11 +169,11 @@ def places_in(
         return
     if not depth or not has_parts(before, depth):
         return
-    is_alike = type(after) in _CONTAINERS and (type(after) in DICTS) == (type(before) in DICTS)
+    is_alike = type(after) in CONTAINERS and (type(after) in DICTS) == (type(before) in DICTS)
     is_there = is_alike and bool(after)  # else something else altogether
-    found = dict(_items_of(after)) if is_there else {}
+    found = dict(items_of(after)) if is_there else {}
     lost = LOST if is_there or after is LOST else None
-    for key, value in _items_of(before):
+    for key, value in items_of(before):
         place = join_fqn(fqn, key), value, found.pop(key, lost), (*path, key)
         yield from places_in(*place, depth - 1)
     for key, value in found.items():
@@ -220,27 +186,27 @@ def _parts_in(value: Any, max_depth: int = _MAX_DEPTH) -> Iterator[Any]:
     left, ahead = _MAX_PARTS, [(value, max_depth)]
     while ahead:
         item, depth = ahead.pop()
-        if type(item) not in _CONTAINERS:
+        if type(item) not in CONTAINERS:
             if is_part(item):
                 yield item
         elif depth and len(item) <= left:
             left -= len(item)
-            ahead += [(each, depth - 1) for _, each in _items_of(item)]
+            ahead += [(each, depth - 1) for _, each in items_of(item)]
 
 
 def dicts_in(value: Any) -> Iterator[Any]:
     """Give what may be the state of a part in a value: dicts, as far as parts are looked for."""
     if type(value) in DICTS:
         yield value
-    for _, each in _items_of(value):  # a history takes its own time
+    for _, each in items_of(value):  # a history takes its own time
         left, ahead = _MAX_PARTS, [(each, 2 * _MAX_DEPTH)]  # states of parts have those of others
         while ahead:
             item, depth = ahead.pop()
             if type(item) in DICTS:
                 yield item
-            if type(item) in _CONTAINERS and depth and len(item) <= left:
+            if type(item) in CONTAINERS and depth and len(item) <= left:
                 left -= len(item)
-                ahead += [(one, depth - 1) for _, one in _items_of(item)]
+                ahead += [(one, depth - 1) for _, one in items_of(item)]
 
 
 def has_parts(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
@@ -248,41 +214,36 @@ def has_parts(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
     return any(True for _ in _parts_in(value, max_depth))
 
 
-def is_part(value: Any) -> bool:
-    """Whether its class takes states: what a proxy stands for may be gone."""
-    return all(hasattr(type(value), method) for method in _METHODS)
-
-
-def _items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Give keys and values of what may hold parts; nothing of anything else."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else []
-
-
 def _copied(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Copy the containers of a value, which may be written to, as far as they are looked into."""
-    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
+    if type(value) not in CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return value
-    items = [(key, _copied(item, depth - 1)) for key, item in _items_of(value)]
+    items = [(key, _copied(item, depth - 1)) for key, item in items_of(value)]
     return _like(value, items if isinstance(value, dict) else [item for _, item in items])
+
+
+def put_at(attribute: Attribute, path: tuple[Any, ...], value: Any) -> None:
+    """Set what is somewhere in an attribute; lists and dicts stay, as others may have them."""
+    now = attribute.read()
+    if (made := _with(now, path, value)) is not now:
+        attribute.write(made)
 
 
 def copied_all(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Copy all containers of a state, as deep as states are stored, and however long they are."""
-    if type(value) not in _CONTAINERS or not depth:
+    if type(value) not in CONTAINERS or not depth:
         return value
-    items = [(key, copied_all(item, depth - 1)) for key, item in _items_of(value)]
+    items = [(key, copied_all(item, depth - 1)) for key, item in items_of(value)]
     return _like(value, items if isinstance(value, dict) else [item for _, item in items])
 
 
 def _lists_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Give what `_copied` copies, but tuples."""
-    if type(value) not in _CONTAINERS or not depth or len(value) > _MAX_PARTS:
+    if type(value) not in CONTAINERS or not depth or len(value) > _MAX_PARTS:
         return
     if type(value) is not tuple:
         yield value
-    for _, item in _items_of(value):
+    for _, item in items_of(value):
         yield from _lists_in(item, depth - 1)
 
 

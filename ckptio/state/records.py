@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import TargetError
 from ckptio.format.encode import TAG
-from ckptio.format.fields import holds_objects
+from ckptio.format.fields import holds_objects, is_named_tuple, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def record_tag(target: object) -> str | None:
     """Give the tag under which a value is saved by its fields, `None` if it is not."""
     if isinstance(target, tuple):
-        return "namedtuple" if hasattr(type(target), "_fields") else None
+        return "namedtuple" if is_named_tuple(type(target)) else None
     if dataclasses.is_dataclass(target) and not isinstance(target, type):
         return "dataclass"
     return None
@@ -38,7 +38,7 @@ def tag_of(node: Json) -> object:
 def fields_of(target: Any) -> dict[str, Any]:
     """Give the fields of a record that are set, by name."""
     if isinstance(target, tuple):
-        return dict(zip(type(target)._fields, target, strict=True))  # type: ignore[attr-defined]  # a named one
+        return dict(zip(names_of(target), target, strict=True))
     names = (field.name for field in dataclasses.fields(target))
     return {name: getattr(target, name) for name in names if hasattr(target, name)}
 

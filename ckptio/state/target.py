@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
 from ckptio.state.fills import classes_in
 from ckptio.state.fits import is_filled, other, require_value
@@ -352,7 +353,7 @@ class Matcher(ObjectMatcher):
                 target[: len(values)] = values
                 return target
             values += target[len(values) :]
-            return type(target)(*values) if hasattr(target, "_fields") else tuple(values)
+            return type(target)(*values) if is_named_tuple(type(target)) else tuple(values)
 
         return update
 

@@ -342,3 +342,11 @@ def test_a_stride_over_one_element_says_nothing(tensor: Any, tmp_path: Path) -> 
     """However far it goes, nobody does; and of arrays none is stored."""
     sync.save({"x": tensor}, tmp_path / "c")
     assert np.array_equal(np.asarray(sync.load(tmp_path / "c")["x"]), np.asarray(tensor))
+
+
+@pytest.mark.parametrize("names", [None, 3, ("a", 1), "ab"])
+def test_a_tuple_that_is_no_named_one_has_no_form(names: object) -> None:
+    """Whatever its class has as `_fields`."""
+    kind = type("Pair", (tuple,), {"_fields": names})
+    with pytest.raises(UnsupportedLeafError, match=r"'x\.0'.* no portable form"):
+        flatten({"x": [kind((1, 2))]})

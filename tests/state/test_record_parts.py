@@ -1,0 +1,191 @@
+"""Parts in dataclasses and named tuples that an object has."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from ckptio import TargetError
+from tests.state.objects import loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@dataclass
+class Nets:
+    model: Any
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    model: Any
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    model: Any
+    step: int = 0
+
+
+class Named(NamedTuple):
+    model: Any
+    step: int = 0
+
+
+class Trainer:
+    """It gives what it has, and takes what it is given."""
+
+    def __init__(self, nets: Any) -> None:
+        self.nets = nets
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nets": self.nets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.nets = state["nets"]
+
+
+class Copying(Trainer):
+    """One that gives copies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nets": copy.deepcopy(self.nets)}
+
+
+class Filling(Trainer):
+    """One that writes to the record that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.nets.model = state["nets"].model
+
+
+RECORDS: list[Callable[..., Any]] = [Nets, Frozen, Slotted, Named]
+HELD: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda nets: nets,
+    "in a list": lambda nets: [nets],
+    "in a record": Nets,
+    "in another object": Trainer,
+}
+
+
+def net_of(value: float) -> torch.nn.Linear:
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, value)
+    return net
+
+
+@pytest.mark.parametrize("kind", [Trainer, Copying])
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_part_in_a_record_is_not_lost_to_its_state(
+    tmp_path: Path,
+    record: Callable[..., Any],
+    held: Callable[[Any], Any],
+    kind: type[Trainer],
+) -> None:
+    """It was a dict there, kept the weights that it had elsewhere, and nothing said so."""
+    net = net_of(0)
+    own = record(net)
+    nets = held(own)
+    target = kind(nets)
+    with pytest.raises(TargetError, match=r"^'x\.nets\..*model' has a state where there was an"):
+        loaded(tmp_path, {"x": kind(held(record(net_of(1), 3)))}, {"x": target})
+    assert target.nets is nets
+    assert own.model is net
+
+
+@pytest.mark.parametrize("record", [Nets, Slotted])
+def test_a_record_that_was_written_to_has_its_part_again(
+    tmp_path: Path, record: Callable[..., Any]
+) -> None:
+    """Others may have the record."""
+    net = net_of(0)
+    nets = record([net], 1)
+    before = nets.model
+    target = Filling(nets)
+    with pytest.raises(TargetError, match=r"'x\.nets\.model\.0' has a state"):
+        loaded(tmp_path, {"x": Filling(record([net_of(1)]))}, {"x": target})
+    assert target.nets is nets
+    assert nets.model is before
+    assert before == [net]
+
+
+def test_a_part_that_is_handed_its_state_takes_it(tmp_path: Path) -> None:
+    """So does one that the object makes anew, and one that is not there yet stays away."""
+
+    class Handing(Trainer):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets.model.load_state_dict(state["nets"].model)
+
+    class Making(Trainer):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets = Nets(net_of(7))
+            self.nets.model.load_state_dict(state["nets"].model)
+
+    kinds: list[type[Trainer]] = [Handing, Making]
+    for kind in kinds:
+        target = kind(Nets(net_of(0)))
+        result = loaded(tmp_path, {"x": kind(Nets(net_of(1)))}, {"x": target}, strict="raise")
+        assert result.report.notes == ()
+        assert target.nets.model.weight.eq(1).all()
+    emptied = Trainer(Nets(net_of(0)))
+    loaded(tmp_path, {"x": Trainer(Nets(None))}, {"x": emptied})
+    assert emptied.nets.model is None
+
+
+def test_of_who_gives_no_part_that_is_noted(tmp_path: Path) -> None:
+    """What was given may be all that it keeps."""
+
+    class Stating(Trainer):
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": self.nets.model.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets.model = state["model"]
+
+    target = Stating(Nets(net_of(0)))
+    result = loaded(tmp_path, {"x": Stating(Nets(net_of(1)))}, {"x": target}, strict="raise")
+    (note,) = result.report.notes
+    assert note.startswith("x.nets.model: has a state where there was an object that takes it")
+
+
+def test_records_that_refer_to_each_other_end(tmp_path: Path) -> None:
+    """Nor is a record asked for anything but its fields."""
+
+    @dataclass
+    class Linked:
+        model: Any = None
+        others: list[Any] = field(default_factory=list)
+
+        def __len__(self) -> int:
+            raise RuntimeError("no")
+
+        @property
+        def best(self) -> Any:
+            raise RuntimeError("no")
+
+    class Stating(Trainer):
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": self.nets[0].model.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets[0].model.load_state_dict(state["model"])
+
+    def nets_of(value: float) -> list[Linked]:
+        nets = [Linked() for _ in range(300)]
+        for each in nets:
+            each.others = nets
+        nets[0].model = net_of(value)
+        return nets
+
+    target = Stating(nets_of(0))
+    loaded(tmp_path, {"x": Stating(nets_of(1))}, {"x": target}, strict="raise")
+    assert target.nets[0].model.weight.eq(1).all()
