@@ -2,8 +2,9 @@
 
 Pure: no files, no clock. A policy names the steps that it keeps; two of them joined by `|`
 keep what either does. Two steps stay whatever the policy says: the highest, which a
-restart loads, and the one that was committed last, which differs from it in a run that
-went back to an earlier step.
+restart loads, and the one that was saved last, which differs from it in a run that went
+back to an earlier step. Of saves that are known it is the one that was called last, else
+the one that was committed last.
 """
 
 from __future__ import annotations
