@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import FormatError
-from ckptio.format.encode import MAX_DEPTH, TAG, join_fqn
+from ckptio.format.encode import MAX_LEVELS, TAG, join_fqn
 from ckptio.layout import DTYPES, numel
 from ckptio.state.tree import children, read_tree, tensor_index
 
@@ -188,8 +188,8 @@ class _Walk:
 
 def _items(fqn: str, node: Json, depth: int) -> Iterator[tuple[str, str, Json]]:
     """Give name, label and node of what a container holds; nothing for a scalar."""
-    if depth > MAX_DEPTH:
-        raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+    if depth > MAX_LEVELS:
+        raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
     start = len(fqn) + 1 if fqn else 0
     if type(node) is list:
         for i, item in enumerate(node):

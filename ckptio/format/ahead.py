@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.decode import BAD_VALUES, Made, misfit
-from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
+from ckptio.format.encode import MAX_LEVELS, RANKS_TAG, TAG, join_fqn
 from ckptio.format.fields import require_fields
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def _made(decoder: ObjectDecoder, fqn: str, node: Json, found: Json | None) -> J
 
 def _with_tensors(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | None:
     """Give a node that holds tensors with all else in it made; `None` for one that holds none."""
-    if depth > 2 * MAX_DEPTH:
-        raise FormatError(f"values nested deeper than {2 * MAX_DEPTH} in the manifest")
+    if depth > MAX_LEVELS:
+        raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
     if type(node) is list:
         return _items(decoder, fqn, enumerate(node), depth)
     if type(node) is not dict:

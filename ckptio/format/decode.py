@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
-from ckptio.format.encode import MAX_DEPTH, PATHS, TAG, class_name, join_fqn
+from ckptio.format.encode import MAX_LEVELS, PATHS, TAG, class_name, join_fqn
 from ckptio.format.fields import CONTEXT, restore
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class ObjectDecoder:
             self._num_open_keys -= 1
 
     def _decode(self, fqn: str, node: Json, depth: int) -> Any:
-        if depth > 2 * MAX_DEPTH:
-            raise FormatError(f"values nested deeper than {2 * MAX_DEPTH} in the manifest")
+        if depth > MAX_LEVELS:
+            raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
         if type(node) is dict:
             tag = node.get(TAG)
             if tag is None and TAG not in node:

@@ -43,6 +43,8 @@ RANKS_TAG = "ranks"
 #: Containers inside containers. Deeper states are refused; so are documents that are twice as
 #: deep: there may be an enum in each container, which is none (one that holds another one is).
 MAX_DEPTH = 100
+#: Values inside values, as they are read: containers, an enum in each, and one value within.
+MAX_LEVELS = 2 * MAX_DEPTH + 1
 _MAX_PLAIN_INT = 1 << 53
 _MAX_KEY_TEXT_DEPTH = 8
 _DICT_TAGS: dict[type, str] = {OrderedDict: "odict", Counter: "counter"}

@@ -10,7 +10,7 @@ import msgspec
 from ckptio.errors import FormatError
 from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
-from ckptio.format.encode import MAX_DEPTH, RANKS_TAG, TAG, join_fqn
+from ckptio.format.encode import MAX_DEPTH, MAX_LEVELS, RANKS_TAG, TAG, join_fqn
 from ckptio.format.manifest import MAX_EXTENT
 from ckptio.format.words import decode_word
 from ckptio.layout import DTYPES
@@ -44,7 +44,7 @@ _REFERENCE_MEMBERS = {
 _VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
 _TUPLE_TAGS = ("tuple", "namedtuple", "torch.Size")
 #: JSON values inside each other, at most: a mapping of pairs takes three for one container.
-_MAX_LEVELS = 4 * MAX_DEPTH
+_MAX_JSON_LEVELS = 4 * MAX_DEPTH
 
 
 def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
@@ -129,7 +129,7 @@ def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ran
         may_have_ranks: Whether a node may be a value of each rank.
     """
     has_ranks = False
-    for _ in range(_MAX_LEVELS):
+    for _ in range(_MAX_JSON_LEVELS):
         below: list[Json] = []
         for node in level:
             if type(node) is list:
@@ -153,7 +153,7 @@ def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ran
         if not below:
             return has_ranks
         level = below
-    raise FormatError(f"values nested deeper than {MAX_DEPTH} in the manifest")
+    raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
 
 
 def _has_order(node: dict[str, Json]) -> bool:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import FormatError, TargetError, UnsupportedLeafError
 from ckptio.format.decode import ObjectDecoder, named_types
-from ckptio.format.encode import MAX_DEPTH, ObjectEncoder, encode_bytes, join_fqn
+from ckptio.format.encode import MAX_DEPTH, MAX_LEVELS, ObjectEncoder, encode_bytes, join_fqn
 from ckptio.format.words import Word, decode_word
 from tests.strategies import (
     CLASSES,
@@ -351,6 +351,18 @@ def test_a_member_of_an_enum_may_lie_in_the_deepest_container() -> None:
     assert_same(found, value)
 
 
+def test_each_container_may_be_in_an_enum_and_hold_one() -> None:
+    """The deepest document that a save writes."""
+    make_enum: Any = enum.Enum
+    value = make_enum("E", {"A": 1})["A"]
+    for number in range(MAX_DEPTH):
+        value = make_enum(f"E{number}", {"A": (value,)})["A"]
+    found, _ = decode(encode(value), [])  # without their classes: plain values
+    for _ in range(MAX_DEPTH):
+        (found,) = found
+    assert found == 1
+
+
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 3])
 def test_enums_in_enums_are_as_deep_as_containers_may_be(depth: int) -> None:
     """Each takes a level of the document: what is saved can be loaded, and what cannot is not."""
@@ -421,7 +433,7 @@ def test_a_zone_that_this_machine_lacks_is_no_damage(zone: str) -> None:
 def test_a_document_that_is_too_deep_is_a_format_error() -> None:
     """Depth is bounded when it is read, too."""
     for opening, closing in ((b"[", b"]"), (b'{"~":"tuple","v":[', b"]}"), (b'{"a":', b"}")):
-        for depth in (2 * MAX_DEPTH + 1, 450):
+        for depth in (MAX_LEVELS + 1, 450):
             with pytest.raises(FormatError):
                 decode(opening * depth + b"1" + closing * depth)
 
