@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatError
 from ckptio.foreign.archive import ZIP
 from ckptio.foreign.folder import LocalFolder
+from ckptio.foreign.parts import CONSOLIDATE, SHARD
 from ckptio.foreign.safetensors import STEMS, SafetensorsReader, read_index
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
@@ -30,8 +31,6 @@ _TORCH_FILES = (
     "diffusion_pytorch_model.bin",
     "adapter_model.bin",
 )
-#: What DCP's writer for them calls a part that a rank wrote.
-_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 #: Other files of tensors. `model-00001-of-00002.safetensors` is not looked for: without an index it
 #: is of a checkpoint that was not finished, and is none; nor is a data file of ours, for the same.
 _WEIGHTS = re.compile(
@@ -165,11 +164,10 @@ def _require_nothing_known(folder: Folder) -> None:
     for name, status in zip(_TORCH_FILES, folder.each(folder.status, _TORCH_FILES), strict=True):
         if status is not None:
             raise UnknownFormatError(_of_torch(folder, name))
-    if shards := folder.matching(_SHARD):
+    if shards := folder.matching(SHARD):
         raise UnknownFormatError(
             f"{folder.root!r} has parts of tensors as ranks of torch.distributed.checkpoint wrote"
-            f" them ({shards[0]!r}), and no index; have it consolidate them"
-            " (HuggingFaceStorageWriter(enable_consolidation=True)), or load each by its own path"
+            f" them ({shards[0]!r}), and no index; {CONSOLIDATE}, or load each by its own path"
         )
     if files := folder.matching(_WEIGHTS):
         raise UnknownFormatError(
@@ -207,7 +205,7 @@ def find_in_file(folder: Folder, name: str, block_nbytes: int, order: Any) -> Fo
         return TorchSaveReader(folder, name, block_nbytes, order)
     # a header is an object, and only its length stands before it
     if name.endswith(".safetensors") or head[8:9] == b"{":
-        return SafetensorsReader(folder, [name], block_nbytes=block_nbytes)
+        return SafetensorsReader(folder, [name], is_alone=True, block_nbytes=block_nbytes)
     if name.endswith(_INDEX_SUFFIX):
         raise UnknownFormatError(_of_torch(folder, name))
     folder.require_no_pointer(name)

@@ -301,7 +301,7 @@ def test_of_a_tensor_in_two_files_the_one_of_the_index_counts(tmp_path: Path) ->
         ("pytorch_model.bin", "give its own path"),
         ("pytorch_model.bin.index.json", "each of them by its own path"),
         ("adapter_model.bin", "give its own path"),
-        ("shard-00001-model-00001-of-00001.safetensors", "consolidate them"),
+        ("shard-00001-model-00001-of-00001.safetensors", "of all ranks consolidated"),
         ("model.fp16.safetensors", "give the file's own path"),
         ("consolidated.safetensors", "give the file's own path"),
         ("data-1.safetensors", "give the file's own path"),
