@@ -572,6 +572,51 @@ def test_a_note_that_makes_no_sense_is_an_error_of_its_copy_alone() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
+    """A neighbour of another user, say; it is told, by an event and by the error."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two() | {"near/0": MemoryStorage("near/0"), "near/z": MemoryStorage("near/z")}
+        far = memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            far.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.fault = None
+            for name in ("near/0", "near/z"):
+                memory(storages, name).fault = fail_kind("version")
+            before = len(log.of(CopyFailed))
+            with pytest.raises(StorageError) as raised:
+                await engine.finish_copies("near")
+            assert raised.value.filename == "near/0"
+            assert [event.path for event in log.of(CopyFailed)[before:]] == ["near/0", "near/z"]
+            assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_cannot_be_looked_at_stops_no_copy_that_a_save_takes_up() -> None:
+    """What an earlier run owed beside it is made as the next save is."""
+
+    async def scenario() -> None:
+        names = ("near/0", "near/b", "far/b")
+        storages = two() | {name: MemoryStorage(name) for name in names}
+        memory(storages, "near/0").fault = fail_kind("version")
+        far = memory(storages, "far/a")
+        far.fault = fail_kind("begin")
+        async with inline_engine(storages) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        far.fault = None
+        async with inline_engine(storages) as engine:
+            await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
+        assert_alike(storages)
+        assert_alike(storages, "near/b", "far/b")
+
+    run_virtual(scenario(), seed=0)
+
+
 # loading
 
 
