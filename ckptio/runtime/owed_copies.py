@@ -142,6 +142,7 @@ async def _take_owed(
             target=context.resolver.storage(found.copy_to, is_second=True),
             overwrite=found.overwrite,
             resumes=True,
+            replaced=found.replaced,
         )
         await job.target.locate()
     except BaseException:
