@@ -172,7 +172,7 @@ class Engine(Gauges):
             Where copies were made.
 
         Raises:
-            CheckpointError: One could not be made, the first of them; all were tried.
+            CheckpointError: One could not be made or looked at, the first of them; all were tried.
             StorageError: The directory cannot be listed, or (but for URLs) is not there.
             EngineClosedError: The engine is not open.
         """

@@ -19,7 +19,7 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.resolver import Resolver
-from ckptio.errors import CheckpointNotFoundError
+from ckptio.errors import CheckpointNotFoundError, StorageError
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.runtime.core import EngineCore
@@ -184,7 +184,11 @@ class StorageRoot:
     def join(self, name: str) -> str:
         return f"{self.path}/{name}"
 
-    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+    async def find(
+        self,
+        accepts: Callable[[str], bool] | None = None,
+        unseen: Callable[[str, StorageError], None] | None = None,
+    ) -> list[Found]:
         found = []
         for path, storage in sorted(self._storages.items()):
             parent, _, name = path.rpartition("/")
@@ -193,6 +197,10 @@ class StorageRoot:
                     found.append(Found(name=name, version=await storage.version()))
                 except CheckpointNotFoundError:
                     found.append(Found(name=name, version=None))
+                except StorageError as error:
+                    if unseen is None:
+                        raise
+                    unseen(name, error)
         return found
 
     async def read_manifest(self, name: str) -> bytes:

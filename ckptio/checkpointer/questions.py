@@ -41,7 +41,8 @@ class Questions:
 
         async def read() -> Sequence[StepRecord]:
             first = await self._keeper.records()
-            return first if self._second is None else await self._second.records(first)
+            root, second = self._keeper.root, self._second
+            return first if second is None else await second.records(root, first)
 
         found = await agreed_records(key, context, read)
         self._pace.found([record.step for record in found])

@@ -17,6 +17,7 @@ from ckptio.checkpointer.agree import meet
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import parse_name, step_name
 from ckptio.engine.heads import read_head
+from ckptio.engine.nearest import was_saved_again
 from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -234,17 +235,27 @@ class SecondTier:
                 event = HigherStepFound(path=first.root.path, step=there[0], highest=step)
                 self.engine.emit(event)
 
-    async def records(self, first: Sequence[StepRecord]) -> list[StepRecord]:
+    async def records(self, root: Root, first: Sequence[StepRecord]) -> list[StepRecord]:
         """Read what is known of the steps that either tier has, lowest first.
 
         Of one that was saved again elsewhere, what the later save says, as that is loaded.
+
+        Args:
+            root: The first tier.
+            first: What is known of its steps.
         """
         found = {record.step: record for record in await self.keeper.records()}
-        for record in first:
-            other = found.get(record.step)
-            if other is None or other.created <= record.created:
-                found[record.step] = record
+        for here in first:
+            there = found.get(here.step)
+            if there is None or not await self._is_later(there, here, root):
+                found[here.step] = here
         return [found[step] for step in sorted(found)]
+
+    async def _is_later(self, there: StepRecord, here: StepRecord, root: Root) -> bool:
+        """Whether this tier's save of a step is the one that is loaded, and not the first's."""
+        storage = self.context.resolver.storage(root.join(step_name(here.step)))
+        one, other = ((each.save_id, each.created.isoformat()) for each in (here, there))
+        return await was_saved_again(one, other, storage)
 
     async def thin_out(
         self, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock

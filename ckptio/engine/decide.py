@@ -200,7 +200,7 @@ class Decider:
         assert attempt is not None  # noqa: S101  # rank 0 has written, too
         await self._my_turn(attempt)
         assert session is not None  # noqa: S101  # and met the others
-        await self._context.notes.leave(self._job, attempt)
+        await self._context.notes.leave(self._job, attempt, self._context)
         session.decisive(is_on=True)
         try:
             await attempt.commit(manifest)

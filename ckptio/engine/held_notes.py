@@ -7,15 +7,23 @@ would drop the uploads of the other. (Waiting for somebody else's copy was rejec
 may be slow, or stopped, and all later copies of the engine stood behind it.)
 
 Where there are no locks, others may take a note that is held; see there.
+
+A note also says what its save replaced. The second tier may have that one still when somebody takes
+the copy up, perhaps after the clock was set back: by its time alone it would be the newer one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio._aio import shielded
+from ckptio.engine.heads import read_head
+from ckptio.errors import CheckpointError
+from ckptio.format.note import decode_note, encode_note, note_replacing
 
 if TYPE_CHECKING:
+    from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
     from ckptio.storage.interface import Attempt, Note
 
@@ -29,14 +37,17 @@ class HeldNotes:
     def __init__(self) -> None:
         self._held: dict[Name, Note] = {}
 
-    async def leave(self, job: SaveJob, attempt: Attempt) -> None:
+    async def leave(self, job: SaveJob, attempt: Attempt, context: EngineContext) -> None:
         """Leave the note of a save that is to be copied, and hold it; nothing for any other.
+
+        When earlier saves to the place have ended, as the note says what this one replaces.
 
         Raises:
             StorageError: It could not be written.
         """
         if job.note:
-            self._held[job.storage.identity, job.save_id] = await attempt.note(job.note)
+            data = await _with_replaced(job, context) if job.overwrite else job.note
+            self._held[job.storage.identity, job.save_id] = await attempt.note(data)
 
     def take(self, name: Name) -> Note | None:
         """Take the note of a copy that begins; who takes it drops or releases it."""
@@ -52,3 +63,16 @@ class HeldNotes:
         """Release all of them: the engine ends, and no copy begins any more."""
         for name in list(self._held):
             await self.let_go(name)
+
+
+async def _with_replaced(job: SaveJob, context: EngineContext) -> bytes:
+    """Add to a note what is at the place just now, as far as that can be read."""
+    head = owed = None
+    with contextlib.suppress(CheckpointError):  # the commit is about to say what is wrong, if so
+        head = await read_head(job.storage, context, gives_up=True)
+    if head is None:
+        return job.note
+    with contextlib.suppress(CheckpointError):
+        note = await job.storage.read_note(head.save_id)
+        owed = None if note is None else decode_note(note)
+    return encode_note(note_replacing(decode_note(job.note), head.save_id, owed))

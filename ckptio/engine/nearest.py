@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from ckptio.format.summary import Summary
     from ckptio.storage.interface import Storage
 
+    #: A save, by its id, and when it was made.
+    _Saved = tuple[str, str]
+
 _log = logging.getLogger("ckptio")
 
 #: How long a load from the first tier waits to hear what the second one has.
@@ -171,11 +174,27 @@ async def _has_any(storage: Storage, *, raises: bool) -> bool:
 
 async def _is_replaced(here: Manifest, there: Summary, first: Storage) -> bool:
     """Whether what is on the first tier was saved again elsewhere; no if nobody can tell."""
-    is_other = not here.is_foreign and there.save_id != here.save_id
-    if not is_other or not is_newer(there.created, here.created):
+    if here.is_foreign:
+        return False
+    one, other = ((each.save_id, each.created) for each in (here, there))
+    return await was_saved_again(one, other, first)
+
+
+async def was_saved_again(here: _Saved, there: _Saved, first: Storage) -> bool:
+    """Whether the second tier has a later save, which is what a load reads of the two.
+
+    By the clocks of both, and unless the first still owes its copy: then that is the later one.
+    No if nobody can tell.
+
+    Args:
+        here: Save id and time of what the first tier has.
+        there: Of what the second has.
+        first: The first.
+    """
+    if there[0] == here[0] or not is_newer(there[1], here[1]):
         return False
     try:
-        return not await first.has_note(here.save_id)
+        return not await first.has_note(here[0])
     except StorageError:
         return False
 

@@ -159,8 +159,8 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
         manifest = await run_blocking(
             context.executor, _encode, job, plan, files, context.config.block_nbytes
         )
-        await context.notes.leave(job, attempt)
         await my_turn(attempt)
+        await context.notes.leave(job, attempt, context)
         await attempt.commit(manifest)
         context.cache.forget(job.storage)
     except BaseException as error:

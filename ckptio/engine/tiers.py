@@ -78,6 +78,7 @@ class CopyJob:
         target: The second.
         overwrite: Whether a checkpoint that is there may be replaced.
         resumes: Whether an earlier copy may have left something there.
+        replaced: Ids of saves that this one has replaced, as far as the note says so.
         ticket: Its number among the copies of this engine; `None` for one that was owed.
         started_s: When it was asked for, by `time.perf_counter`.
     """
@@ -88,6 +89,7 @@ class CopyJob:
     target: Storage
     overwrite: bool
     resumes: bool = False
+    replaced: tuple[str, ...] = ()
     ticket: int | None = None
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -315,9 +317,12 @@ class _Copy:
             # says what may be done about it
             there = await read_head(job.target, context)
             self._was_there = there is not None and there.save_id == job.save_id
-            # of an earlier run alone: what was saved just now is the newest, whatever clocks say
+            # of an earlier run alone: what was saved just now is the newest, whatever clocks say,
+            # and what replaced another is newer than that
             is_overtaken = (
-                job.resumes and there is not None and is_newer(there.created, manifest.created)
+                there is not None
+                and (job.resumes and there.save_id not in job.replaced)
+                and is_newer(there.created, manifest.created)
             )
             may_begin = job.overwrite or self._was_there or is_overtaken
             if there is not None and not may_begin:

@@ -20,6 +20,7 @@ from ckptio.storage.root import LocalRoot
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
+    from ckptio.errors import StorageError
     from ckptio.storage.interface import Note, Storage
     from ckptio.storage.resolve import PathLike
 
@@ -52,8 +53,9 @@ async def finish_copies(
         Where copies were made, by path of the first tier.
 
     Raises:
-        CheckpointError: One could not be made, the first of them; all were tried. Each is told
-            by an event, too.
+        CheckpointError: One could not be made, or there is what cannot be looked at, such as
+            somebody else's: the first of these; all others were tried. Each is told by an event,
+            too.
         CheckpointNotFoundError: There is no directory: nobody is to read out of that that
             nothing is owed.
     """
@@ -61,16 +63,20 @@ async def finish_copies(
         return ()
     place = context.resolver.root(root)
     paths = [place.path]
+    unseen: list[tuple[str, StorageError]] = []
     try:
-        found = await place.find()
+        found = await place.find(unseen=lambda name, error: unseen.append((name, error)))
     except CheckpointError as error:
         _tell(context, place.path, error)
         raise
-    is_unsure = not (found or may_be_new) and isinstance(place, LocalRoot)
+    for name, why in unseen:
+        _tell(context, place.join(name), why)
+    is_unsure = not (found or unseen or may_be_new) and isinstance(place, LocalRoot)
     if is_unsure and not await run_blocking(context.executor, os.path.exists, place.path):
         raise CheckpointNotFoundError(place.path, "there is no such directory")
     paths += [place.join(item.name) for item in found if item.version is not None]
-    made, failure = [], None
+    made: list[str] = []
+    failure: CheckpointError | None = unseen[0][1] if unseen else None
     for path in paths:
         try:
             if (to := await _finish(path, context)) is not None:
@@ -136,6 +142,7 @@ async def _take_owed(
             target=context.resolver.storage(found.copy_to, is_second=True),
             overwrite=found.overwrite,
             resumes=True,
+            replaced=found.replaced,
         )
         await job.target.locate()
     except BaseException:

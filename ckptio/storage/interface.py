@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from ckptio.errors import StorageError
     from ckptio.format.manifest import Manifest
     from ckptio.storage.streams import AwaitedSink, AwaitedSource, Sink, Source
 
@@ -280,11 +281,17 @@ class Root(Protocol):
         """Give the path of a checkpoint, as `Engine.save` takes it."""
         ...
 
-    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+    async def find(
+        self,
+        accepts: Callable[[str], bool] | None = None,
+        unseen: Callable[[str, StorageError], None] | None = None,
+    ) -> list[Found]:
         """Find what is there; nothing if there is no such place yet.
 
         Args:
             accepts: Says which names to look at; all if not given.
+            unseen: Takes the names that cannot be looked at, and why, on any thread; the first of
+                these is raised if not given, since what nobody has seen is not for not there.
 
         Raises:
             StorageError: It cannot be listed.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptio.storage.files import PosixFiles
 
-#: A larger note is not read: it holds one URL.
+#: A larger note is not read: it holds one URL, and the ids of some saves.
 MAX_NOTE_NBYTES = 64 << 10
 
 

@@ -91,9 +91,13 @@ class ObjectRoot:
         """Give the URL of a checkpoint."""
         return f"{self._url}/{name}"
 
-    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+    async def find(
+        self,
+        accepts: Callable[[str], bool] | None = None,
+        unseen: Callable[[str, StorageError], None] | None = None,
+    ) -> list[Found]:
         """Find what is there: one listing, and a look at each manifest; see `interface.Root`."""
-        return await self.look(await self.names(accepts))
+        return await self._look(await self.names(accepts), unseen)
 
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
         """List names: one listing; see `interface.SupportsLooks`."""
@@ -110,21 +114,31 @@ class ObjectRoot:
 
     async def look(self, names: Sequence[str]) -> list[Found]:
         """Look at manifests, a request each; see `interface.SupportsLooks`."""
+        return await self._look(names, None)
+
+    async def _look(
+        self, names: Sequence[str], unseen: Callable[[str, StorageError], None] | None
+    ) -> list[Found]:
         store, requests = await self._ready(self._url)
 
-        async def look(name: str) -> Found:
+        async def look(name: str) -> Found | None:
             key = self._key(name, MANIFEST_NAME)
             try:
                 info = await requests.run("look at", key, lambda: store.head(key))
             except ObjectMissingError:
                 return Found(name=name, version=None)
+            except StorageError as error:
+                if unseen is None:
+                    raise
+                unseen(name, error)
+                return None
             return Found(name=name, version=version_of(info))
 
-        found: list[Found] = []
+        found: list[Found | None] = []
         for start in range(0, len(names), _MAX_LOOKS):
             some = names[start : start + _MAX_LOOKS]
             found += await run_all([look(name) for name in some], "look at a manifest")
-        return found
+        return [each for each in found if each is not None]
 
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `interface.Root`."""

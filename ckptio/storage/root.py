@@ -27,7 +27,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_blocking
-from ckptio.errors import CheckpointNotFoundError, FormatError
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
@@ -119,11 +119,19 @@ class LocalRoot:
         """Give the directory of a checkpoint."""
         return f"{self._path}/{name}"
 
-    async def find(self, accepts: Callable[[str], bool] | None = None) -> list[Found]:
+    async def find(
+        self,
+        accepts: Callable[[str], bool] | None = None,
+        unseen: Callable[[str, StorageError], None] | None = None,
+    ) -> list[Found]:
         """Find what is there; see `Root`."""
-        return await run_blocking(self._executor, self._find, accepts)
+        return await run_blocking(self._executor, self._find, accepts, unseen)
 
-    def _find(self, accepts: Callable[[str], bool] | None) -> list[Found]:
+    def _find(
+        self,
+        accepts: Callable[[str], bool] | None,
+        unseen: Callable[[str, StorageError], None] | None,
+    ) -> list[Found]:
         try:
             names = sorted(os.listdir(self._path))
         except FileNotFoundError:
@@ -131,11 +139,16 @@ class LocalRoot:
         except OSError as error:
             raise storage_error(error, self._path, "cannot list the checkpoints") from error
         named = [name for name in names if accepts is None or accepts(name)]
-        return [
-            Found(name=name, version=self._version(name))
-            for name in named
-            if self._is_dir(name) and not self._is_alias(name, named)
-        ]
+        found = []
+        for name in named:
+            try:
+                if self._is_dir(name) and not self._is_alias(name, named):
+                    found.append(Found(name=name, version=self._version(name)))
+            except StorageError as error:
+                if unseen is None:
+                    raise
+                unseen(name, error)
+        return found
 
     def _is_alias(self, name: str, names: Sequence[str]) -> bool:
         """Whether something is a link to what another of the names is: one checkpoint, not two."""

@@ -49,6 +49,7 @@ from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Self
 
     import torch
 
@@ -267,6 +268,38 @@ async def test_steps_that_the_second_tier_never_had_are_loaded_without_a_word(
     async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
         assert_same(await ckpt.load(), state_of(2))
     assert log.of(HigherStepFound) == []
+
+
+async def test_what_is_known_of_a_step_is_of_the_save_that_is_loaded(
+    tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one whose copy is owed, though the clock was set back since the other was saved."""
+    near = tmp_path / "near"
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr("ckptio.engine.save.dt.datetime", Ahead)
+            await ckpt.save(state_of(1), 5, metrics={"loss": 9}).durable
+        with monkeypatch.context() as patch:
+            patch.setattr("ckptio.runtime.save_copy.make_copy", none_is_made)
+            handle = ckpt.save(state_of(2), 5, overwrite=True, metrics={"loss": 1})
+            with pytest.raises(StorageError):
+                await handle.durable
+        assert_same(await ckpt.load(step=5), state_of(2))
+        assert [record.metrics for record in await ckpt.records()] == [{"loss": 1}]
+
+
+class Ahead(dt.datetime):
+    """A clock that is ahead by an hour."""
+
+    @classmethod
+    def now(cls, tz: dt.tzinfo | None = None) -> Self:
+        return super().now(tz) + dt.timedelta(hours=1)
+
+
+async def none_is_made(*args: Any) -> None:
+    """Let go of the note, as a copy that fails does."""
+    await args[-1].release()
+    raise StorageError("no", path="")
 
 
 async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path: Path) -> None:

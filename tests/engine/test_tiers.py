@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import errno
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ from tests.rig import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from typing import Self
 
     from ckptio import Engine
     from ckptio.storage.interface import Storage
@@ -572,6 +574,51 @@ def test_a_note_that_makes_no_sense_is_an_error_of_its_copy_alone() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_what_cannot_be_looked_at_stops_no_other_copy() -> None:
+    """A neighbour of another user, say; it is told, by an event and by the error."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        storages = two() | {"near/0": MemoryStorage("near/0"), "near/z": MemoryStorage("near/z")}
+        far = memory(storages, "far/a")
+        async with inline_engine(storages, SMALL, log) as engine:
+            far.fault = fail_kind("begin")
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+            far.fault = None
+            for name in ("near/0", "near/z"):
+                memory(storages, name).fault = fail_kind("version")
+            before = len(log.of(CopyFailed))
+            with pytest.raises(StorageError) as raised:
+                await engine.finish_copies("near")
+            assert raised.value.filename == "near/0"
+            assert [event.path for event in log.of(CopyFailed)[before:]] == ["near/0", "near/z"]
+            assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_cannot_be_looked_at_stops_no_copy_that_a_save_takes_up() -> None:
+    """What an earlier run owed beside it is made as the next save is."""
+
+    async def scenario() -> None:
+        names = ("near/0", "near/b", "far/b")
+        storages = two() | {name: MemoryStorage(name) for name in names}
+        memory(storages, "near/0").fault = fail_kind("version")
+        far = memory(storages, "far/a")
+        far.fault = fail_kind("begin")
+        async with inline_engine(storages) as engine:
+            with pytest.raises(StorageError):
+                await engine.save(random_state(SIZES), "near/a", then="far/a").durable
+        far.fault = None
+        async with inline_engine(storages) as engine:
+            await engine.save(filled_state([10], 1), "near/b", then="far/b").durable
+        assert_alike(storages)
+        assert_alike(storages, "near/b", "far/b")
+
+    run_virtual(scenario(), seed=0)
+
+
 # loading
 
 
@@ -926,6 +973,77 @@ def test_an_owed_copy_does_not_replace_a_newer_checkpoint(*, overwrite: bool) ->
             assert far.leftovers() == []
         assert memory(storages, "near/a").notes == {}
         assert_alike(storages, "near/b")
+
+    run_virtual(scenario(), seed=0)
+
+
+class Ahead(dt.datetime):
+    """A clock that is ahead by an hour."""
+
+    @classmethod
+    def now(cls, tz: dt.tzinfo | None = None) -> Self:
+        return super().now(tz) + dt.timedelta(hours=1)
+
+
+@pytest.mark.parametrize("num_owed", [1, 3])
+def test_an_owed_copy_replaces_what_its_checkpoint_did(
+    num_owed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was saved later, though the clock was set back; so it was of several in a row."""
+
+    async def scenario() -> None:
+        storages = two()
+        far = memory(storages, "far/a")
+        async with inline_engine(storages) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr("ckptio.engine.save.dt.datetime", Ahead)
+                await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+            far.fault = fail_kind("begin")
+            for value in range(1, num_owed + 1):
+                state = filled_state(SIZES, value)
+                handle = engine.save(state, "near/a", overwrite=True, then="far/a")
+                with pytest.raises(StorageError):
+                    await handle.durable
+            far.fault = None
+            assert_same(await load(engine), state)
+            assert await engine.finish_copies("near") == ("far/a",)
+            assert_same(await load(engine), state)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_saves_that_overlap_say_in_their_notes_what_they_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each what was committed before it, and not what was there when it had written its files."""
+
+    async def scenario() -> None:
+        storages = two()
+        near, far = memory(storages, "near/a"), memory(storages, "far/a")
+        commit = near.commit
+
+        async def commit_late(*args: Any, **options: Any) -> None:
+            await asyncio.sleep(60)
+            await commit(*args, **options)
+
+        async with inline_engine(storages) as engine:
+            first = await engine.save(filled_state(SIZES, 0), "near/a", then="far/a").durable
+            monkeypatch.setattr(near, "commit", commit_late)
+            far.fault = fail_kind("begin")
+            handles = []
+            for value in (1, 2):
+                state = filled_state(SIZES, value)
+                handles.append(engine.save(state, "near/a", overwrite=True, then="far/a"))
+                await handles[-1].staged
+            ids = [first.save_id, *(handle.save_id for handle in handles)]
+            for handle in handles:
+                await handle
+            for handle in handles:
+                with pytest.raises((StorageError, CheckpointChangedError)):
+                    await handle.durable
+            (note,) = near.notes.values()
+            assert decode_note(note).replaced == (ids[1], ids[0])
 
     run_virtual(scenario(), seed=0)
 

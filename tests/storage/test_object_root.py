@@ -107,6 +107,24 @@ async def test_a_root_lists_prefixes_and_which_are_committed(threads: Threads) -
         await root.read_manifest("a")
 
 
+async def test_what_cannot_be_looked_at_is_an_error_or_told_of(threads: Threads) -> None:
+    """Never for not being there; who wants the others gets them."""
+    store, unseen = DictStore(), dict[str, StorageError]()
+    for name in ("a", "b"):
+        write(store, name)
+
+    def refuse(_: str, key: str) -> None:
+        if key == "run/a/manifest.json":
+            raise RefusedError("no")
+
+    store.on_request = refuse
+    root = root_at(store, threads)
+    with pytest.raises(StorageError):
+        await root.find()
+    assert [found.name for found in await root.find(unseen=unseen.__setitem__)] == ["b"]
+    assert list(unseen) == ["a"]
+
+
 async def test_manifests_are_looked_at_a_few_at_a_time(threads: Threads) -> None:
     """As many as there may be requests, in one listing."""
     store = DictStore()

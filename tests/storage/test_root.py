@@ -122,6 +122,31 @@ async def test_on_a_full_disk_only_locks_tell_what_is_dead(
     assert names_in(tmp_path) == []
 
 
+async def test_what_cannot_be_looked_at_is_an_error_or_told_of(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never for not being there; who wants the others gets them."""
+    for name in ("a", "b", "c"):
+        await write(tmp_path / name, threads)
+    root, real = root_at(tmp_path, threads), os.stat
+
+    def refuse(path: str, **options: bool) -> os.stat_result:
+        if path in (root.join("a"), f"{root.join('b')}/manifest.json"):
+            raise PermissionError(errno.EACCES, "no", path)
+        return real(path, **options)
+
+    unseen: dict[str, StorageError] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        with pytest.raises(StorageError):
+            await root.find()
+        found = await root.find(unseen=unseen.__setitem__)
+    assert [item.name for item in found] == ["c"]
+    assert {name: error.errno for name, error in unseen.items()} == dict.fromkeys(
+        ("a", "b"), errno.EACCES
+    )
+
+
 async def test_a_root_lists_directories_and_which_are_committed(
     tmp_path: Path, threads: Threads
 ) -> None:
