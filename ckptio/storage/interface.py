@@ -296,6 +296,7 @@ class Root(Protocol):
 
         Raises:
             CheckpointNotFoundError: There is none.
+            FormatError: What is in its place is none, and stays so.
             StorageError: It cannot be read.
         """
         ...

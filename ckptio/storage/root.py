@@ -30,10 +30,11 @@ from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, FormatError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
-from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
+from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
     find_leftovers,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from ckptio.storage.stores import Stores
 
 _GONE = (FileNotFoundError, NotADirectoryError)
+#: How often a manifest is looked for that a commit points to; others may commit meanwhile.
+_MAX_FOLLOWING = 3
 
 
 def resolve_root(
@@ -172,33 +175,45 @@ class LocalRoot:
 
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `Root`."""
-        return await run_blocking(self._executor, self._read_manifest, self.join(name))
+        return (await run_blocking(self._executor, self._read, self.join(name)))[1]
 
-    def _read_manifest(self, directory: str) -> bytes:
-        return self._followed(directory, self._read_commit(directory))
+    def _read(self, directory: str) -> tuple[bytes, bytes]:
+        """Give what stands in the manifest's place, and the manifest, which may be elsewhere."""
+        for _ in range(_MAX_FOLLOWING):
+            commit = self._read_file(directory, MANIFEST_NAME)
+            pointer = decode_pointer(commit)
+            if pointer is None:
+                return commit, commit
+            with contextlib.suppress(CheckpointNotFoundError):  # replaced just then, or not whole
+                manifest = self._read_file(directory, pointer.pointer)
+                pointer.check(manifest)
+                return commit, manifest
+        raise FormatError(f"{directory!r}: the manifest points to what is not there")
 
-    def _followed(self, directory: str, commit: bytes) -> bytes:
+    def _read_file(self, directory: str, name: str) -> bytes:
+        """Read a manifest, or what is in its place.
+
+        What is no file, or too large, stays so, as damage does: it is no reason to come again.
+        """
+        path = f"{directory}/{name}"
         try:
-            return follow_pointer(self._files, directory, commit)[0]
-        except OSError as error:
-            raise storage_error(error, directory, "cannot read the manifest") from error
-
-    def _read_commit(self, directory: str) -> bytes:
-        manifest = f"{directory}/{MANIFEST_NAME}"
-        try:
-            return read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
+            return read_regular(self._files, path, MAX_MANIFEST_NBYTES)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
-            raise storage_error(error, manifest, "cannot read the manifest") from error
+            with contextlib.suppress(OSError):
+                status = os.stat(path, follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_NBYTES:
+                    raise FormatError(f"{path!r} is no manifest: {error.strerror}") from None
+            raise storage_error(error, path, "cannot read the manifest") from error
 
     async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `Root`."""
         return await run_blocking(self._executor, self._remove, self.join(name))
 
     def _remove(self, directory: str) -> int:
-        commit = self._read_commit(directory)
-        summary = decode_summary(self._followed(directory, commit))
+        commit, manifest = self._read(directory)
+        summary = decode_summary(manifest)
         tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, tomb, commit)

@@ -16,7 +16,8 @@ from ckptio import CheckpointError, KeepLast, SaveAbortedError
 from ckptio._aio import Threads
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
-from ckptio.errors import CheckpointNotFoundError, StorageError
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
+from ckptio.events import RetentionFailed
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
@@ -288,6 +289,30 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
             threads.shutdown()
 
     run_virtual(scenario(), seed=0)
+
+
+def test_a_manifest_that_is_no_file_ends_no_retention(tmp_path: Path) -> None:
+    """It is never read, however often it is tried; as a damaged one, it is not counted."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with engines(log=log) as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in (1, 2):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            manifest = tmp_path / step_name(2) / "manifest.json"
+            manifest.unlink()
+            manifest.mkdir()
+            async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+                await ckpt.save(filled_state(SIZES, 3), 3)
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                assert await ckpt.steps() == (2, 3)
+                with pytest.raises(FormatError) as caught:
+                    await ckpt.discard_after(1)
+                assert "by hand" in caught.value.__notes__[0]
+
+    run_virtual(scenario(), seed=0)
+    assert log.of(RetentionFailed) == []
 
 
 class _Reading(LocalRoot):
