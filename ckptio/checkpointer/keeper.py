@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Found, Root
 
 
+#: How often steps are listed anew that come and go faster than they are looked at.
+_MAX_TRIES = 10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
     """What became of a step that is not kept.
@@ -103,7 +107,9 @@ class Keeper:
     ) -> list[int]:
         """List the highest committed steps, lowest first.
 
-        From the highest name down, so that no more is looked at than has to be.
+        From the highest name down, so that no more is looked at than has to be. Where none is
+        found, one may have been committed right after the look at it, and those below it have
+        gone before the looks at them: so all is listed and looked at again, until no name is new.
 
         Args:
             count: How many, at the most.
@@ -115,6 +121,22 @@ class Keeper:
             StorageError: They cannot be listed.
         """
         listed = await self.listed() if found is None else _told(found)
+        newest = await self._highest(count, listed, above, but)
+        if found is not None or above >= 0:  # there is another one at any rate
+            return newest
+        for _ in range(_MAX_TRIES):
+            if newest:
+                break
+            before, listed = listed, await self.listed()
+            newest = await self._highest(count, listed, above, but)
+            if listed.keys() == before.keys():
+                break
+        return newest
+
+    async def _highest(
+        self, count: int, listed: Mapping[int, bool | None], above: int, but: Collection[int]
+    ) -> list[int]:
+        """List the highest committed steps of those that are listed; see `newest`."""
         newest: list[int] = []
         for step in sorted(listed, reverse=True):
             if step <= above or len(newest) == count:
@@ -234,7 +256,12 @@ class Keeper:
         return max(quiet_s, QUIET_S) if isinstance(self.root, SupportsLooks) else quiet_s
 
     async def sweep(
-        self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]
+        self,
+        quiet_s: float,
+        exempt: Callable[[], Collection[int]],
+        found: Sequence[Found],
+        *,
+        is_beside: bool = False,
     ) -> None:
         """Remove what dead saves left under names of steps.
 
@@ -242,9 +269,11 @@ class Keeper:
             quiet_s: How long nothing must have been written there, in seconds.
             exempt: Gives the steps to leave alone; asked before each.
             found: What `find` gave just now.
+            is_beside: Beside those that are committed, too, where that takes no requests.
         """
+        is_beside = is_beside and not isinstance(self.root, SupportsLooks)
         for item in found:
-            if item.version is not None or parse_name(item.name) in exempt():
+            if (item.version is not None and not is_beside) or parse_name(item.name) in exempt():
                 continue
             try:
                 await self.root.sweep(item.name, quiet_s)

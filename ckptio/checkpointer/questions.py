@@ -67,8 +67,9 @@ class Questions:
             if self._second is None:
                 return first
             steps, is_there = await self._second.newest(count, first)
-            if count > 1 and not is_there:  # it is about to be loaded
-                await self._second.look_back(self._keeper, steps[-1])
+            is_on_both = is_there and first[-1:] == steps[-1:]
+            if count > 1 and first and not is_on_both:  # it is about to be loaded
+                await self._second.look_back(self._keeper, steps[-1], first[-1])
             return steps
 
         call = "latest()" if count == 1 else "load()"  # which also looks at the one before

@@ -212,27 +212,31 @@ class SecondTier:
         steps = sorted({*first, *there})[-count:]
         return steps, steps[-1:] == there[-1:]
 
-    async def look_back(self, first: Keeper, step: int) -> None:
-        """Say that a load takes a step that the run has gone back from, on another machine.
+    async def look_back(self, first: Keeper, step: int, local: int) -> None:
+        """Say that a load takes a step that the run has gone back from, where one tier was not.
 
-        That one's own disk was the first tier when the step was discarded, so it stayed here.
-        The second tier has lower steps alone, of which the highest was saved later.
+        On another machine, whose own disk was the first tier when the step was discarded: it
+        stayed here. Or while the run did without the second tier: it stayed there. The tier that
+        it is gone from has lower steps alone, of which the highest was saved later.
 
         Args:
             first: Who looks after the first tier.
-            step: The highest step, which this tier does not have.
+            step: The highest step, which only one of the tiers has.
+            local: The highest of the first tier; `step`, unless the second has that.
         """
-        storage, context = self.context.resolver.storage, self.context
-        here = storage(first.root.join(step_name(step)))
+        storage, context, is_far = self.context.resolver.storage, self.context, local < step
+        here, there = (self.keeper, first) if is_far else (first, self.keeper)
+        place = storage(here.root.join(step_name(step)), is_second=is_far)
         with contextlib.suppress(CheckpointError):  # a load is about to say what is wrong
-            there = await self.keeper.newest(1)
-            head = await read_head(here, context)
-            if not there or head is None:
+            lower = [local] if is_far else await there.newest(1)
+            head = await read_head(place, context)
+            if not lower or head is None:
                 return
-            later = await read_head(storage(self.path(there[0]), is_second=True), context)
+            path = there.root.join(step_name(lower[0]))
+            later = await read_head(storage(path, is_second=not is_far), context)
             is_left = later is not None and is_newer(later.created, head.created)
-            if is_left and not await here.has_note(head.save_id):
-                event = HigherStepFound(path=first.root.path, step=there[0], highest=step)
+            if is_left and (is_far or not await place.has_note(head.save_id)):
+                event = HigherStepFound(path=first.root.path, step=lower[0], highest=step)
                 self.engine.emit(event)
 
     async def records(self, root: Root, first: Sequence[StepRecord]) -> list[StepRecord]:

@@ -303,6 +303,7 @@ class Root(Protocol):
 
         Raises:
             CheckpointNotFoundError: There is none.
+            FormatError: What is in its place is none, and stays so.
             StorageError: It cannot be read.
         """
         ...
@@ -325,6 +326,8 @@ class Root(Protocol):
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save, or a removal that was cut short, left under a name.
+
+        In a directory, also what a save left that was to replace the checkpoint that is there.
 
         Args:
             name: What to look at.

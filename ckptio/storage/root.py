@@ -12,7 +12,7 @@ has begun ends with a typed error.
 
 What has neither name is the business of `storage.leftovers`: a save that lives is left
 alone, however long it takes; one that died goes after a while, so that somebody who wants
-to know why it died finds it.
+to know why it died finds it. Beside a checkpoint, too, which it was to replace.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
-from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NEW_MANIFEST_PREFIX, QUIET_S, TOMB
+from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
     find_leftovers,
     is_whole,
+    may_have_leftovers,
     notes_of,
+    of_dead_attempts,
     put_back,
     read_tomb,
 )
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from ckptio.storage.stores import Stores
 
 _GONE = (FileNotFoundError, NotADirectoryError)
+#: How often a manifest is looked for that a commit points to; others may commit meanwhile.
+_MAX_FOLLOWING = 3
 
 
 def resolve_root(
@@ -185,33 +190,45 @@ class LocalRoot:
 
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `Root`."""
-        return await run_blocking(self._executor, self._read_manifest, self.join(name))
+        return (await run_blocking(self._executor, self._read, self.join(name)))[1]
 
-    def _read_manifest(self, directory: str) -> bytes:
-        return self._followed(directory, self._read_commit(directory))
+    def _read(self, directory: str) -> tuple[bytes, bytes]:
+        """Give what stands in the manifest's place, and the manifest, which may be elsewhere."""
+        for _ in range(_MAX_FOLLOWING):
+            commit = self._read_file(directory, MANIFEST_NAME)
+            pointer = decode_pointer(commit)
+            if pointer is None:
+                return commit, commit
+            with contextlib.suppress(CheckpointNotFoundError):  # replaced just then, or not whole
+                manifest = self._read_file(directory, pointer.pointer)
+                pointer.check(manifest)
+                return commit, manifest
+        raise FormatError(f"{directory!r}: the manifest points to what is not there")
 
-    def _followed(self, directory: str, commit: bytes) -> bytes:
+    def _read_file(self, directory: str, name: str) -> bytes:
+        """Read a manifest, or what is in its place.
+
+        What is no file, or too large, stays so, as damage does: it is no reason to come again.
+        """
+        path = f"{directory}/{name}"
         try:
-            return follow_pointer(self._files, directory, commit)[0]
-        except OSError as error:
-            raise storage_error(error, directory, "cannot read the manifest") from error
-
-    def _read_commit(self, directory: str) -> bytes:
-        manifest = f"{directory}/{MANIFEST_NAME}"
-        try:
-            return read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
+            return read_regular(self._files, path, MAX_MANIFEST_NBYTES)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
-            raise storage_error(error, manifest, "cannot read the manifest") from error
+            with contextlib.suppress(OSError):
+                status = os.stat(path, follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_NBYTES:
+                    raise FormatError(f"{path!r} is no manifest: {error.strerror}") from None
+            raise storage_error(error, path, "cannot read the manifest") from error
 
     async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `Root`."""
         return await run_blocking(self._executor, self._remove, self.join(name))
 
     def _remove(self, directory: str) -> int:
-        commit = self._read_commit(directory)
-        summary = decode_summary(self._followed(directory, commit))
+        commit, manifest = self._read(directory)
+        summary = decode_summary(manifest)
         tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, tomb, commit)
@@ -281,7 +298,10 @@ class LocalRoot:
 
     def _sweep(self, directory: str, quiet_s: float) -> None:
         names = sorted(os.listdir(directory))
-        if MANIFEST_NAME in names or os.path.islink(directory):
+        if os.path.islink(directory):
+            return
+        if MANIFEST_NAME in names:
+            self._sweep_beside(directory, names, quiet_s)
             return
         is_quiet = self._newest_s(directory, names) + quiet_s < time.time()
         tombs = [name for name in names if TOMB.fullmatch(name)]
@@ -297,6 +317,46 @@ class LocalRoot:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
         if is_quiet or tombs:
             self._remove_dir(directory)
+
+    def _sweep_beside(self, directory: str, names: list[str], quiet_s: float) -> None:
+        """Remove what dead saves left beside a checkpoint.
+
+        Of those whose attempt says that they are dead. What has none, as the files of what one
+        had replaced, when nothing was written there for an hour. Nothing while the manifest gets
+        or loses its name: whose was there before may be put back.
+        """
+        if not may_have_leftovers(names):
+            return
+        newest_s = self._newest_s(directory, names)
+        if newest_s + quiet_s >= time.time():
+            return
+        now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
+
+        def find() -> list[str]:
+            before = self._naming(directory)
+            dead = find_leftovers(self._files, directory, "", now_s)
+            sure = of_dead_attempts(dead)
+            settled_s = newest_s + QUIET_S
+            if sure != dead and settled_s < time.time() and settled_s < now_s():
+                sure = dead
+            return sure if self._naming(directory) == before else []
+
+        dead = find()
+        if dead and self._config.durability == "full":
+            self._files.fsync_dir(directory)  # who died may have replaced what goes just then
+        # first, as a mount may give one its name late, and then what it lists is needed
+        new = [n for n in dead if n.startswith(NEW_MANIFEST_PREFIX) and not TOMB.fullmatch(n)]
+        removed = [name for name in new if self._unlink(directory, name)]
+        rest = (find() if new else dead) if removed == new else []
+        rest.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
+        removed += [name for name in rest if self._unlink(directory, name)]
+        if removed:
+            self._emit(LeftoversRemoved(path=directory, files=tuple(removed)))
+
+    def _naming(self, directory: str) -> tuple[int, ...]:
+        """Give what changes when the manifest's name is given, taken or put back."""
+        status = os.stat(f"{directory}/{MANIFEST_NAME}", follow_symlinks=False)
+        return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def _newest_s(self, directory: str, names: list[str]) -> float:
         """Say when something was last written in a directory."""

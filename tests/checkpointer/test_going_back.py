@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import threading
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from ckptio.events import CheckpointRemoved, CopyFailed, CopyQueued, HigherStepF
 from ckptio.format.compose import encode_again
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.files import PosixFiles
+from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
@@ -134,6 +136,27 @@ async def test_without_an_observer_the_log_has_what_somebody_must_hear(
         async with Checkpointer(tmp_path, config=SMALL) as ckpt:
             await ckpt.save(state_of(1), 1, overwrite=True)
     assert "HigherStepFound" in caplog.text
+
+
+async def test_a_run_that_keeps_one_step_has_one_whenever_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that one goes between the listing and the look at it, as there is another."""
+    run, later = tmp_path / "run", tmp_path / "later"
+    await save_steps(run, 1)
+    await save_steps(later, 2)
+    look = LocalRoot._is_dir
+
+    def look_late(root: LocalRoot, name: str) -> bool:
+        if later.exists():
+            (later / step_name(2)).rename(run / step_name(2))
+            shutil.rmtree(run / step_name(1))
+            later.rmdir()
+        return look(root, name)
+
+    monkeypatch.setattr(LocalRoot, "_is_dir", look_late)
+    async with Checkpointer(run, sweep_after_s=None, config=SMALL) as ckpt:
+        assert await ckpt.latest() == 2
 
 
 class _HeldCommits(PosixFiles):

@@ -159,6 +159,56 @@ def test_a_higher_name_that_is_no_step_is_not_taken_for_one() -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_step_that_takes_the_place_of_another_is_found(*, is_listed: bool, is_load: bool) -> None:
+    """One of the two is there at every moment; who looks at both comes too early and too late."""
+
+    async def scenario() -> None:
+        store = await store_with(1)
+        old = f"run/{step_name(0)}/"
+        new = {key.replace(step_name(0), step_name(1)): d for key, d in store.objects.items()}
+        if is_listed:
+            store.set(f"run/{step_name(1)}/.attempt-{SAVE_IDS[1]}", b"")
+
+        def pass_on(kind: str, key: str) -> None:
+            if (kind, key) == ("head", f"{old}manifest.json"):
+                for each, data in new.items():
+                    store.set(each, data)
+                gone = key if is_listed else old  # what it is made of goes a little later
+                for each in [each for each in store.objects if each.startswith(gone)]:
+                    del store.objects[each]
+
+        store.on_request = pass_on
+        async with (
+            engines(store=store) as (engine,),
+            checkpointer_on(engine, "dict://run") as ckpt,
+        ):
+            if is_load:
+                assert_same(await ckpt.load(), state_of(0))
+            else:
+                assert await ckpt.latest() == 1
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_names_that_are_no_steps_are_listed_twice_and_no_more() -> None:
+    """Of a run that was never committed."""
+
+    async def scenario() -> None:
+        store = DictStore()
+        for step in (1, 2):
+            store.set(f"run/{step_name(step)}/.attempt-{SAVE_IDS[1]}", b"")
+        async with (
+            engines(store=store) as (engine,),
+            checkpointer_on(engine, "dict://run") as ckpt,
+        ):
+            assert await ckpt.latest() is None
+            assert count(store) == {"list": 2, "head": 4}
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_a_long_run_sweeps_again_every_hour() -> None:
     """What died in the meantime goes behind the next commit, not behind each."""
 

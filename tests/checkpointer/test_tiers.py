@@ -234,6 +234,31 @@ async def test_what_was_discarded_from_another_machine_is_told(tmp_path: Path, f
     assert len(log.of(HigherStepFound)) == 1
 
 
+async def test_what_was_discarded_without_the_second_tier_is_told(tmp_path: Path, far: str) -> None:
+    """A run does without it while it is away, and goes back: what is there is what is loaded."""
+    near, log = tmp_path / "near", EventLog()
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for step in (1, 2, 3, 9):
+            await ckpt.save(state_of(step), step).durable
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        assert await ckpt.discard_after(3) == (9,)
+    async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(9))  # as if it had been let go of here
+    assert log.of(HigherStepFound) == []
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        for step in (4, 5):
+            await ckpt.save(state_of(step + 20), step)
+    async with Checkpointer(near, then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(9))
+        [event] = log.of(HigherStepFound)
+        assert (event.path, event.step, event.highest) == (str(near), 5, 9)
+        assert await ckpt.discard_after(5) == (9,)
+        assert_same(await ckpt.load(), state_of(25))
+    async with Checkpointer(tmp_path / "other", then=far, config=SMALL, observer=log) as ckpt:
+        assert_same(await ckpt.load(), state_of(3))
+    assert len(log.of(HigherStepFound)) == 1
+
+
 async def test_what_cannot_be_told_holds_no_load_up(
     tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

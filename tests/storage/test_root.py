@@ -16,6 +16,8 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, LeftoversRemoved
+from ckptio.format.manifest import MAX_MANIFEST_NBYTES
+from ckptio.format.pointer import encode_pointer
 from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.interface import Found
@@ -34,7 +36,7 @@ from tests.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptio.testing import Fault, Operation
@@ -347,6 +349,47 @@ async def test_what_cannot_be_read_is_not_removed(tmp_path: Path, threads: Threa
         await root.remove("b")
     assert committed(tmp_path / "b") == CONTENTS
     assert len(names_in(tmp_path / "a")) == 3
+
+
+def _write_large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(MAX_MANIFEST_NBYTES + 1)
+
+
+NO_MANIFESTS: dict[str, Callable[[Path], object]] = {
+    "directory": lambda path: path.mkdir(),
+    "link": lambda path: path.symlink_to(path.parent / "other"),
+    "pipe": os.mkfifo,
+    "large": _write_large,
+    "pointer": lambda path: path.write_bytes(encode_pointer(SAVE_IDS[1], b"{}")),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MANIFESTS)
+async def test_what_never_can_be_read_is_damage(
+    kind: str, tmp_path: Path, threads: Threads
+) -> None:
+    """And no failure of the storage, which may give the manifest the next time."""
+    await write(tmp_path / "a", threads)
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.rename(tmp_path / "a" / "other")
+    NO_MANIFESTS[kind](manifest)
+    root, before = root_at(tmp_path, threads), names_in(tmp_path / "a")
+    for call in (root.read_manifest, root.remove):
+        with pytest.raises(FormatError, match=r"manifest\.json|points to what is not there"):
+            await call("a")
+    assert names_in(tmp_path / "a") == before
+
+
+async def test_what_cannot_be_read_now_is_no_damage(tmp_path: Path, threads: Threads) -> None:
+    """Whatever the storage calls it: there is a file that may be a manifest."""
+    await write(tmp_path / "a", threads)
+    for code in (errno.EIO, errno.EINVAL, errno.EACCES):
+        root = root_at(tmp_path, threads, RecordingFiles(fail_kind("open", code)))
+        for call in (root.read_manifest, root.remove):
+            with pytest.raises(StorageError):
+                await call("a")
+    assert committed(tmp_path / "a") == CONTENTS
 
 
 async def test_a_dead_save_is_swept_after_a_while(tmp_path: Path, threads: Threads) -> None:
