@@ -100,6 +100,8 @@ def run_into(
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        del future  # the error has this frame: no circle
 
 
 class Threads(concurrent.futures.Executor):

@@ -130,3 +130,53 @@ def test_a_load_that_several_wait_for_keeps_nothing(path: Path) -> None:
                 assert is_let_go(held)
 
     asyncio.run(main())
+
+
+SAVES = ["exists", "no directory"]
+
+
+def path_for(path: Path, kind: str) -> Path:
+    """Where no save can be."""
+    (path / "file").touch()
+    return path / "good" if kind == "exists" else path / "file" / "x"
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_save_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    """Nor does the engine, which keeps saves that have failed until somebody knows."""
+    to = path_for(path, kind)
+
+    def wait() -> None:
+        engine.start_save({"t": torch.ones(3)}, to).staged.wait()
+
+    with ckptio.sync.Engine(SMALL) as engine:
+        assert is_let_go(fail(lambda: engine.save({"t": torch.ones(3)}, to)))
+        assert is_let_go(fail(wait))
+        assert not engine._core.saves
+    assert is_let_go(fail(lambda: ckptio.sync.save({"t": torch.ones(3)}, to)))
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_an_awaited_save_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    to = path_for(path, kind)
+
+    async def main() -> None:
+        async with ckptio.Engine(SMALL) as engine:
+            held = await fail_on_a_loop(lambda: engine.save({"t": torch.ones(3)}, to))
+            assert is_let_go(held)
+            held = await fail_on_a_loop(lambda: engine.save({"t": torch.ones(3)}, to).staged)
+            assert is_let_go(held)
+            assert not engine._core.saves
+        assert is_let_go(await fail_on_a_loop(lambda: ckptio.save({"t": torch.ones(3)}, to)))
+
+    asyncio.run(main())
+
+
+def test_the_engine_keeps_no_save_whose_failure_was_seen_later(path: Path) -> None:
+    with ckptio.sync.Engine(SMALL) as engine:
+        handle = engine.start_save({"t": torch.ones(3)}, path / "good")
+        handle.committed.wait_done()
+        assert engine._core.saves  # nobody has seen its error
+        with pytest.raises(CheckpointError):
+            handle.result()
+        assert not engine._core.saves
