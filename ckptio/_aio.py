@@ -65,7 +65,7 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
     try:
         return future.result()
     finally:
-        del future  # an error that it ended with has this frame: no circle
+        del future, on_cancel  # an error that it ended with has this frame: no circle
 
 
 async def wait_out(future: asyncio.Future[Any]) -> None:
@@ -100,6 +100,8 @@ def run_into(
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        del future  # the error has this frame: no circle
 
 
 class Threads(concurrent.futures.Executor):

@@ -17,21 +17,28 @@ def collection_paused() -> Iterator[None]:
 
     Taking 20,000 tensors apart makes 60,000 small objects, none of them garbage; the
     collections that this sets off took as long as everything else.
+
+    An interrupt (a signal's handler that raises) comes where a call has returned. So what is called
+    is inside of what undoes it; and where the block is not left, or not entered, as the interrupt
+    comes to `contextlib`, the generator is closed when nobody has it any more.
     """
     if not gc.isenabled():
         yield
         return
-    gc.disable()
-    _pauses.append(None)
+    pause = object()
     try:
+        _pauses[pause] = None
+        gc.disable()
         yield
     finally:
-        _pauses.pop()
-        gc.enable()
+        try:
+            gc.enable()
+        finally:
+            _pauses.pop(pause, None)
 
 
 #: The blocks that are under way. Of the module, as the collector is of the process.
-_pauses: list[None] = []
+_pauses: dict[object, None] = {}
 
 
 def _end_in_child() -> None:

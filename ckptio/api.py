@@ -102,7 +102,7 @@ class Engine(Gauges):
         await in_own_thread(
             lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )
-        end_saves(self._core.saves, error)
+        end_saves(list(self._core.saves), error)
 
     def save(
         self,

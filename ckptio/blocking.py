@@ -72,7 +72,7 @@ class Engine(Gauges):
         except BaseException:  # an interrupt: it may not have begun
             self._core.close(abort=True)
             raise
-        end_saves(self._core.saves, error)
+        end_saves(list(self._core.saves), error)
 
     def save(
         self,
@@ -226,3 +226,5 @@ def committed(handle: SaveHandle) -> CheckpointInfo:
             handle.abort()
             handle.committed.wait_done()
         raise
+    finally:
+        del handle  # the error has this frame: no circle

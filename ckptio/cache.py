@@ -119,11 +119,7 @@ class MetadataCache:
         try:
             async with asyncio.TaskGroup() as group:
                 while (identity := await self._inbox.get()) is not None:
-                    key = self._keys.get(identity)
-                    if key is not None and not key.busy and key.waiting:
-                        key.busy = True
-                        serving = self._serve(identity, key)
-                        key.task = group.create_task(serving, name=f"cache {identity}")
+                    self._begin(identity, group)
                 for key in self._keys.values():
                     if key.task is not None and key.is_unwanted():
                         key.task.cancel()  # it may wait for a store that does not answer
@@ -162,7 +158,10 @@ class MetadataCache:
         future: asyncio.Future[Manifest] = loop.create_future()
         self._keys.setdefault(identity, _Key()).waiting.append((storage, future))
         self._inbox.put_nowait(identity)
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # an error that it ends with has this frame: no circle
 
     def forget(self, storage: Storage) -> None:
         """Drop what is kept of a checkpoint, and keep nothing of what is being read of it."""
@@ -180,6 +179,18 @@ class MetadataCache:
             num_checks=self._num_checks,
             num_hits=self._num_hits,
         )
+
+    def _begin(self, identity: str, group: asyncio.TaskGroup) -> None:
+        """Have a task answer whoever waits for a checkpoint, unless one does.
+
+        `run` itself has nothing of a request: it would keep that while it waits for the next one,
+        with the error that was the answer, the caller's frames that this has, and their models.
+        """
+        key = self._keys.get(identity)
+        if key is not None and not key.busy and key.waiting:
+            key.busy = True
+            serving = self._serve(identity, key)
+            key.task = group.create_task(serving, name=f"cache {identity}")
 
     async def _serve(self, identity: str, key: _Key) -> None:
         """Answer everybody who waits for a checkpoint, until nobody does.
@@ -208,12 +219,7 @@ class MetadataCache:
         try:
             manifest = await self._fetch(identity, storage)
         except BaseException as error:  # each waiter raises it, a cancellation as our end
-            theirs = _as_answer(error, storage.path)
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(theirs)
-                    future.exception()  # a waiter that left does not make asyncio complain
-            if isinstance(theirs, EngineClosedError):
+            if _fail(batch, _as_answer(error, storage.path)):
                 raise
         else:
             if key.forgotten:
@@ -221,6 +227,8 @@ class MetadataCache:
             for _, future in batch:
                 if not future.done():
                     future.set_result(manifest)
+        finally:
+            batch.clear()  # the error has this frame: no circle
 
     async def _fetch(self, identity: str, storage: Storage) -> Manifest:
         """Check the entry, or read."""
@@ -276,6 +284,15 @@ class MetadataCache:
 
 async def _decode_here(data: bytes) -> Manifest:
     return decode_manifest(data)
+
+
+def _fail(batch: list[tuple[Storage, asyncio.Future[Manifest]]], error: Exception) -> bool:
+    """Give those of one round an error; says whether it is that the engine ends."""
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # a waiter that left does not make asyncio complain
+    return isinstance(error, EngineClosedError)
 
 
 def _as_answer(error: BaseException, path: str) -> Exception:

@@ -47,7 +47,10 @@ class Milestone(Generic[T]):
                 this is an observer on the engine's own thread.
             EngineClosedError: It had not come when this process was forked off the save's.
         """
-        return self._moment.wait(timeout_s)
+        try:
+            return self._moment.wait(timeout_s)
+        finally:
+            del self  # the error has this frame: no circle
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come.
@@ -130,8 +133,11 @@ class SaveHandle:
 
     async def _committed(self) -> CheckpointInfo:
         moments = self._moments
-        moments.retrieved = True
-        return await outlive(moments.committed.wrapped(), on_cancel=moments.stop)
+        moments.retrieve()
+        try:
+            return await outlive(moments.committed.wrapped(), on_cancel=moments.stop)
+        finally:
+            del self, moments  # as above
 
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
         """Block until the commit, from a thread.
@@ -141,7 +147,10 @@ class SaveHandle:
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
             ConfigError, EngineClosedError: As `Milestone.wait`.
         """
-        return self._moments.committed.wait(timeout_s)
+        try:
+            return self._moments.committed.wait(timeout_s)
+        finally:
+            del self  # as above
 
     def error(self) -> BaseException | None:
         """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
@@ -174,5 +183,8 @@ class SaveHandle:
             ConfigError: Copies are to be made, and this is an observer on the engine's own thread.
         """
         self._moments.staged.is_awaited = True  # what is queued behind the copies waits for them
-        self._moments.submitted.wait()
-        self._moments.fence()
+        try:
+            self._moments.submitted.wait()
+            self._moments.fence()
+        finally:
+            del self  # as above

@@ -8,11 +8,13 @@ of this, and no more, is in `handle`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import weakref
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from ckptio._outcome import Outcome
 from ckptio.errors import ConfigError, EngineClosedError, SaveAbortedError, shown
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _log = logging.getLogger("ckptio")
 
 
@@ -58,7 +61,9 @@ class Moment(Generic[T]):
 
     Attributes:
         is_awaited: Whether anybody has begun to wait for it, or for what comes with it.
+        is_raised: Whether somebody who waited to the end has the error of its failure.
         on_seen: Called, on the thread of whoever learns that the moment has come.
+        on_raised: Called there when it is `is_raised`.
     """
 
     def __init__(self, require_elsewhere: Callable[[], object] | None = None) -> None:
@@ -66,8 +71,9 @@ class Moment(Generic[T]):
         self._require_elsewhere = require_elsewhere or _nothing
         self._heard_by: set[object] = set()
         self._pid = os.getpid()
-        self.is_awaited = False
+        self.is_awaited = self.is_raised = False
         self.on_seen: Callable[[], object] = _nothing
+        self.on_raised: Callable[[], object] = _nothing
 
     def reach(self, value: T) -> None:
         """The moment has come. Once."""
@@ -140,7 +146,11 @@ class Moment(Generic[T]):
         except BaseException:  # it gives up: the error, if there will be one, is not seen
             self._heard_by.discard(waiter)
             raise
-        return future.result()
+        try:
+            self._raises()
+            return future.result()
+        finally:
+            del future, self  # the error has this frame: no circle
 
     async def ended(self) -> bool:
         """Wait until the moment has come (true) or will not (false); counts as no wait."""
@@ -163,9 +173,19 @@ class Moment(Generic[T]):
                 self._heard_by.discard(waiter)
         if not has_ended:
             raise TimeoutError
-        result = self._outcome.result()
-        self.on_seen()
-        return result
+        try:
+            self._raises()
+            result = self._outcome.result()
+            self.on_seen()
+            return result
+        finally:
+            del self  # as above
+
+    def _raises(self) -> None:
+        """Somebody has waited to the end, and is given the error, if there is one."""
+        if self.error() is not None:
+            self.is_raised = True
+            self.on_raised()
 
     def wait_done(self) -> None:
         """Block until the moment has come or will not come; see `handle.Milestone`."""
@@ -227,6 +247,10 @@ class SaveMoments:
         self.stop = stop or _nothing
         self.fence = fence or _nothing
         self._stop_copy = stop_copy or _nothing
+        self._keepers: list[Callable[[], Callable[[SaveMoments], object] | None]] = []
+        settled = weakref.WeakMethod(self._let_go)  # no circle
+        for moment in self._all():
+            moment.on_raised = functools.partial(_call_if_there, settled)
         self._is_told = False
 
     def __del__(self) -> None:
@@ -249,22 +273,51 @@ class SaveMoments:
             return True
         if self.committed.error() is not None and self.retrieved:
             return False
-        moments = (self.submitted, self.staged, self.committed, self.durable)
-        return self.error() is not None and not any(moment.is_error_seen for moment in moments)
+        return self.error() is not None and not any(each.is_error_seen for each in self._all())
 
     def error(self) -> BaseException | None:
         """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
         return self.committed.error() or self.durable.error()
 
-    def seen(self) -> None:
-        """Whoever had to see how it ended has."""
+    def retrieve(self) -> None:
+        """Whoever had to see how the save ends does, or has."""
         self.retrieved = True
+        self._let_go()
+
+    def seen(self) -> None:
+        """The same, of its copy, too."""
         self.durable.heard()
+        self.retrieve()
 
     def fail(self, error: BaseException) -> None:
         """The save ended without a commit. Once."""
-        for moment in (self.submitted, self.staged, self.committed, self.durable):
+        for moment in self._all():
             moment.fail_unless_done(error)
+        if self.retrieved or any(moment.is_raised for moment in self._all()):
+            self._let_go()
+
+    def is_over(self) -> None:
+        """Nothing is left to stop. What does that may have what says how it ended: a circle."""
+        self.stop = self._stop_copy = _nothing
+
+    def let_go_by(self, forget: Callable[[SaveMoments], object]) -> None:
+        """Have a method called when it has failed and somebody has seen that.
+
+        The error has the frames of who caught it, with all that the program had there. The method
+        is called on any thread, the engine's too, and again; so it must not wait for a lock.
+
+        Args:
+            forget: Of an object that keeps the save; this does not keep that.
+        """
+        self._keepers.append(weakref.WeakMethod(forget))
+
+    def _let_go(self) -> None:
+        if not self.is_unsettled():
+            for keeper in self._keepers:
+                _call_if_there(keeper, self)
+
+    def _all(self) -> tuple[Moment[Any], ...]:
+        return self.submitted, self.staged, self.committed, self.durable
 
     def abort(self) -> None:
         """Ask for the end of the save and of its copy; who asks has seen how they end."""
@@ -282,6 +335,14 @@ def _require_seconds(timeout_s: Any) -> None:
     is_number = timeout_s is None or isinstance(timeout_s, Real)
     if not is_number or not (timeout_s is None or timeout_s <= 0 or timeout_s > 0):
         raise ConfigError(f"timeout_s= is a number of seconds, not {shown(timeout_s)}")
+
+
+def _call_if_there(
+    weak: Callable[[], Callable[P, object] | None], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    method = weak()
+    if method is not None:
+        method(*args, **kwargs)
 
 
 def _nothing() -> None:

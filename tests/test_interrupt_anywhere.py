@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from ckptio import CheckpointConfig, Engine, sync
+from ckptio._gc import _pauses, collection_paused
 from ckptio.errors import CheckpointNotFoundError
 from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
@@ -91,6 +92,7 @@ def test_a_save_can_be_interrupted_anywhere(tmp_path: Path, face: str) -> None:
 
             went_on = interrupt_at(point, save)
             engine.save(STATE, tmp_path / "b")
+        assert gc.isenabled()
         assert pool.statistics().leased_nbytes == 0
         assert set(names_in(tmp_path)) <= {"a", "b"}
         if path.exists():
@@ -110,7 +112,24 @@ def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
             went_on = interrupt_at(point, lambda: engine.load(tmp_path / "a"))
             assert engine.statistics().leased_nbytes == 0
             assert_same(engine.load(tmp_path / "a"), STATE)
+        assert gc.isenabled()
     assert point > 100
+
+
+def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
+    """Also inside of another block, whose own pause goes on or ends with it."""
+
+    def run() -> None:
+        with collection_paused(), collection_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    point = 1
+    while interrupt_at(point, run, ("/ckptio/_gc.py", "/contextlib.py")):
+        assert gc.isenabled()
+        assert not _pauses
+        point += 1
+    assert point > 10
 
 
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:

@@ -259,8 +259,7 @@ class CheckpointerCore:
             refuse(engine, engine.next_key("save"), error)
             raise
         upkeep = self.upkeep
-        upkeep.busy[step] += 1  # before it begins: an older one of this step may be due to go
-        try:
+        with upkeep.held(step):  # before it begins: an older one of this step may be due to go
             moments = begin_save(
                 engine,
                 state,
@@ -271,8 +270,6 @@ class CheckpointerCore:
                 permit=self._permit(step, overwrite=overwrite),
             )
             upkeep.add(step, moments)
-        finally:
-            upkeep.busy[step] -= 1
         self._pace.saved(step)
         self.ending.saved(step)
         self._asked_s = self.clock()
@@ -374,9 +371,8 @@ class CheckpointerCore:
         """Load a step. It is of `steps`, if those are known."""
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
 
-        self.upkeep.busy[step] += 1
         try:
-            with advice(steps):
+            with self.upkeep.held(step), advice(steps):
                 then = None if self._second is None else self._second.path(step)
                 load = functools.partial(flows.load_flow, self.engine, self.path(step), asked, then)
                 try:
@@ -392,7 +388,5 @@ class CheckpointerCore:
                 steps = yield self.asking(self.questions.steps)
                 error.add_note(missing(steps))
             raise
-        finally:
-            self.upkeep.busy[step] -= 1
         self._pace.loaded(step)
         return result

@@ -31,7 +31,8 @@ class Pace:
 
     def found(self, steps: Collection[int]) -> None:
         """Note committed steps."""
-        self._found |= frozenset(steps)
+        if self._last is None:  # else nobody asks for them any more
+            self._found |= frozenset(steps)
 
     def discarded(self, after: int) -> None:
         """Forget the steps above one."""

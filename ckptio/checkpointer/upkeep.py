@@ -11,7 +11,8 @@ import asyncio
 import errno
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.losses import Losses
@@ -23,7 +24,7 @@ from ckptio.runtime.leaving import end_saves, unsettled
 from ckptio.runtime.owed_copies import is_owed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.tiers import SecondTier
@@ -58,7 +59,7 @@ class Upkeep:
     Attributes:
         saves: Those under way, or of which nobody has seen that they failed, by step.
         passes: Runs in the background, of which some may have ended.
-        busy: How often each step is being read, or about to be written.
+        busy: Steps that are being read, or about to be written; of each time that one is.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Upkeep:
         self._swept_s: dict[Keeper, float] = {}
         self.saves: list[tuple[int, SaveMoments]] = []
         self.passes: list[Running[None]] = []
-        self.busy: Counter[int] = Counter()
+        self.busy: dict[object, int] = {}
         self._losses = Losses()
         self._lock = threading.Lock()
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
@@ -318,7 +319,17 @@ class Upkeep:
     def under_way(self) -> set[int]:
         """Name the steps that are being written, copied or read here."""
         writing = {step for step, moments in self.saves if not moments.durable.done()}
-        return writing | {step for step, count in list(self.busy.items()) if count}
+        return writing.union(list(self.busy.values()))
+
+    @contextmanager
+    def held(self, step: int) -> Iterator[None]:
+        """Have a step stay inside the block. On any thread, without a lock."""
+        time = object()
+        try:
+            self.busy[time] = step
+            yield
+        finally:
+            self.busy.pop(time, None)
 
     async def discard(self, keeper: Keeper, step: int) -> None:
         """Remove a step that somebody does not want.

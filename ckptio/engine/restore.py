@@ -201,7 +201,10 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         hint = hint_for(match, request.into, manifest.writer)
         error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
         if match.missing or match.mismatched or request.num_ranks == 1:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it has this frame: no circle
         unclaimed = error
     num_notes = len(notes)
     notes += match.doubles

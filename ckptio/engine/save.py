@@ -38,6 +38,7 @@ from ckptio.errors import SaveAbortedError
 from ckptio.events import SaveStarted, TieDropped
 from ckptio.format.checksum import crc32c
 from ckptio.format.compose import encode_manifest
+from ckptio.moments import SaveMoments
 from ckptio.plan.save import plan_save
 from ckptio.storage.file_names import data_file_name
 from ckptio.storage.streams import AwaitedSink
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.turns import MyTurn
     from ckptio.format.manifest import Metadata
-    from ckptio.moments import SaveMoments
     from ckptio.plan.save import Bucket, SavePlan, Segment
     from ckptio.shards import LeafSpec, Part
     from ckptio.staging.copy import SourceState
@@ -99,6 +99,11 @@ class SaveJob:
         """Whoever learns that the state may change has it looked at once more before."""
         settled = self.source.watch.settled
         self.moments.submitted.on_seen = self.moments.staged.on_seen = settled
+
+    def end(self) -> SaveMoments:
+        """Give its moments up, to be told how it ended: an error has frames that have this."""
+        moments, self.moments = self.moments, SaveMoments(self.moments.path, self.save_id)
+        return moments
 
     def elapsed_s(self) -> float:
         """Seconds since the save was asked for."""

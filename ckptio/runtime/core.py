@@ -100,7 +100,7 @@ class EngineCore:
         self._cache_task: Future[None] | None = None
         self._serving: Future[None] | None = None
         self.loop_thread = LoopThread()
-        self.saves: list[SaveMoments] = []
+        self.saves: dict[SaveMoments, None] = {}  # ordered, and changed without a lock
         self._numbers: dict[str, itertools.count[int]] = {}
 
     def __del__(self) -> None:
@@ -269,13 +269,14 @@ class EngineCore:
 
     def keep(self, save: SaveMoments) -> None:
         """Remember a save until somebody has seen how it ended."""
-        with self._lock:
-            self.saves = [*unsettled(self.saves), save]
+        for each in {*self.saves}.difference(unsettled(list(self.saves))):
+            self.forget(each)
+        self.saves[save] = None
+        save.let_go_by(self.forget)
 
     def forget(self, save: SaveMoments) -> None:
-        """Keep a save no more that has not begun."""
-        with self._lock:
-            self.saves = [each for each in self.saves if each is not save]
+        """Keep a save no more that has not begun, or of which somebody knows that it failed."""
+        self.saves.pop(save, None)
 
     def side_streams(self, device: torch.device, *, saving: bool) -> SideStreams:
         """Give the CUDA streams for one direction, and pin slabs from the first use on.
@@ -395,5 +396,4 @@ class EngineCore:
         """End what runs on the loop for as long as the engine is there."""
         context.cache.close()
         self._in_flight.close()
-        ending = [task for task in (self._cache_task, self._serving) if task is not None]
-        await asyncio.wait([asyncio.wrap_future(task) for task in ending])
+        await asyncio.wait([asyncio.wrap_future(t) for t in (self._cache_task, self._serving) if t])

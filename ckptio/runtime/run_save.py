@@ -54,22 +54,13 @@ async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | Non
         context: The engine's.
         begins: Fails as the save does, before its handle is told.
     """
-    moments = job.moments
     try:
         receipt = await run_save(job, context)
     except BaseException as error:  # the handle raises it
-        job.source.watch.drop()
-        ended = (
-            error
-            if isinstance(error, Exception)
-            else SaveAbortedError(
-                f"the save to {moments.path!r} was aborted; what was there is untouched"
-            )
-        )
-        context.emit(SaveFailed(path=moments.path, save_id=moments.save_id, error=error))
-        if begins is not None:
-            begins.fail(ended)
-        return lambda: moments.fail(ended)
+        return _failed(job, context, error, begins)
+    finally:
+        del begins  # the error has this frame: no circle
+    moments = job.end()
     info = CheckpointInfo(
         path=moments.path,
         save_id=moments.save_id,
@@ -89,6 +80,23 @@ async def saved(job: SaveJob, context: EngineContext, begins: Moment[None] | Non
         )
     )
     return lambda: moments.committed.reach(info)
+
+
+def _failed(
+    job: SaveJob, context: EngineContext, error: BaseException, begins: Moment[None] | None
+) -> Say:
+    """A save has failed; gives what tells its handle. Of no frame that the error has: no circle."""
+    moments = job.end()
+    job.source.watch.drop()
+    if isinstance(error, Exception):
+        ended = error
+    else:
+        aborted = f"the save to {moments.path!r} was aborted; what was there is untouched"
+        ended = SaveAbortedError(aborted)
+    context.emit(SaveFailed(path=moments.path, save_id=moments.save_id, error=error))
+    if begins is not None:
+        begins.fail(ended)
+    return functools.partial(moments.fail, ended)
 
 
 def stop_alone(core: EngineCore, copying: Running[Say]) -> Callable[[], None]:
@@ -129,8 +137,8 @@ def run_alone(
         copying: Takes the end of the copy.
     """
     begins: Moment[None] = Moment()
-    core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
     rest = functools.partial(_close_after, core, job.moments, copy, running, copying, begins)
+    core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
     try:
         threading.Thread(target=rest, name="ckptio-save", daemon=False).start()
     except RuntimeError:  # the limit of threads is reached, or the interpreter ends
@@ -167,3 +175,4 @@ def _close_after(
         else:
             error = EngineClosedError("the program ended before the copy began")
             moments.durable.fail_unless_done(error)
+        moments.is_over()

@@ -330,7 +330,7 @@ class _Reading(LocalRoot):
         nbytes = await super().remove(name)
         if self.load is None:
             self.load = asyncio.get_running_loop().create_task(self._ckpt.load(step=self._step))
-            while not self._ckpt._core.upkeep.busy[self._step]:
+            while self._step not in self._ckpt._core.upkeep.busy.values():
                 await asyncio.sleep(0)
         return nbytes
 

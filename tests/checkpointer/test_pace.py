@@ -97,3 +97,14 @@ def test_discarded_steps_of_a_run_do_not_count(tmp_path: Path) -> None:
         assert ckpt.latest() == 10
         assert ckpt.discard_after(5) == (10,)
         assert ckpt.should_save(11)
+
+
+def test_a_long_run_remembers_no_steps(tmp_path: Path) -> None:
+    """Neither those that it has saved, loaded and listed, nor how often."""
+    with sync.Checkpointer(tmp_path, config=SMALL, ranks="solo", every=SaveEvery(steps=1)) as ckpt:
+        for step in range(1, 4):
+            ckpt.save({"w": torch.ones(2)}, step)
+            ckpt.load(step=step)
+            ckpt.steps()
+        assert not ckpt._core.upkeep.busy
+        assert not ckpt._core._pace._found

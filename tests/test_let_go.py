@@ -1,0 +1,182 @@
+"""What a caller has is let go of when a call has failed, and without a collection of garbage.
+
+An error has the frames that it went through, so also those of the program, with its model. Who
+catches it, and goes on with another state, is not to have both in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckptio.sync
+from ckptio.errors import CheckpointError
+from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_collections")
+
+LOADS = ["missing", "mismatch", "damaged", "missing slice", "inspect", "verify"]
+
+
+class Held:
+    """Something of the program."""
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """No garbage is collected."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A directory with a checkpoint, `good`, and one that is damaged, `bad`."""
+    for name in ("good", "bad"):
+        ckptio.sync.save({"t": torch.ones(3)}, tmp_path / name)
+    (file,) = (tmp_path / "bad").glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(-3, os.SEEK_END)
+        opened.write(b"?")
+    return tmp_path
+
+
+def load(engine: Any, path: Path, kind: str) -> Any:
+    """Begin what will fail."""
+    into = {"t": torch.zeros(3)}
+    match kind:
+        case "missing":
+            return engine.load(path / "none", into=into)
+        case "mismatch":
+            return engine.load(path / "good", into={**into, "other": 1})
+        case "damaged":
+            return engine.load(path / "bad", into=into)
+        case "missing slice":
+            return engine.load_slice(path / "none", "t", 0)
+        case "inspect":
+            return engine.inspect(path / "none")
+        case "verify":
+            return engine.verify(path / "none")
+        case _:
+            raise AssertionError
+
+
+def fail(call: Callable[[], object]) -> weakref.ref[Held]:
+    """Call what fails. What this frame has goes with it."""
+    held = Held()
+    try:
+        call()
+    except CheckpointError:  # `pytest.raises` would keep it
+        return weakref.ref(held)
+    raise AssertionError
+
+
+async def fail_on_a_loop(call: Callable[[], Awaitable[object]]) -> weakref.ref[Held]:
+    """Await what fails; else the same."""
+    held = Held()
+    try:
+        await call()
+    except CheckpointError:
+        return weakref.ref(held)
+    raise AssertionError
+
+
+def is_let_go(held: weakref.ref[Held]) -> bool:
+    """Wait for the engine's threads, which end their steps when a call has returned."""
+    deadline = time.monotonic() + 20
+    while held() is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_a_load_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    with ckptio.sync.Engine(SMALL) as engine:
+        assert is_let_go(fail(lambda: load(engine, path, kind)))
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_an_awaited_load_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    async def main() -> None:
+        async with ckptio.Engine(SMALL) as engine:
+            held = await fail_on_a_loop(lambda: load(engine, path, kind))
+            assert is_let_go(held)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_several_wait_for_keeps_nothing(path: Path) -> None:
+    """They are given one error, which has the frames of all of them."""
+
+    async def main() -> None:
+        async with ckptio.Engine(SMALL) as engine:
+            fails = [fail_on_a_loop(lambda: load(engine, path, "missing")) for _ in range(5)]
+            for held in await asyncio.gather(*fails):
+                assert is_let_go(held)
+
+    asyncio.run(main())
+
+
+SAVES = ["exists", "no directory"]
+
+
+def path_for(path: Path, kind: str) -> Path:
+    """Where no save can be."""
+    (path / "file").touch()
+    return path / "good" if kind == "exists" else path / "file" / "x"
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_save_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    """Nor does the engine, which keeps saves that have failed until somebody knows."""
+    to = path_for(path, kind)
+
+    def wait() -> None:
+        engine.start_save({"t": torch.ones(3)}, to).staged.wait()
+
+    with ckptio.sync.Engine(SMALL) as engine:
+        assert is_let_go(fail(lambda: engine.save({"t": torch.ones(3)}, to)))
+        assert is_let_go(fail(wait))
+        assert not engine._core.saves
+    assert is_let_go(fail(lambda: ckptio.sync.save({"t": torch.ones(3)}, to)))
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_an_awaited_save_that_failed_keeps_nothing(path: Path, kind: str) -> None:
+    to = path_for(path, kind)
+
+    async def main() -> None:
+        async with ckptio.Engine(SMALL) as engine:
+            held = await fail_on_a_loop(lambda: engine.save({"t": torch.ones(3)}, to))
+            assert is_let_go(held)
+            held = await fail_on_a_loop(lambda: engine.save({"t": torch.ones(3)}, to).staged)
+            assert is_let_go(held)
+            assert not engine._core.saves
+        assert is_let_go(await fail_on_a_loop(lambda: ckptio.save({"t": torch.ones(3)}, to)))
+
+    asyncio.run(main())
+
+
+def test_the_engine_keeps_no_save_whose_failure_was_seen_later(path: Path) -> None:
+    with ckptio.sync.Engine(SMALL) as engine:
+        handle = engine.start_save({"t": torch.ones(3)}, path / "good")
+        handle.committed.wait_done()
+        assert engine._core.saves  # nobody has seen its error
+        with pytest.raises(CheckpointError):
+            handle.result()
+        assert not engine._core.saves
