@@ -92,13 +92,13 @@ class Checkpointer:
             committed, and copied to the second tier if there is one; aborted then, with
             removals, and leaving the block raises `SaveAbortedError`. A save that begins
             later than that is not held back: whoever is still alive may still save.
-        sweep_after_s: Remove what a dead save left under a step that has no commit, or beside
-            one on a disk that is the first tier, when nothing was written there for this many
-            seconds; `None` for never. For an hour at least where no lock tells whether a save
-            is alive: in object stores, and on a disk for one of another host or from before a
-            reboot, and for files of other ranks than rank 0 without the attempt file that rank
-            0 makes. Looked for on entering the block, and after a commit when that long has
-            passed since. A save that is alive, here or elsewhere, is never touched.
+        sweep_after_s: Remove what a dead save left under a step that has no commit, when
+            nothing was written there for this many seconds; `None` for never. For an hour at
+            least where no lock tells whether a save is alive: in object stores, and on a disk
+            for one of another host or from before a reboot, and for files of other ranks than
+            rank 0 without the attempt file that rank 0 makes. Looked for on entering the
+            block, and after a commit when that long has passed since. A save that is alive,
+            here or elsewhere, is never touched.
         engine: An open engine to use; it stays open. Its own if not given.
         config: Options of its own engine.
         observer: Takes the events of its own engine.

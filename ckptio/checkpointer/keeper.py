@@ -256,12 +256,7 @@ class Keeper:
         return max(quiet_s, QUIET_S) if isinstance(self.root, SupportsLooks) else quiet_s
 
     async def sweep(
-        self,
-        quiet_s: float,
-        exempt: Callable[[], Collection[int]],
-        found: Sequence[Found],
-        *,
-        is_beside: bool = False,
+        self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]
     ) -> None:
         """Remove what dead saves left under names of steps.
 
@@ -269,11 +264,9 @@ class Keeper:
             quiet_s: How long nothing must have been written there, in seconds.
             exempt: Gives the steps to leave alone; asked before each.
             found: What `find` gave just now.
-            is_beside: Beside those that are committed, too, where that takes no requests.
         """
-        is_beside = is_beside and not isinstance(self.root, SupportsLooks)
         for item in found:
-            if (item.version is not None and not is_beside) or parse_name(item.name) in exempt():
+            if item.version is not None or parse_name(item.name) in exempt():
                 continue
             try:
                 await self.root.sweep(item.name, quiet_s)

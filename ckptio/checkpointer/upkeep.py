@@ -234,8 +234,7 @@ class Upkeep:
         if is_full and self._sweep_after_s is not None:
             async with self._turns[self._keeper]:
                 try:
-                    found = await self._keeper.find()
-                    await self._keeper.sweep(0, self.exempt, found, is_beside=True)
+                    await self._keeper.sweep(0, self.exempt, await self._keeper.find())
                 except Exception as failure:  # as above
                     self._engine.emit(RetentionFailed(path=self._keeper.root.path, error=failure))
 
@@ -253,8 +252,7 @@ class Upkeep:
         began_s, exempt = self._clock(), self.exempt
         if self._second is not None and keeper is self._second.keeper:
             exempt = await self._second.sparing(exempt, found, self._keeper.root)
-        is_first = keeper is self._keeper  # the other may have copies that somebody goes on with
-        await keeper.sweep(self._sweep_after_s, exempt, found, is_beside=is_first)
+        await keeper.sweep(self._sweep_after_s, exempt, found)
         self._swept_s[keeper] = began_s
 
     async def _look_ahead(self, keeper: Keeper, found: Sequence[Found] | None) -> None:

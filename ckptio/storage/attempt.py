@@ -46,7 +46,6 @@ from ckptio.storage.leftovers import (
     files_of,
     find_leftovers,
     notes_of,
-    of_dead_attempts,
     put_back_mistakes,
 )
 from ckptio.storage.manifest_name import ManifestName
@@ -141,7 +140,11 @@ class LocalAttempt:
         whose own lock said so.
         """
         with contextlib.suppress(OSError):  # the directory is not there, say: the disk is full
-            return self._remove(of_dead_attempts(self._find_leftovers()))
+            names = self._find_leftovers()
+            dead = [
+                name[len(ATTEMPT_PREFIX) :] for name in names if name.startswith(ATTEMPT_PREFIX)
+            ]
+            return self._remove([name for name in names if any(owner in name for owner in dead)])
         return False
 
     def _find_leftovers(self) -> list[str]:

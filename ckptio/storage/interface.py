@@ -327,8 +327,6 @@ class Root(Protocol):
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save, or a removal that was cut short, left under a name.
 
-        In a directory, also what a save left that was to replace the checkpoint that is there.
-
         Args:
             name: What to look at.
             quiet_s: How long nothing must have been written there, in seconds. What is

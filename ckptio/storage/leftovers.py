@@ -44,7 +44,7 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
     from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
@@ -167,19 +167,6 @@ def find_leftovers(
         for name in names
         if owner not in living and name not in needed
     ]
-
-
-def may_have_leftovers(names: Iterable[str]) -> bool:
-    """Whether the names beside a manifest are of more than one save, or of an attempt."""
-    ours = [match for name in names if (match := _OURS.fullmatch(name))]
-    has_attempt = any(match[0].startswith(ATTEMPT_PREFIX) for match in ours)
-    return has_attempt or len({match[1] for match in ours}) > 1
-
-
-def of_dead_attempts(names: Sequence[str]) -> list[str]:
-    """Choose, of what is left over, what is of saves whose own attempt says that they are dead."""
-    dead = [name[len(ATTEMPT_PREFIX) :] for name in names if name.startswith(ATTEMPT_PREFIX)]
-    return [name for name in names if any(owner in name for owner in dead)]
 
 
 def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:

@@ -12,7 +12,7 @@ has begun ends with a typed error.
 
 What has neither name is the business of `storage.leftovers`: a save that lives is left
 alone, however long it takes; one that died goes after a while, so that somebody who wants
-to know why it died finds it. Beside a checkpoint, too, which it was to replace.
+to know why it died finds it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.file_names import ATTEMPT_PREFIX, NEW_MANIFEST_PREFIX, QUIET_S, TOMB
+from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
 from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
     find_leftovers,
     is_whole,
-    may_have_leftovers,
     notes_of,
-    of_dead_attempts,
     put_back,
     read_tomb,
 )
@@ -298,10 +296,7 @@ class LocalRoot:
 
     def _sweep(self, directory: str, quiet_s: float) -> None:
         names = sorted(os.listdir(directory))
-        if os.path.islink(directory):
-            return
-        if MANIFEST_NAME in names:
-            self._sweep_beside(directory, names, quiet_s)
+        if MANIFEST_NAME in names or os.path.islink(directory):
             return
         is_quiet = self._newest_s(directory, names) + quiet_s < time.time()
         tombs = [name for name in names if TOMB.fullmatch(name)]
@@ -317,46 +312,6 @@ class LocalRoot:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
         if is_quiet or tombs:
             self._remove_dir(directory)
-
-    def _sweep_beside(self, directory: str, names: list[str], quiet_s: float) -> None:
-        """Remove what dead saves left beside a checkpoint.
-
-        Of those whose attempt says that they are dead. What has none, as the files of what one
-        had replaced, when nothing was written there for an hour. Nothing while the manifest gets
-        or loses its name: whose was there before may be put back.
-        """
-        if not may_have_leftovers(names):
-            return
-        newest_s = self._newest_s(directory, names)
-        if newest_s + quiet_s >= time.time():
-            return
-        now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
-
-        def find() -> list[str]:
-            before = self._naming(directory)
-            dead = find_leftovers(self._files, directory, "", now_s)
-            sure = of_dead_attempts(dead)
-            settled_s = newest_s + QUIET_S
-            if sure != dead and settled_s < time.time() and settled_s < now_s():
-                sure = dead
-            return sure if self._naming(directory) == before else []
-
-        dead = find()
-        if dead and self._config.durability == "full":
-            self._files.fsync_dir(directory)  # who died may have replaced what goes just then
-        # first, as a mount may give one its name late, and then what it lists is needed
-        new = [n for n in dead if n.startswith(NEW_MANIFEST_PREFIX) and not TOMB.fullmatch(n)]
-        removed = [name for name in new if self._unlink(directory, name)]
-        rest = (find() if new else dead) if removed == new else []
-        rest.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
-        removed += [name for name in rest if self._unlink(directory, name)]
-        if removed:
-            self._emit(LeftoversRemoved(path=directory, files=tuple(removed)))
-
-    def _naming(self, directory: str) -> tuple[int, ...]:
-        """Give what changes when the manifest's name is given, taken or put back."""
-        status = os.stat(f"{directory}/{MANIFEST_NAME}", follow_symlinks=False)
-        return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def _newest_s(self, directory: str, names: list[str]) -> float:
         """Say when something was last written in a directory."""

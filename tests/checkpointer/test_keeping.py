@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,8 @@ from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.checkpointer.test_going_back import date_ahead
-from tests.rig import SMALL, config_with, filled_state, names_in, values_in
+from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
-from tests.storage.test_root import age
-from tests.storage.test_sweep_beside import begin_beside
 
 if TYPE_CHECKING:
     from ckptio import Checkpointer, Engine
@@ -423,43 +420,3 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(tmp_path: Path, num_rank
     run_virtual(scenario(), seed=0)
     assert committed_steps(tmp_path) == [7]
     assert not dead.exists()
-
-
-def test_what_a_dead_save_left_beside_a_step_goes_too(tmp_path: Path) -> None:
-    """When the disk is full, and when a run begins; not on a second tier, where copies go on."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    places = [root / step_name(1) for root in (near, far)]
-
-    def full(operation: Operation) -> None:
-        if operation.kind == "pwrite" and step_name(6) in operation.path:
-            raise OSError(errno.ENOSPC, "no room")
-
-    async def leave() -> None:
-        threads = Threads(1, "ckptio")
-        for place in places:
-            await begin_beside(place, threads)
-            age(place)
-        threads.shutdown()
-
-    async def scenario() -> None:
-        async with engines(files=RecordingFiles(full)) as (engine,):
-            async with checkpointer_on(engine, near, then=far) as ckpt:
-                await ckpt.save(filled_state(SIZES, 1), 1).durable
-            tidy = names_in(places[0])
-            await leave()
-            begun = names_in(places[1])
-            async with checkpointer_on(engine, near, then=far, sweep_after_s=3600):
-                pass
-            assert names_in(places[0]) == tidy
-            assert names_in(places[1]) == begun
-            shutil.rmtree(far)
-            places.pop()
-            await leave()
-            assert names_in(places[0]) == begun
-            async with checkpointer_on(engine, near, sweep_after_s=3e9) as ckpt:
-                with pytest.raises(StorageError):
-                    await ckpt.save(filled_state(SIZES, 1), 6)
-            assert names_in(places[0]) == tidy
-            assert committed_steps(near) == [1]
-
-    run_virtual(scenario(), seed=0)
