@@ -275,6 +275,14 @@ class SaveMoments:
             return False
         return self.error() is not None and not any(each.is_error_seen for each in self._all())
 
+    def is_settled(self) -> bool:
+        """Whether both have ended, and somebody has the error if there is one; for good."""
+        if not self.durable.done():
+            return False
+        if self.error() is None or (self.committed.error() is not None and self.retrieved):
+            return True
+        return any(each.is_raised for each in self._all())
+
     def error(self) -> BaseException | None:
         """Give why the save, or its copy, failed, once both have ended; `None` if neither did."""
         return self.committed.error() or self.durable.error()
@@ -287,6 +295,7 @@ class SaveMoments:
     def seen(self) -> None:
         """The same, of its copy, too."""
         self.durable.heard()
+        self.durable.is_raised = True
         self.retrieve()
 
     def fail(self, error: BaseException) -> None:
@@ -312,7 +321,7 @@ class SaveMoments:
         self._keepers.append(weakref.WeakMethod(forget))
 
     def _let_go(self) -> None:
-        if not self.is_unsettled():
+        if self.is_settled():
             for keeper in self._keepers:
                 _call_if_there(keeper, self)
 

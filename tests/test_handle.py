@@ -366,3 +366,35 @@ def test_a_handle_and_its_milestones_show_what_is_promised_and_no_more() -> None
 
 def _public(value: object) -> set[str]:
     return {name for name in dir(value) if not name.startswith("_")}
+
+
+def test_who_gives_up_has_not_seen_a_failure() -> None:
+    """Nor is a save forgotten for one who waits still as it fails, and then does not."""
+    moments = SaveMoments("x", "id", stop_copy=print)  # of two tiers
+    kept: dict[SaveMoments, None] = {moments: None}
+
+    class Keeper:
+        def forget(self, save: SaveMoments) -> None:
+            kept.pop(save, None)
+
+    keeper = Keeper()
+    moments.let_go_by(keeper.forget)
+
+    async def run() -> None:
+        waiter = asyncio.ensure_future(moments.durable.come())
+        await asyncio.sleep(0)
+        moments.submitted.reach(None)
+        moments.staged.reach(None)
+        moments.committed.reach(None)  # type: ignore[arg-type]  # what it is does not matter
+        moments.durable.fail_unless_done(StorageError("no", path="x"))
+        moments.retrieve()  # the commit was awaited, and went well
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+
+    asyncio.run(run())
+    assert moments in kept
+    assert moments.is_unsettled()
+    assert not moments.is_settled()
+    moments.seen()
+    assert not kept

@@ -38,11 +38,11 @@ class Losses:
             if not save.committed.done() or save in self._counted:
                 continue
             self._counted.add(save)
-            if save.committed.error() is None or not save.is_unsettled():
+            if save.committed.error() is None or save.is_settled():
                 self._failed.clear()  # who has seen this one knows
             else:
                 self._failed.append((step, save))
-        self._failed = [(step, save) for step, save in self._failed if save.is_unsettled()]
+        self._failed = [(step, save) for step, save in self._failed if not save.is_settled()]
 
     def check(self) -> None:
         """Look at what was noted, before another save begins.

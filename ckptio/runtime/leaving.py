@@ -46,7 +46,7 @@ def leave_behind(close: Callable[[], None]) -> None:
 
 def unsettled(saves: Iterable[SaveMoments]) -> list[SaveMoments]:
     """Give the saves that are under way, or whose error nobody has seen; the log has it then."""
-    found = [save for save in saves if save.is_unsettled()]
+    found = [save for save in saves if not save.is_settled()]
     for save in found:
         save.tell()
     return found

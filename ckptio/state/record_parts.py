@@ -31,7 +31,6 @@ from ckptio.state.attributes import (
     is_part,
     items_of,
 )
-
 from ckptio.state.leaves import SCALAR_TYPES
 
 if TYPE_CHECKING:
