@@ -254,8 +254,8 @@ class Rebuilder:
         flat = raw.reshape(-1).view(torch.uint8).numpy()
         if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
             raise FormatError(f"an array {dtype} {node['s']} does not have {flat.nbytes} bytes")
-        if not numel(tuple(node["s"])):
-            return np.empty(node["s"], dtype)
+        if not flat.nbytes:  # numpy.empty would make strings of one character of those of none
+            return np.ndarray(node["s"], dtype)
         return flat.view(dtype).reshape(node["s"])
 
 

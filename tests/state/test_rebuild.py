@@ -107,6 +107,18 @@ def test_an_array_has_the_bytes_it_needs(dtype: str, shape: list[int]) -> None:
         assert found.nbytes == 0
 
 
+@pytest.mark.parametrize("dtype", ["U0", "S0"])
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3), (0, 4)])
+def test_an_array_of_strings_without_characters_comes_back(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Such a field of records has elements and no bytes; numpy makes longer ones where it can."""
+    array = np.zeros(shape, dtype=[("name", dtype)])["name"]
+    found = rebuild(flatten([array]).tree, torch.empty(0, dtype=torch.uint8))[0]
+    assert (found.dtype, found.shape) == (array.dtype, shape)
+    assert found.tolist() == array.tolist()
+
+
 #: Not a time. Times without a unit are made by views: newer numpy warns of their constructors.
 _NO_TIME = np.array([np.iinfo(np.int64).min])
 
