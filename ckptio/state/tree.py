@@ -66,7 +66,8 @@ def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
         tree = msgspec.json.decode(manifest.tree)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
-    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=True)
+    may_have_ranks = manifest.ckptio != 1  # the first version knew none
+    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=may_have_ranks)
     return tree if rank is None or not has_ranks else take_rank(tree, rank)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import ConfigError, FormatError
 from ckptio.format.encode import MAX_DEPTH, join_fqn
-from ckptio.format.manifest import Manifest, TensorEntry
+from ckptio.format.manifest import FORMAT_VERSION, Manifest, TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder
@@ -22,9 +22,9 @@ from ckptio.state.tree import is_absent, is_ranks, read_tree, tensor_index, walk
 from tests.strategies import Point, Settings, keys, states
 
 
-def manifest_with(tree: bytes, num_tensors: int = 1) -> Manifest:
+def manifest_with(tree: bytes, num_tensors: int = 1, version: int = FORMAT_VERSION) -> Manifest:
     tensors = tuple(TensorEntry(f"t{i}", "uint8", (4,), ()) for i in range(num_tensors))
-    return Manifest(1, "1", "0" * 32, "", 4096, (), tensors, msgspec.Raw(tree))
+    return Manifest(version, "1", "0" * 32, "", 4096, (), tensors, msgspec.Raw(tree))
 
 
 @given(state=states)
@@ -34,6 +34,15 @@ def test_every_tree_of_a_state_is_read(state: Any) -> None:
     tree = msgspec.json.encode(flat.tree)
     found = read_tree(manifest_with(tree, len(flat.specs)))
     assert msgspec.json.encode(found) == tree
+
+
+@pytest.mark.parametrize("value", [{"~": 0}, {"~": "absent"}], ids=str)
+def test_version_1_knows_no_value_of_each_rank(value: Any) -> None:
+    """A tree that has one is none of that version."""
+    tree = json.dumps({"a": [{"~": "ranks", "v": [value]}]}).encode()
+    assert read_tree(manifest_with(tree))
+    with pytest.raises(FormatError, match="ranks"):
+        read_tree(manifest_with(tree, version=1))
 
 
 @given(state=states)
