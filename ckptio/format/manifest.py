@@ -286,6 +286,8 @@ def check_tensors(manifest: Manifest) -> None:
     itemsizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     num_files = len(spans)
+    # an empty tensor of another program's may begin anywhere: none of it is read
+    ends = [MAX_EXTENT if manifest.is_foreign else file.nbytes for file in manifest.files]
     names: set[str] = set()
     for tensor in manifest.tensors:
         name, shape, chunks = tensor.name, tensor.shape, tensor.chunks
@@ -304,13 +306,19 @@ def check_tensors(manifest: Manifest) -> None:
             if 0 <= file < num_files and start >= 0 and not start % itemsize:
                 if count:
                     spans[file].append((start, start + count * itemsize))
+                elif start > ends[file]:
+                    raise FormatError(f"tensor {name!r} begins behind the end of its file")
                 continue
-        _take_places(tensor, count, itemsize, spans)
+        _take_places(tensor, count, itemsize, spans, ends)
     _check_spans(manifest, spans)
 
 
 def _take_places(
-    tensor: TensorEntry, count: int, itemsize: int, spans: list[list[tuple[int, int]]]
+    tensor: TensorEntry,
+    count: int,
+    itemsize: int,
+    spans: list[list[tuple[int, int]]],
+    ends: list[int],
 ) -> None:
     """Add the bytes of every chunk of a tensor, and of every copy, to those of its file."""
     counts = _part_numels(tensor, count)
@@ -320,6 +328,8 @@ def _take_places(
                 raise FormatError(f"tensor {tensor.name!r} has an impossible chunk in the manifest")
             if part:
                 spans[file].append((start, start + part * itemsize))
+            elif start > ends[file]:
+                raise FormatError(f"tensor {tensor.name!r} begins behind the end of its file")
 
 
 def _check_spans(manifest: Manifest, spans: list[list[tuple[int, int]]]) -> None:

@@ -223,6 +223,16 @@ def test_a_tensor_without_elements_needs_no_chunk() -> None:
     assert found.tensors == (TensorEntry("a", "int32", (0, 3), ()),)
 
 
+@pytest.mark.parametrize(
+    "chunk", [[0, 9004], [1, 4], [0, 9004, [0], [0]], [0, 0, [0], [0], [[1, 4]]]], ids=str
+)
+def test_a_tensor_without_elements_begins_in_its_file(chunk: list[Any]) -> None:
+    """At its end, at the latest, and so does a part of one, and a copy."""
+    assert decode_manifest(with_tensors(["a", "float32", [0], [[0, 9000]]]))
+    with pytest.raises(FormatError, match="behind the end"):
+        decode_manifest(with_tensors(["a", "float32", [0], [chunk]]))
+
+
 HEADS = [
     ("save_id", ""), ("save_id", SAVE_ID.upper()), ("save_id", SAVE_ID + "\n"), ("save_id", 5),
     ("block_nbytes", 0), ("block_nbytes", -4096), ("block_nbytes", MAX_EXTENT),

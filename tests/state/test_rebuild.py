@@ -17,12 +17,12 @@ from ckptio.state.leaves import as_integers
 from ckptio.state.rebuild import (
     Rebuilder,
     allocate,
-    check_view,
     device_of,
     empty,
     torch_dtype,
     view_of,
 )
+from ckptio.state.references import check_view
 from tests.strategies import CLASSES, assert_same, states
 
 
@@ -147,6 +147,8 @@ def test_a_numpy_scalar_comes_back(value: np.generic) -> None:
         {"~": "npscalar", "d": "<f8", "v": "AAAA"}, {"~": "npscalar", "d": "<f8", "v": "%"},
         {"~": "npscalar", "d": "<f8", "v": 5}, {"~": "npscalar", "d": "<U1", "v": "//////8="},
         {"~": "torch.Size", "v": 5}, {"~": "torch.Size", "v": ["a"]}, {"~": "torch.Size", "v": {}},
+        {"~": "npscalar", "d": "<f4", "v": "AAAAAAA="}, {"~": "npscalar", "d": "<U0", "v": "AAAA"},
+        {"~": "torch.Size", "v": [2**63]}, {"~": "torch.Size", "v": [-(2**63) - 1]},
         {"~": "torch.device", "v": "tpu:0:0"}, {"~": "torch.device", "v": None},
         {"~": "torch.device", "v": "cuda:-5"}, {"~": "torch.device", "v": ""},
         {"~": 7}, {"~": "bytes", "t": 7}, {"~": "np", "t": 7, "d": "<f4", "s": []},
