@@ -355,9 +355,8 @@ class Engine(Gauges):
     async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
-        Damage does not raise: the report lists all of it. Values that are no tensors are made
-        once, too; not looked at is what depends on who loads: classes, time zones, and what
-        element types and devices torch has.
+        Damage does not raise: the report lists all of it. Values that are no tensors are made, too,
+        but for what depends on who loads: classes, time zones, torch's element types and devices.
 
         Args:
             path: A checkpoint.
@@ -366,9 +365,8 @@ class Engine(Gauges):
 
         Raises:
             CheckpointNotFoundError: There is none.
-            FormatError: Its manifest is damaged, or has a value that nobody can have saved:
-                nothing can be said of the rest. Or it is of another program, which keeps no
-                checksums.
+            FormatError: Its manifest is damaged, or has a value that nobody can have saved. Or
+                it is of another program, which keeps no checksums.
             CheckpointChangedError: It was overwritten meanwhile.
             StorageError: It cannot be read.
             ConfigError: `path` is none, or `compare_copies` neither `True` nor `False`.
