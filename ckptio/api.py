@@ -355,8 +355,7 @@ class Engine(Gauges):
     async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
-        Damage does not raise: the report lists all of it. Values that are no tensors are made, too,
-        but for what depends on who loads: classes, time zones, torch's element types and devices.
+        Damage does not raise: the report lists all of it. See `ckptio.verify` for what is looked at.
 
         Args:
             path: A checkpoint.
