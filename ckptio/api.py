@@ -355,7 +355,7 @@ class Engine(Gauges):
     async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
-        Damage does not raise: the report lists all of it. See `ckptio.verify` for what is looked at.
+        Damage does not raise: the report lists all of it. What it looks at: see `ckptio.verify`.
 
         Args:
             path: A checkpoint.
