@@ -355,7 +355,7 @@ class Engine(Gauges):
     async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
-        Damage does not raise: the report lists all of it.
+        Damage does not raise: the report lists all of it. What it looks at: see `ckptio.verify`.
 
         Args:
             path: A checkpoint.
@@ -364,8 +364,8 @@ class Engine(Gauges):
 
         Raises:
             CheckpointNotFoundError: There is none.
-            FormatError: Its manifest is damaged: nothing can be said of the rest. Or it is of
-                another program, which keeps no checksums.
+            FormatError: Its manifest is damaged, or has a value that nobody can have saved. Or
+                it is of another program, which keeps no checksums.
             CheckpointChangedError: It was overwritten meanwhile.
             StorageError: It cannot be read.
             ConfigError: `path` is none, or `compare_copies` neither `True` nor `False`.

@@ -172,6 +172,10 @@ async def verify(
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
 ) -> VerifyReport:
-    """Compare every byte of a checkpoint with its checksums; see `Engine.verify`."""
+    """Compare every byte of a checkpoint with its checksums; see `Engine.verify`.
+
+    Values that are no tensors are made once, too. Not looked at is what depends on who loads:
+    classes, time zones, and what element types and devices torch has.
+    """
     async with Engine(config, observer=observer, ranks="solo") as engine:
         return await engine.verify(path, compare_copies=compare_copies)

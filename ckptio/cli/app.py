@@ -184,6 +184,10 @@ def verify(
 ) -> None:
     """Read every byte of checkpoints and compare it with its checksums.
 
+    Values that are no tensors are made once, too, and one that nobody can have saved is damage of
+    the manifest. Not looked at is what depends on who loads: classes, time zones, and what types
+    and devices torch has.
+
     A damaged manifest is damage, and so is with --copies a copy that differs; a checkpoint
     that is not there is not, nor is another program's manifest.json. CKPTIO_MAX_READS,
     CKPTIO_SLAB_NBYTES and the other options of ckptio.CheckpointConfig are taken from the

@@ -18,7 +18,8 @@ from ckptio.plan.load import plan_load
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.leaves import DTYPE_NAMES, is_convertible
 from ckptio.state.prune import prune
-from ckptio.state.rebuild import Rebuilder, allocate, check_view, torch_dtype, view_of
+from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype, view_of
+from ckptio.state.references import check_view
 from ckptio.state.select import make_predicate
 from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in

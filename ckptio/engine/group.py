@@ -126,7 +126,7 @@ async def fetch_manifest(
     latest = context.received.get(storage.identity)
     if latest is None or latest.save_id != answer["save_id"]:
         latest = await run_blocking(
-            context.executor, decode_manifest, answer["manifest"].encode(), may_be_foreign=True
+            context.executor, decode_manifest, answer["manifest"].encode(), is_passed_on=True
         )
         context.received.put(storage.identity, latest)
     return latest

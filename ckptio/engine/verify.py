@@ -1,5 +1,7 @@
 """Read every byte of a checkpoint and compare it with its checksums. Without torch.
 
+Values that are no tensors are made, too, as a load without classes makes them.
+
 On request, copies of chunks are compared with each other, too: every rank that has a
 tensor may have written it right, and something else than the others.
 """
@@ -16,7 +18,7 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.errors import FormatError
 from ckptio.plan.load import LoadPlan, plan_load
-from ckptio.state.tree import read_tree
+from ckptio.state.values import check_values
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -77,7 +79,7 @@ async def run_verify(
             f"{storage.path!r} was written by {manifest.writer}, which keeps no checksums: there is"
             " nothing to verify it with; convert it first"
         )
-    await run_blocking(context.executor, read_tree, manifest)
+    await run_blocking(context.executor, check_values, manifest)
     damage: list[CorruptionError] = []
     reading = Reading(storage, manifest, on_damage=damage.append)
     whole = await check_sizes(reading, range(len(manifest.files)), context)

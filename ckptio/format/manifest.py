@@ -20,6 +20,7 @@ import msgspec
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c, unpack_checksums
+from ckptio.format.earlier import require_first
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.tiling import find_overlap, is_grid
 
@@ -202,12 +203,13 @@ def checked_document(data: bytes) -> bytes:
     return bytes(body) + b"}"
 
 
-def decode_manifest(data: bytes, *, may_be_foreign: bool = False) -> Manifest:
+def decode_manifest(data: bytes, *, is_passed_on: bool = False) -> Manifest:
     """Read a manifest.
 
     Args:
         data: Its bytes.
-        may_be_foreign: Also take one that another rank made of a foreign checkpoint.
+        is_passed_on: Also take one that another rank made of a foreign checkpoint, or has read
+            and written again, with members that its version had not.
 
     Raises:
         FormatError: `data` is not a manifest, was damaged, or contradicts itself.
@@ -216,13 +218,15 @@ def decode_manifest(data: bytes, *, may_be_foreign: bool = False) -> Manifest:
     document = checked_document(data)
     try:
         version = _version_decoder.decode(document).ckptio  # type: ignore[attr-defined]  # defstruct
-        is_foreign = may_be_foreign and version == FOREIGN_VERSION
+        is_foreign = is_passed_on and version == FOREIGN_VERSION
         if not 1 <= version <= FORMAT_VERSION and not is_foreign:
             raise FormatVersionError(
                 f"the checkpoint has format {version} and this version of ckptio reads"
                 f" 1 to {FORMAT_VERSION}; upgrade ckptio"
             )
         manifest = _decoder.decode(document)
+        if version == 1 and not is_passed_on:
+            require_first(document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the manifest is not what ckptio writes: {error}") from None
     if not is_foreign:
@@ -238,8 +242,6 @@ def _check_head(manifest: Manifest) -> None:
     if not 0 < manifest.block_nbytes < MAX_EXTENT or manifest.block_nbytes % PAGE_NBYTES:
         raise FormatError(f"bad block size {manifest.block_nbytes} in the manifest")
     check_hosts(manifest.hosts)
-    if manifest.ckptio == 1 and _has_ranks(manifest):
-        raise FormatError("the manifest has format 1 and what format 2 brought")
     check_names(manifest.files)
     for file in manifest.files:
         num_blocks = -(-file.nbytes // manifest.block_nbytes)
@@ -273,16 +275,6 @@ def check_hosts(hosts: Sequence[str]) -> None:
             )
 
 
-def _has_ranks(manifest: Manifest) -> bool:
-    """Whether a manifest has anything that version 1 did not know."""
-    return bool(
-        manifest.hosts
-        or manifest.metadata
-        or any(file.rank for file in manifest.files)
-        or any(chunk.copies for tensor in manifest.tensors for chunk in tensor.chunks)
-    )
-
-
 def check_tensors(manifest: Manifest) -> None:
     """Check that chunks lie inside files and tensors, apart from each other.
 
@@ -294,6 +286,8 @@ def check_tensors(manifest: Manifest) -> None:
     itemsizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     num_files = len(spans)
+    # an empty tensor of another program's may begin anywhere: none of it is read
+    ends = [MAX_EXTENT if manifest.is_foreign else file.nbytes for file in manifest.files]
     names: set[str] = set()
     for tensor in manifest.tensors:
         name, shape, chunks = tensor.name, tensor.shape, tensor.chunks
@@ -312,13 +306,19 @@ def check_tensors(manifest: Manifest) -> None:
             if 0 <= file < num_files and start >= 0 and not start % itemsize:
                 if count:
                     spans[file].append((start, start + count * itemsize))
+                elif start > ends[file]:
+                    raise FormatError(f"tensor {name!r} begins behind the end of its file")
                 continue
-        _take_places(tensor, count, itemsize, spans)
+        _take_places(tensor, count, itemsize, spans, ends)
     _check_spans(manifest, spans)
 
 
 def _take_places(
-    tensor: TensorEntry, count: int, itemsize: int, spans: list[list[tuple[int, int]]]
+    tensor: TensorEntry,
+    count: int,
+    itemsize: int,
+    spans: list[list[tuple[int, int]]],
+    ends: list[int],
 ) -> None:
     """Add the bytes of every chunk of a tensor, and of every copy, to those of its file."""
     counts = _part_numels(tensor, count)
@@ -328,6 +328,8 @@ def _take_places(
                 raise FormatError(f"tensor {tensor.name!r} has an impossible chunk in the manifest")
             if part:
                 spans[file].append((start, start + part * itemsize))
+            elif start > ends[file]:
+                raise FormatError(f"tensor {tensor.name!r} begins behind the end of its file")
 
 
 def _check_spans(manifest: Manifest, spans: list[list[tuple[int, int]]]) -> None:

@@ -55,14 +55,23 @@ class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.pointer!r} has {len(manifest)} bytes and not the {self.nbytes} of the"
                 " manifest that was committed"
             )
-        if crc32c(manifest) != self.manifest_crc32c:
+        if crc32c(manifest) != self.manifest_crc32c or _save_id_in(manifest) != self.save_id:
             raise FormatError(f"{self.pointer!r} is not the manifest that was committed")
 
 
+_id_decoder = msgspec.json.Decoder(msgspec.defstruct("_Identity", [("save_id", str)], frozen=True))
 _version_decoder = msgspec.json.Decoder(
     msgspec.defstruct("_Version", [("ckptio", int)], frozen=True)
 )
 _decoder = msgspec.json.Decoder(Pointer)
+
+
+def _save_id_in(manifest: bytes) -> str | None:
+    """Give the save id of a manifest that is not parsed yet; `None` if it says none."""
+    try:
+        return _id_decoder.decode(manifest).save_id  # type: ignore[attr-defined,no-any-return]  # defstruct
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def pointed_name(save_id: str) -> str:

@@ -23,6 +23,8 @@ _NUMPY_NAME = re.compile(
     r"\|[b]1|[<>|][iufcSU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|[munpfa]s)\])?"
 )
 
+_MAX_SIZE = 1 << 63
+
 
 class Word:
     """Stands for one of torch's element types or devices, where torch is not imported.
@@ -75,9 +77,11 @@ def size_of(value: Json) -> tuple[int, ...]:
     """Give what a `torch.Size` is made of.
 
     Raises:
-        FormatError: It is not made of integers.
+        FormatError: It is not made of integers, or of some that torch has no room for.
     """
-    if type(value) is not list or not all(type(item) is int for item in value):
+    if type(value) is not list or not all(
+        type(item) is int and -_MAX_SIZE <= item < _MAX_SIZE for item in value
+    ):
         raise FormatError(f"{value!r} for a torch.Size in the manifest")
     return tuple(value)
 
@@ -99,16 +103,18 @@ def numpy_scalar(name: object, encoded: str) -> np.generic:
     """Make a numpy scalar of its bytes.
 
     Raises:
-        FormatError: It has too few.
+        FormatError: It has too few, or more.
         ValueError: They are not base64.
     """
     import numpy as np  # noqa: PLC0415  # 50 ms that few checkpoints need
 
     dtype = numpy_dtype(name)
     raw = base64.b64decode(encoded, validate=True)
-    if len(raw) < dtype.itemsize:
+    # numpy gives an empty string the bytes of one character
+    is_empty = not dtype.itemsize and raw in (bytes(1), bytes(4))
+    if len(raw) != dtype.itemsize and not is_empty:
         raise FormatError(f"a scalar {dtype} of {len(raw)} bytes in the manifest")
-    raw = raw[: dtype.itemsize]  # numpy gives an empty string the bytes of one character
+    raw = raw[: dtype.itemsize]
     if dtype.kind == "S":  # indexing an array would drop trailing zeros
         return np.bytes_(raw)
     if dtype.kind == "U":

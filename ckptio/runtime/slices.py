@@ -15,7 +15,8 @@ from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import Destination, TargetState
-from ckptio.state.rebuild import check_view, device_of, empty, torch_dtype, view_of
+from ckptio.state.rebuild import device_of, empty, torch_dtype, view_of
+from ckptio.state.references import check_view
 from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:

@@ -287,6 +287,8 @@ def check_array(fqn: str, target: np.ndarray[Any, Any]) -> None:
         raise TargetError(f"cannot fill {fqn!r}: the array is read-only")
     if isinstance(target, np.ma.MaskedArray):
         raise TargetError(f"cannot fill {fqn!r}: its mask would stay; pass its data and its mask")
+    if not target.nbytes:
+        return
     elements = tuple(stride / target.itemsize for stride in target.strides)
     if target.size > 1 and _overlaps_itself(target.shape, elements):
         raise TargetError(f"cannot fill {fqn!r}: its elements share memory; copy() it first")

@@ -19,8 +19,9 @@ from ckptio.state.fills import Fill
 from ckptio.state.kinds import kind_of
 from ckptio.state.leaves import SCALAR_TYPES, TORCH_DTYPES, is_convertible
 from ckptio.state.looks import plain_memory
-from ckptio.state.rebuild import check_view, torch_dtype
+from ckptio.state.rebuild import torch_dtype
 from ckptio.state.records import fields_of, record_tag
+from ckptio.state.references import check_view
 from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import tensor_index
 

@@ -28,6 +28,7 @@ from ckptio.format.encode import (
     encode_bytes,
     join_fqn,
 )
+from ckptio.format.manifest import MAX_DIMS
 from ckptio.layout import numel
 from ckptio.plan.differences import UNSURE
 from ckptio.shards import LeafSpec, PerRank, Shard
@@ -270,7 +271,7 @@ class _Flattener:
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
         look = look_at(tensor)
         if look is not None:  # by far the most
-            if 0 in look.shape:
+            if 0 in look.shape or len(look.shape) > MAX_DIMS:
                 require_extents(fqn, look.shape)
             return self._store(fqn, tensor, look.dtype, {TAG: None}, look)
         try:

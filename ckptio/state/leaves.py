@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptio.errors import ConfigError, UnsupportedLeafError, shown
 from ckptio.format.encode import TAG, ObjectEncoder, encode_plain_key, join_fqn
-from ckptio.format.manifest import MAX_EXTENT
+from ckptio.format.manifest import MAX_DIMS, MAX_EXTENT
 from ckptio.format.words import numpy_scalar
 from ckptio.layout import BIT_DTYPES, DTYPES
 
@@ -121,6 +121,9 @@ def require_extents(fqn: str, shape: Sequence[int], strides: Sequence[int] = ())
     """
     span = math.prod(extent or 1 for extent in shape)
     steps = [stride for extent, stride in zip(shape, strides, strict=False) if extent != 1]
+    if len(shape) > MAX_DIMS:
+        problem = f"{len(shape)} dimensions, and a checkpoint has {MAX_DIMS} at most"
+        raise UnsupportedLeafError(fqn, problem, "save it in another shape")
     if span >= MAX_EXTENT or any(stride >= MAX_EXTENT for stride in steps):
         problem = f"a shape of {tuple(shape)} with strides of {tuple(strides)}, beyond 2**56"
         raise UnsupportedLeafError(fqn, problem, "save a part of it")

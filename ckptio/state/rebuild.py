@@ -19,6 +19,7 @@ from ckptio.format.encode import RANKS_TAG, TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
 from ckptio.layout import DTYPES, numel
 from ckptio.state.leaves import TORCH_DTYPES, is_convertible
+from ckptio.state.references import check_view
 from ckptio.state.tree import is_absent
 
 if TYPE_CHECKING:
@@ -254,8 +255,8 @@ class Rebuilder:
         flat = raw.reshape(-1).view(torch.uint8).numpy()
         if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
             raise FormatError(f"an array {dtype} {node['s']} does not have {flat.nbytes} bytes")
-        if not numel(tuple(node["s"])):
-            return np.empty(node["s"], dtype)
+        if not flat.nbytes:  # numpy.empty would make strings of one character of those of none
+            return np.ndarray(node["s"], dtype)
         return flat.view(dtype).reshape(node["s"])
 
 
@@ -279,24 +280,6 @@ def view_of(base: torch.Tensor, node: Json) -> torch.Tensor:
     if node.get("conj"):
         view = view.conj()
     return torch._neg_view(view) if node.get("neg") else view  # noqa: SLF001  # the only maker
-
-
-def check_view(node: Json, base_nbytes: int) -> int:
-    """Check that a view stays inside its base, and give the end of it in bytes."""
-    itemsize = DTYPES[node["d"]].itemsize
-    shape, strides, start = node["s"], node["r"], node["o"]
-    numbers = [start, *shape, *strides]
-    if (
-        len(shape) != len(strides)
-        or any(type(n) is not int or n < 0 or n >= 1 << 56 for n in numbers)
-        or start % itemsize
-    ):
-        raise FormatError(f"a bad view in the manifest: {node}")
-    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else -1
-    stop = int(start + (reach + 1) * itemsize)
-    if stop > base_nbytes or numel(tuple(n for n in shape if n)) >= 1 << 56:
-        raise FormatError(f"a view ends at byte {stop} of a tensor of {base_nbytes} bytes")
-    return stop
 
 
 def rebuild_word(fqn: str, node: Json) -> Any:

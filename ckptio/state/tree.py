@@ -10,11 +10,11 @@ import msgspec
 from ckptio.errors import FormatError
 from ckptio.format.crowds import refuse_crowd
 from ckptio.format.decode import ObjectDecoder
+from ckptio.format.doubles import require_distinct
 from ckptio.format.encode import MAX_DEPTH, MAX_LEVELS, RANKS_TAG, TAG, join_fqn
-from ckptio.format.manifest import MAX_EXTENT
 from ckptio.format.words import decode_word
-from ckptio.layout import DTYPES
 from ckptio.plan.trees import ABSENT
+from ckptio.state.references import is_naturals, is_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,14 +32,6 @@ _SCALAR_TAGS = frozenset(
         "time", "timedelta", "path", "npscalar", "torch.Size", "torch.dtype", "torch.device",
     )
 )  # fmt: skip
-#: What a reference to a tensor has, and what it may have.
-_REFERENCE_MEMBERS = {
-    tag: ({TAG, "t", *members}, {TAG, "t", *members, *more})
-    for tag, members, more in (
-        ("bytes", "", ()), ("bytearray", "", ()), ("np", "ds", ()),
-        ("view", "dosr", ("conj", "neg")),
-    )
-}  # fmt: skip
 #: Keys of these are equal to others of the same value.
 _VALUE_TAGS = ("int", "float", "complex", "bytes", "npscalar")
 _TUPLE_TAGS = ("tuple", "namedtuple", "torch.Size")
@@ -60,13 +52,15 @@ def read_tree(manifest: Manifest, rank: int | None = None) -> Json:
 
     Raises:
         FormatError: It is no JSON, has an unknown tag, lacks a member, refers to a tensor
-            that is not there, or is nested too deep.
+            that is not there, is nested too deep, or has a member twice.
     """
     try:
         tree = msgspec.json.decode(manifest.tree)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the tree of the manifest is not JSON: {error}") from None
-    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=True)
+    may_have_ranks = manifest.ckptio != 1  # the first version knew none
+    has_ranks = _check([tree], len(manifest.tensors), set(), may_have_ranks=may_have_ranks)
+    require_distinct(manifest.tree, tree)
     return tree if rank is None or not has_ranks else take_rank(tree, rank)
 
 
@@ -158,7 +152,7 @@ def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ran
 
 def _has_order(node: dict[str, Json]) -> bool:
     """Whether a node of a tensor has an order of its dimensions beside it, and no more."""
-    return node.keys() == {TAG, "p"} and _is_naturals(node["p"])
+    return node.keys() == {TAG, "p"} and is_naturals(node["p"]) and bool(node["p"])
 
 
 def _is_list_of_ranks(node: dict[str, Json]) -> bool:
@@ -175,7 +169,7 @@ def _fits(
     """
     value = node.get("v")
     if "t" in node:
-        return _is_reference(tag, node, num_tensors, owned)
+        return is_reference(tag, node, num_tensors, owned)
     if tag in MAPPING_TAGS:
         if "m" in node:
             if tag != "odict" or type(node["m"]) is not dict:
@@ -196,29 +190,6 @@ def _fits(
     if tag == "enum":
         below.append(value)
     return tag in _SCALAR_TAGS and "v" in node
-
-
-def _is_reference(tag: str, node: dict[str, Json], num_tensors: int, owned: set[int]) -> bool:
-    """Whether a node with a tensor has the members of its tag, and no others."""
-    index, members = node["t"], _REFERENCE_MEMBERS.get(tag)
-    if type(index) is not int or not 0 <= index < num_tensors:
-        return False
-    if members is None or not members[0] <= node.keys() <= members[1]:
-        return False
-    if tag == "bytearray":
-        is_first = index not in owned
-        owned.add(index)
-        return is_first
-    if tag == "np":
-        return _is_naturals(node["s"]) and type(node["d"]) is str
-    if tag == "view":
-        numbers = (node["s"], node["r"], [node["o"]])
-        return all(map(_is_naturals, numbers)) and str(node["d"]) in DTYPES
-    return True
-
-
-def _is_naturals(value: Json) -> bool:
-    return type(value) is list and all(type(n) is int and 0 <= n < MAX_EXTENT for n in value)
 
 
 def tensor_index(node: Json) -> int | None:

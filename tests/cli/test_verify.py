@@ -62,6 +62,18 @@ def test_verify_names_tensor_file_and_offset_of_each_damage(
     ]
 
 
+def test_a_value_that_nobody_can_have_saved_is_damage_of_the_manifest(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A load would say so; bytes with the right checksums are not all of a checkpoint."""
+    rewrite(ckpt, tensors=b"[]", tree=b'{"a":1,"b":{"~":"dict","v":[["k",1],["k",2]]}}')
+    code, document = run_json(capsys, "verify", str(ckpt))
+    (result,) = document["checkpoints"]
+    assert (code, result["state"]) == (1, "damaged")
+    assert [damage["file"] for damage in result["damage"]] == ["manifest.json"]
+    assert "two equal keys in the dict at 'b'" in result["error"]
+
+
 def test_verify_says_each_of_several(
     ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import CheckpointError, FormatError, FormatVersionError
 from ckptio.format.checksum import crc32c
-from ckptio.format.compose import encode_manifest
+from ckptio.format.compose import encode_again, encode_manifest
 from ckptio.format.manifest import (
     FORMAT_VERSION,
     MAX_EXTENT,
@@ -148,14 +148,27 @@ COPIED = ["a", "uint8", [4], [[0, 0, None, None, [[0, 4]]]]]
 
 @pytest.mark.parametrize(
     "changes",
-    [HOSTED, {"files": [["f", 9000, "AQAAAAIAAAADAAAA", 1]], **HOSTED}, {"tensors": [COPIED]}],
-    ids=["hosts", "ranks", "copies"],
-)
-def test_version_1_knows_no_ranks_and_no_copies(changes: dict[str, Any]) -> None:
-    """A manifest that says it is of version 1 and has more is no manifest."""
+    [
+        HOSTED, {"hosts": []}, {"files": [["f", 9000, "AQAAAAIAAAADAAAA", 1]], **HOSTED},
+        {"files": [["f", 9000, "AQAAAAIAAAADAAAA", 0]]}, {"tensors": [COPIED]},
+        {"tensors": [["a", "uint8", [4], [[0, 0, None, None, []]]]]},
+        {"metadata": {"step": 1}}, {"metadata": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_version_1_knows_no_ranks_no_copies_and_no_metadata(changes: dict[str, Any]) -> None:
+    """A manifest that says it is of version 1 and has more, even if empty, is no manifest."""
     assert decode_manifest(sealed(as_document() | {"tensors": []} | changes))
     with pytest.raises(FormatError, match="format 1"):
         decode_manifest(sealed(as_document() | {"tensors": []} | changes | {"ckptio": 1}))
+
+
+def test_a_manifest_of_version_1_is_passed_on() -> None:
+    """To other ranks of a job, by whom it was not read itself; with members of today."""
+    found = decode_manifest(sealed(as_document() | {"ckptio": 1}))
+    again = encode_again(found)
+    assert b"metadata" in again
+    assert decode_manifest(again, is_passed_on=True) == found
 
 
 @pytest.mark.parametrize("host", ["", "a b", "é", "a\n", "x" * 256, "\0", "\x7f"])
@@ -208,6 +221,16 @@ def test_a_tensor_without_elements_needs_no_chunk() -> None:
     """Where nobody holds a byte of it, nobody writes it."""
     found = decode_manifest(with_tensors(["a", "int32", [0, 3], []]))
     assert found.tensors == (TensorEntry("a", "int32", (0, 3), ()),)
+
+
+@pytest.mark.parametrize(
+    "chunk", [[0, 9004], [1, 4], [0, 9004, [0], [0]], [0, 0, [0], [0], [[1, 4]]]], ids=str
+)
+def test_a_tensor_without_elements_begins_in_its_file(chunk: list[Any]) -> None:
+    """At its end, at the latest, and so does a part of one, and a copy."""
+    assert decode_manifest(with_tensors(["a", "float32", [0], [[0, 9000]]]))
+    with pytest.raises(FormatError, match="behind the end"):
+        decode_manifest(with_tensors(["a", "float32", [0], [chunk]]))
 
 
 HEADS = [

@@ -37,6 +37,15 @@ def test_a_pointer_says_where_the_manifest_is() -> None:
             pointer.check(other)
 
 
+def test_a_pointer_leads_to_the_manifest_of_its_own_save() -> None:
+    """Bytes with the right checksum under the right name may be another save's, or nobody's."""
+    for other in (manifest_of(SAVE_IDS[1], {}), b"{}", b"nonsense", b'{"save_id":7}'):
+        pointer = decode_pointer(encode_pointer(SAVE_ID, other))
+        assert pointer is not None
+        with pytest.raises(FormatError, match="not the manifest"):
+            pointer.check(other)
+
+
 @pytest.mark.parametrize("data", [MANIFEST, b"", b"{}", b"nonsense", MANIFEST[:100]])
 def test_what_is_no_pointer_is_for_others_to_judge(data: bytes) -> None:
     """A manifest is none, nor is what neither is."""

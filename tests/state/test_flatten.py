@@ -329,6 +329,15 @@ def test_shapes_that_no_manifest_has_are_refused(make: Any) -> None:
         flatten({"x": make()})
 
 
+def test_more_dimensions_than_a_manifest_has_are_refused() -> None:
+    """Torch has tensors and views of as many as one likes."""
+    base = torch.zeros(2)
+    flatten({"x": base.reshape([1] * 63 + [2])})
+    for tensor in (base.reshape([1] * 64 + [2]), base[:1].expand([1] * 65)):
+        with pytest.raises(UnsupportedLeafError, match=r"'x': 65 dimensions, .* 64 at most"):
+            flatten({"base": base, "x": tensor})
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

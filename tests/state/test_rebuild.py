@@ -17,12 +17,12 @@ from ckptio.state.leaves import as_integers
 from ckptio.state.rebuild import (
     Rebuilder,
     allocate,
-    check_view,
     device_of,
     empty,
     torch_dtype,
     view_of,
 )
+from ckptio.state.references import check_view
 from tests.strategies import CLASSES, assert_same, states
 
 
@@ -107,6 +107,18 @@ def test_an_array_has_the_bytes_it_needs(dtype: str, shape: list[int]) -> None:
         assert found.nbytes == 0
 
 
+@pytest.mark.parametrize("dtype", ["U0", "S0"])
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3), (0, 4)])
+def test_an_array_of_strings_without_characters_comes_back(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Such a field of records has elements and no bytes; numpy makes longer ones where it can."""
+    array = np.zeros(shape, dtype=[("name", dtype)])["name"]
+    found = rebuild(flatten([array]).tree, torch.empty(0, dtype=torch.uint8))[0]
+    assert (found.dtype, found.shape) == (array.dtype, shape)
+    assert found.tolist() == array.tolist()
+
+
 #: Not a time. Times without a unit are made by views: newer numpy warns of their constructors.
 _NO_TIME = np.array([np.iinfo(np.int64).min])
 
@@ -135,6 +147,8 @@ def test_a_numpy_scalar_comes_back(value: np.generic) -> None:
         {"~": "npscalar", "d": "<f8", "v": "AAAA"}, {"~": "npscalar", "d": "<f8", "v": "%"},
         {"~": "npscalar", "d": "<f8", "v": 5}, {"~": "npscalar", "d": "<U1", "v": "//////8="},
         {"~": "torch.Size", "v": 5}, {"~": "torch.Size", "v": ["a"]}, {"~": "torch.Size", "v": {}},
+        {"~": "npscalar", "d": "<f4", "v": "AAAAAAA="}, {"~": "npscalar", "d": "<U0", "v": "AAAA"},
+        {"~": "torch.Size", "v": [2**63]}, {"~": "torch.Size", "v": [-(2**63) - 1]},
         {"~": "torch.device", "v": "tpu:0:0"}, {"~": "torch.device", "v": None},
         {"~": "torch.device", "v": "cuda:-5"}, {"~": "torch.device", "v": ""},
         {"~": 7}, {"~": "bytes", "t": 7}, {"~": "np", "t": 7, "d": "<f4", "s": []},

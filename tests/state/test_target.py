@@ -338,6 +338,14 @@ def test_an_array_that_is_no_tensor_of_torch_is_copied_into(saved: np.ndarray[An
         assert "in the target" in match_of({"a": saved}, {"a": swapped}).mismatched[0]
 
 
+def test_an_array_whose_elements_have_no_bytes_is_kept() -> None:
+    """Strings without characters, a field of records: there is nothing to copy, and no stride."""
+    saved, target = (np.zeros(3, dtype=[("name", "U0")])["name"] for _ in range(2))
+    match, result = matched({"a": saved}, {"a": target})
+    assert match.agrees
+    assert result["a"] is target
+
+
 @pytest.mark.parametrize(
     ("target", "problem"),
     [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptio.errors import ConfigError, FormatError
 from ckptio.format.encode import MAX_DEPTH, join_fqn
-from ckptio.format.manifest import Manifest, TensorEntry
+from ckptio.format.manifest import FORMAT_VERSION, Manifest, TensorEntry
 from ckptio.state.flatten import flatten
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder
@@ -22,9 +22,9 @@ from ckptio.state.tree import is_absent, is_ranks, read_tree, tensor_index, walk
 from tests.strategies import Point, Settings, keys, states
 
 
-def manifest_with(tree: bytes, num_tensors: int = 1) -> Manifest:
+def manifest_with(tree: bytes, num_tensors: int = 1, version: int = FORMAT_VERSION) -> Manifest:
     tensors = tuple(TensorEntry(f"t{i}", "uint8", (4,), ()) for i in range(num_tensors))
-    return Manifest(1, "1", "0" * 32, "", 4096, (), tensors, msgspec.Raw(tree))
+    return Manifest(version, "1", "0" * 32, "", 4096, (), tensors, msgspec.Raw(tree))
 
 
 @given(state=states)
@@ -34,6 +34,15 @@ def test_every_tree_of_a_state_is_read(state: Any) -> None:
     tree = msgspec.json.encode(flat.tree)
     found = read_tree(manifest_with(tree, len(flat.specs)))
     assert msgspec.json.encode(found) == tree
+
+
+@pytest.mark.parametrize("value", [{"~": 0}, {"~": "absent"}], ids=str)
+def test_version_1_knows_no_value_of_each_rank(value: Any) -> None:
+    """A tree that has one is none of that version."""
+    tree = json.dumps({"a": [{"~": "ranks", "v": [value]}]}).encode()
+    assert read_tree(manifest_with(tree))
+    with pytest.raises(FormatError, match="ranks"):
+        read_tree(manifest_with(tree, version=1))
 
 
 @given(state=states)
@@ -63,7 +72,13 @@ BAD = [
     {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1]},
     {"~": "view", "t": 9, "d": "uint8", "o": 0, "s": [1], "r": [1]},
     {"~": "view", "t": [], "d": "uint8", "o": 0, "s": [1], "r": [1]},
-    {"~": "bytes", "t": 0, "s": None}, {"~": "np", "t": 0, "d": "<f4", "s": [1], "v": 1},
+    {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1] * 65, "r": [1] * 65},
+    {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1], "r": [1], "conj": True},
+    {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1], "r": [1], "neg": 1},
+    {"~": "view", "t": 0, "d": "bool", "o": 0, "s": [1], "r": [1], "neg": True},
+    {"~": "view", "t": 0, "d": "float8_e5m2", "o": 0, "s": [1], "r": [1], "neg": True},
+    {"~": 0, "p": []}, {"~": "bytes", "t": 0, "s": None},
+    {"~": "np", "t": 0, "d": "<f4", "s": [1], "v": 1},
     {"~": "view", "t": 0, "d": "uint8", "o": 0, "s": [1], "r": [1], "x": 1},
     {"~": "absent"}, {"~": "ranks"}, {"~": "ranks", "v": []}, {"~": "ranks", "v": {"a": 1}},
     {"~": "ranks", "v": [1], "x": 1}, {"~": "ranks", "v": [{"~": 1}]}, {"~": "ranks", "t": 0},
@@ -122,6 +137,27 @@ def test_a_tree_that_is_no_json_is_refused(tree: bytes) -> None:
     """The manifest's parser looks at its outside only."""
     with pytest.raises(FormatError, match="not JSON"):
         read_tree(manifest_with(tree))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        '{"a": 1, "a": 2}', '[{"b": {"a": 1, "x": 2, "a": 1}}]', '{"~": 0, "~": 0}',
+        '{"": 0, "": 1}',
+        '{"~": "odict", "v": {"\\u0061": 1, "a": 2}}',
+    ],
+)  # fmt: skip
+def test_a_member_that_stands_twice_is_refused(tree: str) -> None:
+    """The parser would keep the last, and a value of the state would be lost."""
+    with pytest.raises(FormatError, match="stands twice"):
+        read_tree(manifest_with(tree.encode()))
+
+
+def test_a_tree_may_be_written_in_other_ways() -> None:
+    """By other programs: with spaces, escapes, and numbers as they write them."""
+    tree = rb'{"\u00e9": [1.50, 1e2, -0.0, 12345678901234567890], "a\/b": {"a": "a", "b": "a"}}'
+    found = read_tree(manifest_with(tree))
+    assert found == {"é": [1.5, 100.0, 0.0, 12345678901234567890], "a/b": {"a": "a", "b": "a"}}
 
 
 @pytest.mark.parametrize("depth", [4 * MAX_DEPTH + 1, 5_000, 200_000])
