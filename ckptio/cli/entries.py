@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["container", "tensor", "array", "bytes", "value"]
 _KINDS: dict[str, Kind] = {"np": "array", "bytes": "bytes", "bytearray": "bytes"}
+#: As deep as values are: in a value of each rank, which is a level itself, it counts anew.
+_MAX_LEVELS = 2 * (MAX_LEVELS + 1)
 _ROOT = "state"  # a state that is no container has no name of its own
 _SEQUENCES = ("tuple", "set", "frozenset")
 _ABSENT = {TAG: "absent"}
@@ -188,8 +190,8 @@ class _Walk:
 
 def _items(fqn: str, node: Json, depth: int) -> Iterator[tuple[str, str, Json]]:
     """Give name, label and node of what a container holds; nothing for a scalar."""
-    if depth > MAX_LEVELS:
-        raise FormatError(f"values nested deeper than {MAX_LEVELS} in the manifest")
+    if depth > _MAX_LEVELS:
+        raise FormatError(f"values nested deeper than {_MAX_LEVELS} in the manifest")
     start = len(fqn) + 1 if fqn else 0
     if type(node) is list:
         for i, item in enumerate(node):

@@ -200,7 +200,8 @@ class SafetensorsReader:
             return ""
         return (
             f"the index counts {self._total_nbytes} bytes of tensors and there are {nbytes}:"
-            " ranks wrote over each other's files"
+            " ranks wrote over each other's files, or the tensors were converted since (if so, take"
+            " total_size out of the index)"
         )
 
     def _flaw(self, header: _Header, tensor: StoredTensor, lost: str) -> str:

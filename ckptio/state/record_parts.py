@@ -46,7 +46,7 @@ _PLAIN = frozenset((*SCALAR_TYPES, bytes, torch.Tensor, torch.nn.Parameter))
 class _Slot(NamedTuple):
     """A step to a field of a named tuple, which may come back as a tuple or as a dict."""
 
-    index: int
+    number: int
     name: str
 
 
@@ -254,7 +254,7 @@ def _at(value: Any, key: Any) -> Any:
     if type(value) in DICTS:
         return value.get(key.name if type(key) is _Slot else key)
     if isinstance(value, (list, tuple, deque)):
-        index = key.index if type(key) is _Slot else key
+        index = key.number if type(key) is _Slot else key
         return value[index] if type(index) is int and index < len(value) else None
     attributes = attributes_of(value) if _fields_of(value) else ()
     return next((found.read() for found in attributes if found.name == key), None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptio import sync
+from ckptio import PerRank, sync
 from ckptio.__main__ import main
 from ckptio.format.manifest import Chunk, TensorEntry, decode_manifest
 from tests.cli.rig import (
@@ -202,3 +203,18 @@ def test_64000_tensors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rewrite(path, tensors=chunks, tree=tree.encode())
     assert main(["show", str(path)]) == 0
     assert capsys.readouterr().out.count("float32 [0]") == 64_000
+
+
+def test_show_goes_as_deep_as_a_load_in_a_value_of_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Depth counts anew in one."""
+    make_enum: Any = enum.Enum
+    value = make_enum("E", {"A": 1})["A"]
+    for number in range(99):
+        value = make_enum(f"E{number}", {"A": [value]})["A"]
+    state = make_enum("Root", {"A": {"a": PerRank(value)}})["A"]
+    sync.save(state, tmp_path / "c", config=SMALL)
+    sync.load(tmp_path / "c", config=SMALL)
+    code, _ = run_json(capsys, "show", str(tmp_path / "c"))
+    assert code == 0

@@ -189,3 +189,113 @@ def test_records_that_refer_to_each_other_end(tmp_path: Path) -> None:
     target = Stating(nets_of(0))
     loaded(tmp_path, {"x": Stating(nets_of(1))}, {"x": target}, strict="raise")
     assert target.nets[0].model.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_container_that_was_written_to_holds_its_records_again(
+    tmp_path: Path, kind: type[Any]
+) -> None:
+    """The very one: others may have it."""
+
+    class Updating(Trainer):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if isinstance(self.nets, dict):
+                self.nets.update(state["nets"])
+            else:
+                self.nets.clear()
+                self.nets.extend(state["nets"])
+
+    def held(record: Nets) -> Any:
+        return {"a": record} if kind is dict else kind([record])
+
+    record, net = Nets(net_of(0)), net_of(0)
+    record.model = net
+    target = Updating(held(record))
+    nets = target.nets
+    with pytest.raises(TargetError, match=r"'x\.nets\.(a|0)\.model' has a state"):
+        loaded(tmp_path, {"x": Updating(held(Nets(net_of(1))))}, {"x": target})
+    assert target.nets is nets
+    assert nets == held(record)
+    assert record.model is net
+
+
+def test_a_long_history_hides_no_parts(tmp_path: Path) -> None:
+    """What holds nothing is not counted."""
+
+    class Logging(Trainer):
+        def __init__(self, nets: Any) -> None:
+            self.history = {str(i): [0.5] * 1000 for i in range(20)}
+            super().__init__(nets)
+
+    target = Logging(Nets(net_of(0)))
+    with pytest.raises(TargetError, match=r"'x\.nets\.model' has a state"):
+        loaded(tmp_path, {"x": Logging(Nets(net_of(1)))}, {"x": target})
+
+
+def test_a_state_in_the_place_of_one_that_it_gives_as_a_state_is_its_own(tmp_path: Path) -> None:
+    """Though it gives another of that class itself."""
+
+    class Best(Trainer):
+        def __init__(self, nets: Any) -> None:
+            self.model = net_of(0)
+            super().__init__(nets)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": self.model, "best": self.nets.model.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.model = state["model"]
+            self.nets = Nets(state["best"])
+
+    target = Best(Nets(net_of(0)))
+    result = loaded(tmp_path, {"x": Best(Nets(net_of(1)))}, {"x": target})
+    assert any("x.nets.model: has a state" in note for note in result.report.notes)
+
+
+def test_a_named_tuple_that_became_a_dict_is_told(tmp_path: Path) -> None:
+    """As a dataclass is."""
+
+    class Plain(Trainer):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets = state["nets"]._asdict()
+
+    target = Plain(Named(net_of(0)))
+    with pytest.raises(TargetError, match=r"'x\.nets\.model' has a state"):
+        loaded(tmp_path, {"x": Plain(Named(net_of(1)))}, {"x": target})
+
+
+def test_records_in_a_long_row_and_odd_classes_end_no_load(tmp_path: Path) -> None:
+    """They hold no parts that anybody finds."""
+
+    @dataclass
+    class Node:
+        env: Any
+        below: Any = None
+
+    class Raising(tuple[Any, ...]):
+        __slots__ = ()
+        _fields = ("a",)
+
+        def __iter__(self) -> Any:
+            raise RuntimeError("no")
+
+    class Fielded:
+        __dataclass_fields__ = 1
+
+    class Stating(Trainer):
+        def __init__(self, nets: Any) -> None:
+            self.odd = [Raising((1,)), Fielded()]
+            self.chain: Any = None
+            for _ in range(3000):
+                self.chain = Node(self.odd, self.chain)
+            super().__init__(nets)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": self.nets.model.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.nets.model.load_state_dict(state["model"])
+
+    target = Stating(Nets(net_of(0)))
+    loaded(tmp_path, {"x": Stating(Nets(net_of(1)))}, {"x": target}, strict="raise")
+    assert target.nets.model.weight.eq(1).all()
