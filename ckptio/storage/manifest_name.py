@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio.errors import CommitConflictError
+from ckptio.errors import CommitConflictError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import write_file
 from ckptio.storage.file_names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
-from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, read_regular
+from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, follow_pointer, read_regular
+from ckptio.storage.leftovers import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,8 +137,8 @@ class ManifestName:
     def _replace(self) -> str:
         """Replace a manifest by exchange; where that is not possible, keep a copy of the old.
 
-        Between copy and rename another save may commit; its files would then stay until
-        the next save to the path. Nothing that is committed is ever lost.
+        Between copy and rename another save may commit; its files then stay until the next
+        save to the path, but it is replaced by this one unseen, as by one that came later.
 
         Returns:
             Where the manifest that was replaced is now; nothing if there is none.
@@ -195,11 +197,24 @@ class ManifestName:
                 self._files.unlink(self.target)
             elif self.replaced == self.new:
                 self._files.exchange(self.new, self.target)
-            else:
+            elif self._may_return():
                 self._files.replace(self.replaced, self.target)
             return not self._is_there()
         except OSError:
             return False
+
+    def _may_return(self) -> bool:
+        """Whether all that the manifest lists is there of which a copy was kept.
+
+        Another save may have replaced it just after the copy was made, and removed its files:
+        then this one, which is whole, stays, and whether for good is in doubt.
+        """
+        try:
+            copy = read_regular(self._files, self.replaced, MAX_MANIFEST_NBYTES)
+            manifest, _ = follow_pointer(self._files, self._directory, copy)
+            return is_whole(self._directory, decode_summary(manifest))
+        except FormatError:  # damaged before, or of another kind
+            return True
 
 
 class _InDoubtError(OSError):

@@ -392,3 +392,33 @@ async def test_what_is_put_back_meanwhile_is_no_leftover(
     (directory / "manifest.json").rename(directory / f".manifest-{A}-old")
     assert find_leftovers(PutBack(), str(directory), C) == []
     assert committed(directory) == NEW
+
+
+async def test_what_lost_its_files_is_not_put_back(tmp_path: Path, executor: Executor) -> None:
+    """Where names cannot be exchanged, another save may have replaced it just after it was read."""
+    directory = tmp_path / "c"
+
+    class Overtaken(RecordingFiles):
+        """Another save commits before this one's name is given; syncs fail after that."""
+
+        def __init__(self) -> None:
+            super().__init__(has_exchange=False)
+            self.is_given = False
+
+        def replace(self, source: str, target: str) -> None:
+            if target.endswith("/manifest.json") and not self.is_given:
+                self.is_given = True
+                other = storage_at(directory, executor, RecordingFiles(has_exchange=False))
+                asyncio.run(write_files(other, C, OTHER, overwrite=True))
+                assert committed(directory) == OTHER
+            super().replace(source, target)
+
+        def fsync_dir(self, path: str) -> None:
+            if self.is_given:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            super().fsync_dir(path)
+
+    await write_files(storage_at(directory, executor), A, OLD)
+    with pytest.raises(StorageError, match="it may stand"):
+        await write_files(storage_at(directory, executor, Overtaken()), B, NEW, overwrite=True)
+    assert committed(directory) == NEW
