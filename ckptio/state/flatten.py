@@ -271,7 +271,7 @@ class _Flattener:
     def _tensor(self, fqn: str, tensor: torch.Tensor) -> Json:
         look = look_at(tensor)
         if look is not None:  # by far the most
-            if 0 in look.shape or len(look.shape) > MAX_DIMS:
+            if 0 in look.shape or look.shape[MAX_DIMS:]:
                 require_extents(fqn, look.shape)
             return self._store(fqn, tensor, look.dtype, {TAG: None}, look)
         try:

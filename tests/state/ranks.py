@@ -194,7 +194,7 @@ def save(world_size: int, state_of: Callable[[int], Any]) -> Saved:
     numbers = {entry.name: i for i, entry in enumerate(entries)}
     tree = merge_trees([take_tree(flat.tree, flat.names) for flat in flats], numbers)
     manifest = Manifest(
-        ckptio=1, writer="", save_id="", created="", block_nbytes=4096, files=(),
+        ckptio=2, writer="", save_id="", created="", block_nbytes=4096, files=(),
         tensors=tuple(entries), tree=msgspec.Raw(msgspec.json.encode(tree)),
     )  # fmt: skip
     return Saved(manifest, files, flats)

@@ -19,6 +19,7 @@ import ckptio.sync
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.ahead import made_ahead
 from ckptio.format.decode import ObjectDecoder
+from ckptio.format.encode import MAX_LEVELS
 from ckptio.state.flatten import flatten
 from ckptio.state.rebuild import Rebuilder
 from tests.strategies import CLASSES, Key, Point, assert_same, states
@@ -248,7 +249,7 @@ def test_what_is_made_in_two_steps_is_what_is_made_in_one(state: Any) -> None:
 def test_what_is_too_deep_is_found_before_there_are_tensors() -> None:
     """In a container with tensors as in one without."""
     node: Any = {"~": 0}
-    for _ in range(201):
+    for _ in range(MAX_LEVELS + 1):
         node = [node]
     with pytest.raises(FormatError, match="nested deeper"):
         Rebuilder({}).made_ahead("", node)
