@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -44,6 +45,15 @@ def no_leaks() -> Iterator[None]:
     assert still_open_beside(files) == set()
     open_fds = {fd for fd, _ in open_files()}
     assert locks._locked.keys() <= open_fds, "a locked file was closed otherwise"
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """No garbage is collected, as in trainers that do it when it suits them."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

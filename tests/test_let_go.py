@@ -7,7 +7,6 @@ catches it, and goes on with another state, is not to have both in memory.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 import weakref
@@ -21,7 +20,7 @@ from ckptio.errors import CheckpointError
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("no_collections")
@@ -31,15 +30,6 @@ LOADS = ["missing", "mismatch", "damaged", "missing slice", "inspect", "verify"]
 
 class Held:
     """Something of the program."""
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """No garbage is collected."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture

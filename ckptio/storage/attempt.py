@@ -45,6 +45,7 @@ from ckptio.storage.leftovers import (
     boot_id,
     files_of,
     find_leftovers,
+    held_leftovers,
     notes_of,
     put_back_mistakes,
 )
@@ -113,7 +114,7 @@ class LocalAttempt:
                     raise
                 locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
-                self._remove(self._find_leftovers())
+                self._clear(self._find_leftovers())
         except (CheckpointExistsError, CommitConflictError):
             raise
         except OSError as error:
@@ -144,8 +145,12 @@ class LocalAttempt:
             dead = [
                 name[len(ATTEMPT_PREFIX) :] for name in names if name.startswith(ATTEMPT_PREFIX)
             ]
-            return self._remove([name for name in names if any(owner in name for owner in dead)])
+            return self._clear([name for name in names if any(owner in name for owner in dead)])
         return False
+
+    def _clear(self, names: list[str]) -> bool:
+        with held_leftovers(self._files, self._directory, names) as free:
+            return self._remove(free)
 
     def _find_leftovers(self) -> list[str]:
         """Name what killed saves left; what time it is there, the attempt's file says."""

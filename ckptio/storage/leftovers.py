@@ -44,7 +44,7 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator
 
     from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
@@ -167,6 +167,72 @@ def find_leftovers(
         for name in names
         if owner not in living and name not in needed
     ]
+
+
+@contextlib.contextmanager
+def held_leftovers(
+    files: PosixFiles, directory: str, names: Collection[str]
+) -> Iterator[list[str]]:
+    """Hold the locks of dead attempts while what they left is removed.
+
+    A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
+    lock. So nobody does meanwhile, and nothing goes that somebody took up since it was called dead.
+
+    Args:
+        files: Operations to use.
+        directory: A checkpoint's directory.
+        names: What `find_leftovers` gave just now.
+
+    Yields:
+        What may be removed, in this order: an attempt's own file, which has the lock, comes last.
+
+    Raises:
+        OSError: What is there cannot be read.
+    """
+    fds, taken = [], set[str]()
+    try:
+        for name in names:
+            if name.startswith(ATTEMPT_PREFIX):
+                fd = _held(files, f"{directory}/{name}")
+                if fd < 0:
+                    taken.add(name[len(ATTEMPT_PREFIX) :])
+                else:
+                    fds.append(fd)
+        free = [name for name in names if not any(owner in name for owner in taken)]
+        try:
+            needed = _needed(files, directory, MANIFEST_NAME) if free else set[str]()
+            free = [name for name in free if name not in needed]  # one was committed, say
+        except FormatError:
+            free = []
+        yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
+    finally:
+        for fd in fds:
+            files.close(fd)
+
+
+def _held(files: PosixFiles, path: str) -> int:
+    """Take the lock of an attempt's file; less than 0 if somebody has it, or the file went."""
+    try:
+        fd = files.open(path, direct=False, writable=True)
+    except OSError:
+        return -1
+    try:
+        is_free = files.lock(fd)
+    except OSError:  # there are no locks: it was quiet for an hour
+        is_free = True
+    if is_free and is_at(fd, path):
+        return fd
+    files.close(fd)
+    return -1
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Whether an open file is still what has a name."""
+    mine = os.fstat(fd)
+    with contextlib.suppress(FileNotFoundError):
+        there = os.stat(path, follow_symlinks=False)
+        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+    return False
 
 
 def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:

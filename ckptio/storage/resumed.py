@@ -29,8 +29,9 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
-from ckptio.storage.file_names import REPLACED_SUFFIX
+from ckptio.storage.file_names import ATTEMPT_PREFIX, REPLACED_SUFFIX
 from ckptio.storage.files import follow_pointer, read_regular
+from ckptio.storage.leftovers import is_at
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -58,7 +59,8 @@ class ResumedAttempt(LocalAttempt):
             is_mine = self._files.lock(self._lock_fd)
         except OSError:  # as with every attempt
             return False
-        if not is_mine:
+        path = self._path(ATTEMPT_PREFIX + self._save_id)
+        if not is_mine or not is_at(self._lock_fd, path):  # somebody is at it, or has removed it
             self._made_files.clear()  # the file is the other one's
             raise CommitConflictError(self._directory)
         self._is_alone = True

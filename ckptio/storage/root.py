@@ -38,6 +38,7 @@ from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
     find_leftovers,
+    held_leftovers,
     is_whole,
     notes_of,
     put_back,
@@ -307,7 +308,8 @@ class LocalRoot:
         if is_quiet:
             now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
             dead = find_leftovers(self._files, directory, "", now_s)
-            removed = tuple(name for name in dead if self._unlink(directory, name))
+            with held_leftovers(self._files, directory, dead) as free:
+                removed = tuple(name for name in free if self._unlink(directory, name))
             if removed:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
         if is_quiet or tombs:

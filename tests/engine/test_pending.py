@@ -34,7 +34,7 @@ from tests.job_rig import job
 from tests.rig import SMALL, FilesCore, assert_same, config_with, inline_engine, random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
     from typing import Any
 
@@ -191,15 +191,6 @@ async def test_a_slab_whose_copy_is_lost_is_never_lent_again(
         assert_same(await engine.load("next"), other)
         assert lent
         assert not lost & {*lent}
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """No garbage is collected, as in trainers that do it when it suits them."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collections")

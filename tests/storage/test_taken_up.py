@@ -1,0 +1,113 @@
+"""A copy that was cut off is taken up while somebody else clears what dead saves left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio._aio import Threads
+from ckptio.errors import CommitConflictError, StorageError
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import EventLog, RecordingFiles
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+OLD, CUT, NEW = SAVE_IDS[:3]
+CONTENTS = {save_id: contents_of(save_id, 5000, 9000) for save_id in (OLD, CUT, NEW)}
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    made = Threads(1, "ckptio")
+    yield made
+    made.shutdown()
+
+
+def storage_at(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalStorage:
+    return LocalStorage(str(path), SMALL, threads, EventLog(), files)
+
+
+async def take_up(directory: Path, threads: Threads) -> None:
+    """Make the copy after all, of what is there of it."""
+    attempt = await storage_at(directory, threads).begin(CUT, overwrite=True, resumes=True)
+    try:
+        for name, content in CONTENTS[CUT].items():
+            await attempt.keep(name, len(content))
+    except StorageError:  # they are gone: they would be written again
+        await attempt.abort()
+        raise
+    await attempt.commit(manifest_of(CUT, CONTENTS[CUT]))
+
+
+def in_another_process(directory: Path) -> str:
+    """Take the copy up with threads of its own; says how that ended."""
+    others = Threads(1, "others")
+    try:
+        asyncio.run(take_up(directory, others))
+    except CommitConflictError:
+        return "refused"
+    except StorageError:
+        return "too late"
+    finally:
+        others.shutdown()
+    return "committed"
+
+
+async def clear(who: str, directory: Path, threads: Threads, files: RecordingFiles) -> None:
+    """Remove what dead saves left: a run does it, or the next save to the place."""
+    if who == "sweep":
+        root = LocalRoot(str(directory.parent), SMALL, threads, EventLog(), files)
+        await root.sweep(directory.name, -1)
+    else:
+        attempt = await storage_at(directory, threads, files).begin(NEW, overwrite=True)
+        await attempt.abort()
+
+
+@pytest.mark.parametrize("who", ["sweep", "save"])
+async def test_what_was_taken_up_meanwhile_stays(
+    tmp_path: Path, threads: Threads, who: str
+) -> None:
+    """Before each file operation: the copy is committed, whole, or refused, and done once more."""
+    ends = set()
+    for number in itertools.count():
+        directory, told = tmp_path / str(number), list[str]()
+        if who == "save":
+            await write_files(storage_at(directory, threads), OLD, CONTENTS[OLD])
+        cut_off = await storage_at(directory, threads).begin(CUT, overwrite=True)
+        await fill_attempt(cut_off, CONTENTS[CUT])
+        await cut_off.leave()
+
+        def interrupt(
+            operation: Operation,
+            at: int = number,
+            directory: Path = directory,
+            told: list[str] = told,
+        ) -> None:
+            if operation.number == at:
+                told.append(in_another_process(directory))
+
+        await clear(who, directory, threads, RecordingFiles(interrupt))
+        if not told:
+            break
+        ends |= {*told}
+        if told == ["committed"]:
+            assert committed(directory) == CONTENTS[CUT]
+    assert {"committed", "refused"} <= ends
