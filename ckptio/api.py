@@ -1,8 +1,8 @@
-"""The face: an engine.
+"""The public face: an engine.
 
-Everything here may be called from any asyncio loop, several at once. The work is done on
-the engine's own loop; the caller's is only waited on. A blocking twin of the same name
-is in `ckptio.sync`; functions that open an engine for one call are in `ckptio.calls`.
+Everything here may be called from any asyncio loop, and from several at once. The work is done
+on the engine's own loop, and the caller's loop only waits for it. `ckptio.sync` has a blocking
+twin of the same name; functions that open an engine for a single call are in `ckptio.calls`.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 class Engine(Gauges):
     """Saves and loads, with a loop, a pool and a metadata cache of its own.
 
-    Use it as `async with Engine(config) as engine:` and keep it for the whole run: from
-    the second save on it takes no memory and makes no plan. Leaving the block waits for
-    what is in flight, copies that earlier runs owed included, and raises the error of a save
-    that nobody waited for; the log has it before, when the next save begins. Leaving it by an
-    error aborts what is in flight; `sys.exit()` is none. The end of the program waits for one
-    left open, and for what one has begun that nobody has any more.
+    Use it as `async with Engine(config) as engine:` and keep it for the whole run: from the
+    second save on, it allocates no staging memory and reuses its plan. Leaving the block waits
+    for what is in flight, including copies that earlier runs owed, and raises the error of a save
+    that nobody awaited (which was logged already when the next save began). An exception that
+    leaves the block aborts what is in flight; `sys.exit()` does not. An engine that is still open
+    when the program ends, or that was dropped without being closed, finishes what it began.
 
     Args:
         config: Options; the defaults if not given.
         observer: Called with each event, on any thread; must return soon. See `ckptio.events`.
-        ranks: Who takes part. `"auto"`: all ranks of the process group that is initialised,
-            or of torchrun's job; this process alone where there is neither. A process
-            group: its ranks. `"solo"`: this process alone. With several ranks, each of
-            them has to enter an engine (which waits for the others) and to call `save`
-            and `load` alike and in the same order; everything else is each rank's own.
-            When one is lost, the others leave their engines and open new ones.
+        ranks: Who takes part. `"auto"`: all ranks of the initialised process group, or else of
+            torchrun's job; without either, this process alone. A process group: its ranks.
+            `"solo"`: this process alone. With several ranks, each enters an engine (which waits
+            for the others) and calls `save` and `load` alike, in the same order; all other calls
+            concern one rank only. If a rank is lost, the others leave their engines and open
+            new ones.
 
     Raises:
-        PeerLostError: On entering: ranks did not come within `meet_timeout_s`.
+        PeerLostError: On entering: some ranks did not come within `meet_timeout_s`.
         ConfigError: On entering: ranks have no way to meet, or this one is not in the group.
     """
 
@@ -114,44 +114,44 @@ class Engine(Gauges):
     ) -> SaveHandle:
         """Start saving a state; returns at once.
 
-        The state is taken apart here and now; its tensors are copied in the background.
-        Do not change them before `await handle.staged`. `await handle` is the commit; of a
-        state that was changed too early, as far as autograd counts it, it raises `StateError`.
+        The state is taken apart during this call; its tensors are copied in the background. Do
+        not change them before `await handle.staged`. `await handle` waits for the commit. If it
+        notices that the state was changed too early, it raises `StateError`.
 
-        A state on the CPU is copied, and not referred to after `staged`. If nobody waits for
-        `staged`, the tensors are kept until the files are written, and are checked for changes
-        once more then. One on CUDA is copied on a side stream, behind what the current stream has
-        been told so far; `handle.fence()` puts the current stream behind the copies instead of
-        waiting. Before you capture a CUDA graph, `await handle.staged`: other threads must not ask
-        for the state of a device meanwhile (unless the capture is `thread_local` or `relaxed`).
+        CPU tensors are copied, and no reference to them remains after `staged`. If nobody waits
+        for `staged`, the tensors are kept until the files are written, and are then checked for
+        changes once more. CUDA tensors are copied on a side stream, ordered behind the work
+        queued on the current stream; `handle.fence()` orders the current stream behind the copies
+        instead of waiting. `await handle.staged` before you capture a CUDA graph: no other thread
+        may query the device meanwhile (unless the capture is `thread_local` or `relaxed`).
 
-        Each of several ranks gives its part of one state: its blocks of sharded tensors
-        (DTensor, ShardedTensor, `ckptio.Shard`), and what it has alike with others, which
-        one of them writes. Values have to be equal on all ranks that have them, or be
-        `ckptio.PerRank`; tensors and arrays of one name are taken for equal, unread. All
-        ranks commit or none: `await handle` raises a `RankError` on all (`PeerLostError` if
-        a rank died, froze or did not come). All have to see the file system of `path`.
+        With several ranks, each gives its part of one state: its blocks of sharded tensors
+        (DTensor, ShardedTensor, `ckptio.Shard`), and its replicas of everything else, which one
+        rank writes. Values must be equal on all ranks that have them, or be `ckptio.PerRank`;
+        tensors and arrays with one name are assumed equal, mostly without a look. Either all
+        ranks commit or none does: `await handle` raises a `RankError` on all (`PeerLostError` if a
+        rank died, froze or did not come). All ranks must see the file system of `path`.
 
         Args:
             state: Any nesting of dicts, lists, tuples and sets with tensors, arrays,
                 numbers, strings, bytes, dates, paths, dataclasses, enums and the like.
-                Objects with `state_dict` and `load_state_dict` stand for their state.
-            path: A directory that need not exist; its parents neither.
-            overwrite: Replace a checkpoint that is there; it can be loaded until the new
-                one is committed, and goes then. On both tiers. Without it, `await handle`
-                raises `CheckpointExistsError` where there is one of ours.
-            then: A second tier: another path or URL, to which the checkpoint is copied in
-                the background once it is committed, from its files and verified.
-                `await handle.durable` is the commit there. What an error or a kill left
-                unfinished is noted beside the checkpoint; `finish_copies` makes it, or the next
-                engine that saves with `then` into the directory, before it is left.
-                It must not hold a password.
+                Objects with `state_dict` and `load_state_dict` are saved as their state.
+            path: A directory or URL. Neither it nor its parents need to exist.
+            overwrite: Replace a checkpoint that is there, on both tiers. The old one can be loaded
+                until the new one is committed, and is removed then. Without it, `await handle`
+                raises `CheckpointExistsError` if the path holds a checkpoint.
+            then: A second tier: another path or URL, without a password, to which the committed
+                checkpoint is copied in the background, from its files and verified.
+                `await handle.durable` waits for the commit there. A copy that an error or a
+                kill cut off is noted beside the checkpoint; `finish_copies` finishes it, and so
+                does the next engine that saves with `then` into that directory, before it closes.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written; on other
                 ranks, `await handle` raises a `RankError` that says so.
             StateError: A CUDA graph is being captured, or a device has failed.
-            ConfigError: `path` or `then` is none, or both are one; by a link, `await handle` says.
+            ConfigError: `path` or `then` is not a path, or they are the same place (if only
+                through a link, `await handle` raises it).
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.flows import begin_save  # noqa: PLC0415  # imports torch
@@ -159,21 +159,21 @@ class Engine(Gauges):
         return SaveHandle(begin_save(self._core, state, path, overwrite=overwrite, then=then))
 
     async def finish_copies(self, root: PathLike) -> tuple[str, ...]:
-        """Make the copies that earlier runs owed to a second tier (`save(..., then=)`).
+        """Finish the copies that earlier runs owe to a second tier (`save(..., then=)`).
 
-        Files that are there whole are not sent again. A copy that somebody else makes just now is
-        left to them; one whose place has a newer checkpoint is not owed any more. With several
-        ranks, call it on rank 0, or on all.
+        Files that are already there whole are not sent again. A copy that another process is
+        making is left to it; a copy whose target has a newer checkpoint is no longer owed. With
+        several ranks, call it on rank 0, or on all.
 
         Args:
             root: A checkpoint, or a directory of checkpoints.
 
         Returns:
-            Where copies were made.
+            The places to which copies were made.
 
         Raises:
-            CheckpointError: One could not be made or looked at, the first of them; all were tried.
-            StorageError: The directory cannot be listed, or (but for URLs) is not there.
+            CheckpointError: The first failure of a copy, or of looking for one; all were tried.
+            StorageError: The directory cannot be listed or, unless it is a URL, does not exist.
             EngineClosedError: The engine is not open.
         """
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
@@ -195,55 +195,54 @@ class Engine(Gauges):
     ) -> Coroutine[Any, Any, T]:
         """Load a state.
 
-        Without `into` the state is rebuilt as it was saved; tied tensors come back tied.
-        With it, tensors and arrays of the target are filled in place, with no second
-        copy of the state in memory; dicts and lists are updated (a list that holds nothing to
-        fill takes all that is stored, of any length); stateful objects are given their state;
-        and the target is returned. Where two names of it are one tensor
-        (tied weights), or one stateful object, and two in the checkpoint, the first is loaded,
-        and a note of the report, or the log, says so: nobody knows which of them was meant. A
-        list, a dict or a dataclass of that kind becomes two.
+        Without `into`, the state is rebuilt as it was saved, with tied tensors tied. With `into`,
+        tensors and arrays of the target are filled in place, without a second copy of the state
+        in memory; dicts, lists and dataclasses are updated (a list with nothing to fill takes all
+        that is stored, of any length); stateful objects are given their state; and the target
+        is returned. If two names in the target are one tensor (tied weights) or one stateful
+        object, and the checkpoint has two, the first is loaded, and the report or the log says
+        so, because nobody knows which was meant. A list, dict or dataclass like that is split.
 
-        An object whose `load_state_dict` is not torch's own is given new tensors, since it may
-        write to its own while it reads them: until it returns, there are two of each, on their
-        device. So it is with what a module has below a hook that runs before
-        `load_state_dict`, or a `_load_from_state_dict`, that is not torch's. In place there,
-        too, are blocks of sharded tensors, and tensors of the modules and optimizers that the
-        object has as attributes: those it hands on to.
+        An object with its own `load_state_dict`, not torch's, is given new tensors, since it may
+        write to its own while it reads them. Until it returns, both exist on their device. The
+        same is true for what a module has below a custom `_load_from_state_dict`, or below a hook
+        that runs before `load_state_dict`. Still filled in place there are blocks of sharded
+        tensors, and tensors of modules and optimizers that the object has as attributes.
 
-        No byte of the target changes before the sizes of all files that are needed (without
-        `select`, of all) were checked, and no block lands before its checksum was. If a later
-        block turns out damaged, those that were right have landed: reload another checkpoint.
+        No byte of the target changes before the sizes of all needed files were checked (without
+        `select`, of all files), and no block lands before its checksum was verified. If a later
+        block turns out to be damaged, earlier ones have landed: load another checkpoint.
 
-        Each of several ranks has a target of its own, or none: sharded targets take their
-        blocks, whatever ranks, mesh and placement wrote them; all else is whole. No target
-        changes on any rank before all fit. A rank that has no `ckptio.PerRank` value in the
-        checkpoint finds it missing, or gets `None` without a target.
+        With several ranks, each has a target of its own, or none. Sharded targets take their
+        blocks, whatever ranks, mesh and placement wrote them; all else is loaded whole. No target
+        changes on any rank before all fit. If the checkpoint has no `ckptio.PerRank` value for
+        a rank, the value is missing there, or `None` without a target.
 
-        On CUDA, a target is filled behind what the current stream was told before this was called,
-        also where what it returns is awaited elsewhere and later, as in a task.
+        On CUDA, a target is filled behind the work queued on the current stream at the time of
+        this call, even if the result is awaited later or elsewhere, as in a task.
 
-        Modules on the meta device get new parameters: an optimizer made before is refused. So is
-        state of another class of torch's optimizers (before torch 2.7 nothing tells Adam from
-        AdamW) or of parameters of other shapes; for DTensors see `ckptio/ranks/README.md`.
-        Dataclasses in `into` are filled in place, field by field; what a `load_state_dict` raises
-        comes as `TargetError`, when all bytes have landed.
+        Modules on the meta device get new parameters; an optimizer created before is refused. So
+        is the state of another class of torch's optimizers (before torch 2.7, Adam and AdamW
+        cannot be told apart), or of parameters of other shapes; for DTensors see
+        `ckptio/ranks/README.md`. An error of a `load_state_dict` becomes a `TargetError`, raised
+        after all bytes have landed.
 
         Args:
             path: A checkpoint.
-            into: What to fill.
-            then: A second tier, as `save` takes it: read instead, with an event, where the first
-                has none or is cut, or is older and owes no copy; by one rank, where it is damaged.
-            device: Where new tensors go; of `into`, for what is on the meta device, or `None` yet.
-            dtype: Convert floating-point tensors to this, step counts of optimizers too:
-                `select` what is meant. With `into`: allow targets that have it, not `None`. Nothing
-                is ever converted without it.
-            select: Load only these names: a dotted prefix, a glob, several of them, or a
+            into: The target to fill.
+            then: A second tier, as in `save`. It is read instead, with an event, if the first has
+                no checkpoint, a truncated one, or an older one that owes no copy; for a single
+                rank, also if the first is damaged.
+            device: Where new tensors are created; with `into`, those on the meta device or `None`.
+            dtype: Convert floating-point tensors to this type, including the step counts of
+                optimizers: use `select`. With `into`, it allows targets of this type (but not at
+                `None`). Nothing is ever converted without it.
+            select: Load only these names: a dotted prefix, a glob, several of these, or a
                 predicate.
             strict: What to do about names that are missing, unexpected or different:
-                `"raise"` before anything changes; `"report"`, see `load_with_report`; or
-                `"ignore"` them. Only with `into`. Unexpected is what targets of all ranks lack.
-            types: Classes to get back as such: dataclasses, named tuples, enums, wrapper tensors.
+                `"raise"` before anything changes, `"report"` (see `load_with_report`), or
+                `"ignore"`. Only with `into`. Unexpected is what no rank's target has.
+            types: Classes to rebuild: dataclasses, named tuples, enums, wrapper tensors.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
@@ -253,10 +252,10 @@ class Engine(Gauges):
             CheckpointChangedError: It was overwritten meanwhile.
             FormatError: It is no checkpoint of a known format.
             StorageError: It cannot be read.
-            ConfigError: `path` or `then` is none, or an option is wrong or would have no effect.
+            ConfigError: `path` or `then` is not a path, or an option is wrong or has no effect.
             StateError: A CUDA graph is being captured, or a device has failed.
             StagingError: The system gives no memory to stage in.
-            EngineClosedError: The engine is not open, or is left by an error meanwhile.
+            EngineClosedError: The engine is not open, or was left by an error meanwhile.
             RankError: It failed on another rank, or on several while they read.
             PeerLostError: A rank died, froze or did not come.
         """
@@ -276,12 +275,12 @@ class Engine(Gauges):
         strict: Strict = "report",
         types: Sequence[type] = (),
     ) -> Coroutine[Any, Any, LoadResult]:
-        """Load a state, and say what was found: `result.state` and `result.report`.
+        """Load a state and report what was found: `result.state` and `result.report`.
 
-        With `strict="report"` what fits is loaded, and the report lists what was missing,
-        unexpected and mismatched. Its notes name values that came back as plain ones, and what
-        lies beside a checkpoint of another program and is no part of it.
-        Everything else is as with `load`, and so is what it raises.
+        With `strict="report"`, what fits is loaded, and the report lists what was missing,
+        unexpected and mismatched. Its notes name values that came back as plain ones, and files
+        beside another program's checkpoint that are not part of it. Everything else,
+        including the errors, is as in `load`.
         """
         asked = Asked(into, device, dtype, select, strict, types, reports=True)
         return self._load(path, asked, then, CallerCurrents())
@@ -319,8 +318,9 @@ class Engine(Gauges):
         Raises:
             TargetError: There is no such tensor, or an array that is stored as bytes (dates,
                 strings), the index does not fit it, or there is no memory for it.
-            ConfigError: `path` or `device` is none, or an index is neither an int nor a slice.
-            CheckpointNotFoundError: As with `load`; and so are `CorruptionError`, `FormatError`,
+            ConfigError: `path` is not a path, `device` is not a device, or an index is neither
+                an int nor a slice.
+            CheckpointNotFoundError: As in `load`; and so are `CorruptionError`, `FormatError`,
                 `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and
                 `EngineClosedError`.
         """
@@ -340,14 +340,14 @@ class Engine(Gauges):
         return await drive(self._core, load, f"load {path!s}", currents)
 
     async def inspect(self, path: PathLike) -> Manifest:
-        """Read what a checkpoint is made of, and none of its data.
+        """Read the manifest of a checkpoint, and none of its data.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: There is no checkpoint.
             FormatError: Its manifest is damaged, or of a format this version does not read.
             StorageError: It cannot be read.
-            ConfigError: `path` is none.
-            EngineClosedError: The engine is not open, or is left by an error meanwhile.
+            ConfigError: `path` is not a path.
+            EngineClosedError: The engine is not open, or was left by an error meanwhile.
         """
         storage = self._core.storage(path)
         return await self._core.call(lambda context: context.cache.get(storage), "inspect")
@@ -355,22 +355,22 @@ class Engine(Gauges):
     async def verify(self, path: PathLike, *, compare_copies: bool = False) -> VerifyReport:
         """Read every byte of a checkpoint and compare it with its checksums.
 
-        Damage does not raise: the report lists all of it. What it looks at: see `ckptio.verify`.
+        Damage does not raise; the report lists all of it. `ckptio.verify` says what is checked.
 
         Args:
             path: A checkpoint.
-            compare_copies: Compare the copies that ranks wrote of a tensor with each other,
-                too (see `CheckpointConfig.replicate`). One that differs is damage.
+            compare_copies: Also compare the copies of a tensor that several ranks wrote (see
+                `CheckpointConfig.replicate`). A difference counts as damage.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            FormatError: Its manifest is damaged, or has a value that nobody can have saved. Or
-                it is of another program, which keeps no checksums.
+            CheckpointNotFoundError: There is no checkpoint.
+            FormatError: Its manifest is damaged or has a value that cannot have been saved, or
+                another program wrote the checkpoint, in a format without checksums.
             CheckpointChangedError: It was overwritten meanwhile.
             StorageError: It cannot be read.
-            ConfigError: `path` is none, or `compare_copies` neither `True` nor `False`.
+            ConfigError: `path` is not a path, or `compare_copies` neither `True` nor `False`.
             StagingError: The system gives no memory to read into.
-            EngineClosedError: The engine is not open, or is left by an error meanwhile.
+            EngineClosedError: The engine is not open, or was left by an error meanwhile.
         """
         storage = self._core.storage(path)
         return await self._core.call(
@@ -378,22 +378,22 @@ class Engine(Gauges):
         )
 
     async def prewarm(self, nbytes: int | None = None, *, at: PathLike | None = None) -> None:
-        """Take memory for the staging pool now, so that the first save is as fast as the next.
+        """Allocate the staging pool now, so that the first save is as fast as later ones.
 
-        About 0.4 s a GB. It is pinned, too, if CUDA was initialised before, which takes longer.
+        Takes about 0.4 s per GB, and longer if CUDA is initialised, since it is pinned then.
 
         Args:
-            nbytes: How much, in whole slabs; all of the pool if not given, or if it is less.
-            at: A place that will be saved to or loaded from. The client of its object store
-                is made now: packages are imported, which for S3 takes most of a second of
-                the interpreter's time, and credentials are found. Nothing for local paths.
+            nbytes: Bytes to allocate, rounded to whole slabs; by default, and at most, the pool.
+            at: A place that will be saved to or loaded from. The client of its object store is
+                created now: packages are imported, which for S3 keeps the interpreter busy for
+                most of a second, and credentials are found. No effect for local paths.
 
         Raises:
-            ConfigError: There is no way to `at`, or a package is missing; or `nbytes` is no
+            ConfigError: `at` cannot be resolved or a package is missing, or `nbytes` is not a
                 number of bytes above 0.
-            StorageError: Its store cannot be reached.
+            StorageError: The store cannot be reached.
             StagingError: The system gives no memory.
-            EngineClosedError: The engine is not open, or is left by an error meanwhile.
+            EngineClosedError: The engine is not open, or was left by an error meanwhile.
         """
         self._core.pin_if_cuda()
         await self._core.call(lambda context: prewarm(context, nbytes, at), "prewarm")

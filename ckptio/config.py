@@ -47,71 +47,70 @@ class CheckpointConfig:
     """Options of an engine.
 
     Attributes:
-        pool_nbytes: Hard budget of the staging pool, in bytes; whole slabs of it are used,
-            all but one, so that what a save takes beside them fits in too (about 2 KB for
-            each tensor: a slab is enough for some 8,000). A state up to
-            this size is copied at once, and `await handle.staged` takes one memory copy; a
-            larger one flows through in waves. For the shortest stall, set it to a rank's
-            bytes, a slab for each file, and one more. Memory is taken as it is first
-            needed, then kept and reused.
+        pool_nbytes: Hard budget of the staging pool, in bytes. All of its whole slabs but one
+            are used; the last covers what a save needs besides (about 2 KB per tensor, so
+            a slab is enough for some 8,000). A state up to this size is copied at once, and
+            `await handle.staged` takes one memory copy; a larger one flows through in waves.
+            For the shortest stall, set it to a rank's bytes, plus a slab for each file, plus
+            one slab. Memory is allocated when first needed, then kept and reused.
         slab_nbytes: Size of a slab of the pool, and so of one write: a tensor above it
-            is written by several writers at once. 16 MiB: large enough that a hop to
-            the event loop (50 to 100 µs) is lost beside it, small enough to pipeline.
+            is written by several writers at once. 16 MiB is large enough to hide a hop to
+            the event loop (50 to 100 µs), and small enough to pipeline.
         block_nbytes: Bytes under one checksum, and the unit in which files are written
             and read. 1 MiB stays in a core's cache between copy, checksum and write.
-        bucket_nbytes: Size of a data file, about. A larger tensor has a file of its own.
-        max_writes: Slabs being written to files at a time (object stores: `max_requests`). With
-            1 a save writes file by file, each from front to back. A dozen: to a virtual disk,
-            3.4 GB were saved in 0.85 of the time that 4 took, and 16 were no faster.
-        max_reads: Ranges being read at a time. A dozen: 3.4 GB that were not in the page cache
-            came in 0.8 of the time that 4 took. Of what is in it, no more than there are cores,
-            and no more than 64 MiB of slabs.
-        max_copies: Slabs being copied (staged) at a time.
-        max_saves: Saves in flight at a time; a further one waits for a place.
-        max_tier_copies: Checkpoints being copied to a second tier (`then=`) at a time; a
-            further one waits for its turn without delaying saves.
+        bucket_nbytes: Approximate size of a data file. A larger tensor has a file of its own.
+        max_writes: Slabs that are written to files at the same time (for object stores, see
+            `max_requests`). With 1, a save writes file by file, each from front to back. Why
+            12: to a virtual disk, 3.4 GB were saved in 0.85 of the time that 4 took, and 16
+            were no faster.
+        max_reads: Ranges that are read at the same time. Why 12: 3.4 GB that were not in the
+            page cache were read in 0.8 of the time that 4 took. Reads from the page cache are
+            limited to the number of cores, and to 64 MiB of slabs.
+        max_copies: Slabs that are copied (staged) at the same time.
+        max_saves: Saves in flight at the same time; a further one waits for a place.
+        max_tier_copies: Checkpoints that are copied to a second tier (`then=`) at the same
+            time; a further one waits without delaying saves.
         durability: What `await handle` promises. `"full"`: data, manifest and every
             directory entry survive a power cut. `"file"`: files are synced, directories
-            are not. `"none"`: nothing is synced; survives a crash of the process only.
-        direct_io: `"auto"`: past the page cache where the file system can. `"off"`:
+            are not. `"none"`: nothing is synced, and only a crash of the process is survived.
+        direct_io: `"auto"`: bypass the page cache where the file system can. `"off"`: write
             through it, with early write-back.
-        file_mode: Permission bits of files made. Their owner may read and write them.
-        dir_mode: Permission bits of directories made. Their owner has all three.
-        cache_entries: Manifests kept by the metadata cache, at most.
-        cache_nbytes: Bytes of manifests kept by the metadata cache, at most.
-        cache_ttl_s: Seconds for which a manifest that the cache has is taken on trust. At 0
-            every load asks whether it is still the same: a stat, or one HEAD request. Above,
-            a load may bring what was committed that much before the newest, if its files
-            are still there; `CheckpointChangedError` says that they are not.
-        replicate: What many ranks do with tensors that several of them hold. `"once"`: one
-            of them writes it. `"local"`: each writes its own copy of those of at most
-            `local_replica_nbytes`, so that with the same ranks each reads one file, its
-            own, and a lost file is made up for by another.
+        file_mode: Permission bits of new files. Owners must be able to read and write.
+        dir_mode: Permission bits of new directories. Owners must have all three.
+        cache_entries: Maximum number of manifests in the metadata cache.
+        cache_nbytes: Maximum bytes of manifests in the metadata cache.
+        cache_ttl_s: Seconds for which a cached manifest is used without asking whether it is
+            still current. At 0, every load asks: a stat, or one HEAD request. Above 0, a load
+            may return a checkpoint that was replaced up to that long ago, if its files still
+            exist; otherwise it raises `CheckpointChangedError`.
+        replicate: What to do with tensors that several ranks hold. `"once"`: one of them writes
+            each. `"local"`: each rank writes its own copy of those up to
+            `local_replica_nbytes`, so that the same ranks later read one file each, their
+            own, and another copy serves if a file is lost.
         local_replica_nbytes: See `replicate`.
         exchange: Whether ranks that load the same bytes read them once and pass them on.
-            `"auto"`: where that is faster. `"on"`: wherever two ranks want the same.
+            `"auto"`: where that is faster. `"on"`: wherever two ranks want the same bytes.
             `"off"`: each rank reads for itself.
-        peer_timeout_s: Seconds without a sign of life after which another rank of the job
-            is given up, with `PeerLostError` on every rank. Longer than the engine's loop
-            ever stands still.
-        meet_timeout_s: Seconds for which ranks wait for a rank that is alive but does not
-            come to what the others do together. Longer than the slowest rank takes to write
-            more than the fastest; a copy to a second tier may take as long as it will.
-        storage_options: What fsspec takes by this name, for URLs: endpoints, credentials.
-            Or a mapping of protocols to such options; those of other protocols than a URL's
-            are for other URLs. Never shown or written anywhere.
-        s3_client: What carries the bytes of `s3://`. `"s3fs"`: the client that s3fs makes.
-            `"obstore"`: obstore, of the extra `fast`; it tries parts of an upload again on its
-            own, without events.
-        max_requests: Requests to an object store at a time; fewer while it asks for that, or while
-            what is sent takes longer than `request_timeout_s`. obstore sends as many parts at a
-            time whatever happens: on a slow link give it fewer.
-        request_timeout_s: Seconds without an answer after which a request is given up, and
-            tried again; for a part that obstore sends, half of that. A store has as long to
-            open, and 30 seconds at least.
-        max_retries: How often a request that failed for the moment is tried again.
-        retry_timeout_s: Seconds without a request that succeeded, from the first failure of
-            a save or load, after which nothing of it is tried again.
+        peer_timeout_s: Seconds without a sign of life after which a rank is given up, with
+            `PeerLostError` on every rank. Must exceed the longest time for which an
+            engine's own loop may be blocked.
+        meet_timeout_s: Seconds to wait for a rank that is alive but does not make the call
+            that the others make. Must exceed the difference in writing time between the
+            slowest and the fastest rank; copies to a second tier may take any time.
+        storage_options: As in fsspec, for URLs: endpoints, credentials. Or a mapping of
+            protocols to such options, of which a URL uses those of its own protocol. Never
+            shown or written anywhere.
+        s3_client: The client for `s3://`. `"s3fs"`: the one that s3fs makes. `"obstore"`:
+            obstore, from the extra `fast`; it retries parts of an upload itself, without events.
+        max_requests: Simultaneous requests to an object store. Fewer are made while the store
+            asks for that, or while sending takes longer than `request_timeout_s`. obstore
+            always sends this many parts: on a slow link, give it fewer.
+        request_timeout_s: Seconds without an answer after which a request is given up and
+            retried; half of that for a part that obstore sends. Opening a store has as long,
+            and at least 30 seconds.
+        max_retries: How often a request is retried after a transient error.
+        retry_timeout_s: Seconds without a successful request, counted from the first failure
+            of a save or load, after which none of its requests is retried.
     """
 
     pool_nbytes: int = 256 * MiB
