@@ -50,58 +50,55 @@ class Checkpointer:
                 if ckpt.preempted:
                     break
 
-    Everything is derived from what is committed: there is no pointer to the latest step
-    that could be wrong, and a step that was not committed is none.
+    Everything is derived from what is committed. There is no pointer to the latest step that
+    could be wrong, and a step that was not committed does not exist.
 
-    Leaving the block waits for what is in flight, removals included, and raises the error
-    of a save that nobody waited for; the log has it before, when the next save begins. Leaving
-    it by an error aborts what is in flight; `sys.exit()` is none.
+    Leaving the block waits for what is in flight, including removals, and raises the error of
+    a save that nobody awaited (which was logged already when the next save began). An exception
+    that leaves the block aborts what is in flight; `sys.exit()` does not.
 
-    With several ranks, make it alike on all of them, and call `save`, `load`,
-    `should_save`, `steps`, `latest`, `records` and `discard_after` on all of them alike and in
-    one order.
-    Rank 0 lists, decides and removes: its `keep=` and its `metrics=` count, those of other
-    ranks are not compared with them.
+    With several ranks, create it alike on all of them, and call `save`, `load`, `should_save`,
+    `steps`, `latest`, `records` and `discard_after` on all of them, in the same order. Rank 0
+    lists, decides and removes: its `keep=` and `metrics=` count, and are not compared with
+    those of other ranks.
 
     Args:
-        root: A local directory or a URL, such as `s3://bucket/run`; need not exist. One
-            run's: another one that saves here counts as the same.
-        keep: What is kept of the committed steps; the rest is removed in the background
-            after each commit. Everything if not given. The highest step and the one
-            saved last always stay (of those saved here by the order of the calls, else by
-            the times in the manifests), and so does one that is being written or read.
-            Steps with damaged manifests are neither counted nor removed; and while the
-            storage does not give a manifest, nothing is removed. Where `durability` is not
-            `"full"`, keep several: a power cut may take the newest.
+        root: A local directory or a URL such as `s3://bucket/run`, for a single run; it need not
+            exist. Another run that saves here counts as the same.
+        keep: Which committed steps to keep; the others are removed in the background after each
+            commit. By default, everything. The highest step and the one saved last always stay
+            (for steps saved here, by the order of the calls; for others, by the times in the
+            manifests), and so does one that is being written or read. Steps with damaged
+            manifests are neither counted nor removed, and nothing is removed while the
+            storage cannot deliver a manifest. Unless `durability` is `"full"`, keep several:
+            a power cut may take the newest.
         then: A second tier: another directory or URL, to which each step is copied in the
-            background once it is committed (see `Engine.save`). Copies that earlier runs
-            owed are made, too. `load`, `steps` and `records` look at both tiers, and read
-            the first that has a step whole. Both are looked after by `keep`, each by what
-            is committed there; a step that is still to be copied stays.
-        keep_local: With `then`: how many steps stay on the first tier once they are
-            copied, the newest; no more than `keep=KeepLast` keeps, if it is that. What `keep`
-            keeps if not given. Further ones go when the
-            second tier has that very save of them, with all its files.
-        every: When `should_save` says yes. Without it, only when a signal or `preempt` asks for
-            the last save; the log says so where there are no signals, either.
-        preempt_signals: Signals that announce the end of the run, such as
-            `(signal.SIGTERM,)`. Inside the block they no longer do what they did before.
-            One rank that gets one is enough. Needs the main thread. Forked children give
-            them back.
-        preempt_deadline_s: Seconds after the signal in which the last save has to be
-            committed, and copied to the second tier if there is one; aborted then, with
+            background once it is committed (see `Engine.save`). Copies that earlier runs owe
+            are made, too. `load`, `steps` and `records` look at both tiers, and read the first
+            one that has a step whole. `keep` is applied to each tier by what is committed
+            there; a step that is still to be copied stays.
+        keep_local: With `then`: how many of the newest steps stay on the first tier once they
+            are copied; at most as many as `keep=KeepLast` keeps, if it is that. By default, what
+            `keep` keeps. An older step is removed once the second tier has that very
+            save of it, with all its files.
+        every: When `should_save` is true. Without it, only when a signal or `preempt` asks
+            for the last save; if there are no signals either, the log says so.
+        preempt_signals: Signals that announce the end of the run, such as `(signal.SIGTERM,)`.
+            Inside the block they no longer have their former effect. It is enough if one rank
+            receives one. Requires the main thread. Forked children restore them.
+        preempt_deadline_s: Seconds after the signal by which the last save must be committed,
+            and copied to a second tier if there is one. After that it is aborted, with
             removals, and leaving the block raises `SaveAbortedError`. A save that begins
-            later than that is not held back: whoever is still alive may still save.
-        sweep_after_s: Remove what a dead save left under a step that has no commit, when
-            nothing was written there for this many seconds; `None` for never. For an hour at
-            least where no lock tells whether a save is alive: in object stores, and on a disk
-            for one of another host or from before a reboot, and for files of other ranks than
-            rank 0 without the attempt file that rank 0 makes. Looked for on entering the
-            block, and after a commit when that long has passed since. A save that is alive,
-            here or elsewhere, is never touched.
-        engine: An open engine to use; it stays open. Its own if not given.
+            later is not stopped: a process that is still alive may still save.
+        sweep_after_s: Remove what a dead save left under a step that has no commit, if nothing
+            was written there for this many seconds; `None`: never. At least an hour where no
+            lock tells whether a save is alive: in object stores, for a save of another host
+            or from before a reboot, and for files of other ranks without the attempt file of
+            rank 0. Checked on entering the block, and after a commit once that time has
+            passed again. A live save, here or elsewhere, is never touched.
+        engine: An open engine to use, which stays open; by default, one of its own.
         config: Options of its own engine.
-        observer: Takes the events of its own engine.
+        observer: Receives the events of its own engine.
         ranks: Who takes part, for its own engine; see `Engine`.
 
     Raises:
@@ -194,11 +191,11 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether the run is to end: `should_save` has asked for the last save.
 
-        It becomes true inside `should_save`, at the same step on all ranks, and never
-        before the state of that step can be saved. Where there is one rank, which never calls
-        that, it is true from the first look after the signal on; where that comes right behind
-        a save, from the next one on; where nothing was saved here yet, from the third one on.
-        Such a loop has to save where it is.
+        It becomes true inside `should_save`, at the same step on all ranks, and never before
+        the state of that step can be saved. With one rank, in a loop that never calls that, it is
+        true from the first look after the signal; if that look comes directly after a save, from
+        the next; if nothing was saved here yet, from the third. Such a loop must save when it
+        finds it true.
         """
         return self._core.preempted
 
@@ -207,19 +204,19 @@ class Checkpointer:
         self._core.preempt(reason)
 
     async def should_save(self, step: int) -> bool:
-        """Whether to save now. Ask once a step, before the state is put together.
+        """Whether to save now. Ask once per step, before the state is put together.
 
-        `save` itself always saves: whoever calls it has the state ready, and putting it
-        together may be what costs most. Says yes when `every` does, and at the step that
-        ranks agreed on for the last save. Waits for nothing, but for one message to rank
-        0 and back when a time or a signal is agreed upon.
+        `save` itself always saves, because its caller has put the state together already, which may
+        be the expensive part. True when `every` says so, and at the step that ranks agreed on
+        for the last save. Does not wait, except for one message to rank 0 and back when
+        ranks agree on a time or a signal.
 
         The multiples of `SaveEvery(steps=)` count from the step that was loaded here; if none
-        was, from the highest one that `latest`, `steps` or `records` gave and that is not above
-        the first step asked for.
+        was, from the highest step that `latest`, `steps` or `records` returned and that is not
+        above the first step asked for.
 
         Args:
-            step: The step that was just done.
+            step: The step that was just completed.
         """
         while isinstance(answer := self._core.decide(step), Outcome):
             await outlive(answer.wrapped())
@@ -238,18 +235,18 @@ class Checkpointer:
         Args:
             state: What to save.
             step: Its number, at least 0.
-            metrics: What was measured, kept with the checkpoint, for `records` and for
-                `KeepBest`. Those of rank 0 count.
-            overwrite: Replace the step if it is there, on either tier, as after going back
-                to an earlier one. The save fails else, before its commit; but a second tier
-                that does not say within a second what it has is not waited for.
+            metrics: Numbers by name, stored with the checkpoint, for `records` and `KeepBest`.
+                Those of rank 0 count.
+            overwrite: Replace the step if it exists on either tier, as after going back to an
+                earlier one. Without it, the save fails before its commit; but a second tier
+                that does not answer within a second is not waited for.
 
         Raises:
             UnsupportedLeafError: A value has no portable form. Nothing was written.
             ConfigError: Step or metrics are no numbers.
             EngineClosedError: The checkpointer is not open.
-            BaseException: How earlier saves failed, if nobody waited for them: where ranks
-                disagreed on the state, or three in a row were not committed.
+            BaseException: The error of earlier saves that nobody awaited, if ranks disagreed
+                on the state or three in a row were not committed.
         """
         return SaveHandle(self._core.save(state, step, metrics, overwrite=overwrite))
 
@@ -267,12 +264,12 @@ class Checkpointer:
     ) -> Coroutine[Any, Any, T]:
         """Load the highest committed step, or the one given. See `Engine.load`.
 
-        A step that turns out damaged raises, with a note that names the one before: which
-        work to give up is not decided here.
+        A damaged step raises, with a note that names the one before it: which work to give up is
+        not decided here.
 
         Args:
-            into: What to fill.
-            step: Which one; the highest if not given, as rank 0 sees it.
+            into: The target to fill.
+            step: Which step; by default the highest, as rank 0 sees it.
             device: See `Engine.load`, as for all that follow.
             dtype: As above.
             select: As above.
