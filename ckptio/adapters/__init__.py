@@ -1,1 +1,1 @@
-"""Doors for those who save with something else."""
+"""For programs that save with something else: torch.distributed.checkpoint."""
