@@ -170,6 +170,11 @@ class MetadataCache:
         if identity in self._keys:
             self._keys[identity].forgotten = True
 
+    def clear(self) -> None:
+        """Drop what is kept of every checkpoint."""
+        self._entries.clear()
+        self._nbytes = 0
+
     def statistics(self) -> CacheStatistics:
         """Say what the cache has and has done."""
         return CacheStatistics(

@@ -170,3 +170,17 @@ def test_the_engine_keeps_no_save_whose_failure_was_seen_later(path: Path) -> No
         with pytest.raises(CheckpointError):
             handle.result()
         assert not engine._core.saves
+
+
+async def test_a_closed_engine_keeps_nothing_of_what_it_has_saved(tmp_path: Path) -> None:
+    """A program may hold it for as long as it runs; a plan has a kilobyte for each tensor."""
+    async with ckptio.Engine(SMALL) as engine:
+        await engine.save({"t": torch.ones(3)}, tmp_path / "a")
+        await engine.load(tmp_path / "a")
+        context = engine._core.context
+        assert context.plans.values()
+        assert context.cache.statistics().num_entries == 1
+    recent = (context.plans, context.agreements, context.jobs, context.received)
+    assert not any(each.values() for each in recent)
+    assert context.last_job is None
+    assert (context.cache.statistics().num_entries, context.cache.statistics().nbytes) == (0, 0)

@@ -155,6 +155,18 @@ class EngineContext:
         for threads in (self.executor, *others, *waiters):
             threads.shutdown()
 
+    def end(self) -> None:
+        """Let the threads end, and drop what earlier saves and loads left behind.
+
+        That is about a kilobyte a tensor, and a program may hold an engine that is closed for as
+        long as it runs.
+        """
+        self.end_threads()
+        for recent in (self.plans, self.agreements, self.jobs, self.received):
+            recent.clear()
+        self.last_job = None
+        self.cache.clear()
+
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""
         notify(self.observer, event)

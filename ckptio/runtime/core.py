@@ -385,7 +385,7 @@ class EngineCore:
         context = self._context
         assert context is not None  # noqa: S101  # it was started
         async with contextlib.AsyncExitStack() as stack:  # all of it, whatever fails of it
-            stack.callback(context.end_threads)
+            stack.callback(context.end)
             stack.callback(context.pool.close)
             stack.push_async_callback(self._end_tasks, context)
             stack.push_async_callback(context.notes.close)
