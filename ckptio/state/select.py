@@ -71,7 +71,8 @@ class Patterns:
                 matches = re.compile(fnmatch.translate(pattern)).match
                 heads = self._globs.setdefault(len(head), {})
                 heads.setdefault(head, []).append((pattern, matches))
-        self._above = {up for name in (*self._prefixes, *self._below) for up in _outwards(name)}
+        self._names = {*self._prefixes, *self._below}
+        self._above = {up for name in self._names for up in _outwards(name)}
 
     @property
     def unmatched(self) -> list[str]:
@@ -80,28 +81,39 @@ class Patterns:
 
     def __call__(self, fqn: str) -> bool:
         """Whether a name is accepted."""
-        is_accepted = False
-        for pattern in self._matching(fqn):
-            is_accepted = True
+        matching = self._matching(fqn)
+        for pattern in matching:
             self._unmatched.pop(pattern, None)
-        return is_accepted
+        return bool(matching)
 
     def reaches(self, fqn: str) -> bool:
         """Whether a name could be accepted, or one that begins with it and a dot; any with ""."""
         if not fqn or self._globs or fqn in self._above:
             return True
-        return any(up in self._prefixes or up in self._below for up in _outwards(fqn))
+        return any(up in self._names for up in _outwards(fqn))
 
-    def _matching(self, fqn: str) -> Iterator[str]:
-        """Give the patterns that match a name."""
-        for up in _outwards(fqn):
-            yield from self._prefixes.get(up, ())
-            if len(up) < len(fqn) and (below := self._below.get(up)) is not None:
-                yield below
+    def _matching(self, fqn: str) -> list[str]:
+        """Give the patterns that match a name.
+
+        Without a generator, and with one look-up for each dot: this is asked of every name of a
+        checkpoint, and mostly there is none.
+        """
+        found: list[str] = []
+        names, up = self._names, fqn
+        while True:
+            if up in names:
+                found += self._prefixes.get(up, ())
+                if up != fqn and (below := self._below.get(up)) is not None:
+                    found.append(below)
+            end = up.rfind(".")
+            if end < 0:
+                break
+            up = up[:end]
         for length, heads in self._globs.items():
             for pattern, matches in heads.get(fqn[:length], ()):
                 if matches(fqn):
-                    yield pattern
+                    found.append(pattern)
+        return found
 
 
 def _outwards(fqn: str) -> Iterator[str]:

@@ -244,6 +244,17 @@ def test_a_name_is_not_compared_with_every_pattern(kind: str) -> None:
     assert count(1000) <= count(10) + 8
 
 
+def test_a_name_costs_no_call_for_each_of_its_dots() -> None:
+    """A checkpoint has a hundred thousand names, of which one is wanted."""
+    keep, seen = Patterns(["model.layers.5.p0", "opt.*"]), list[str]()
+    sys.setprofile(lambda _, event, __: seen.append(event) if event == "call" else None)
+    try:
+        assert not keep("model.layers.7.attention.query.weight")
+    finally:
+        sys.setprofile(None)
+    assert len(seen) <= 3
+
+
 def test_what_no_name_of_reaches_is_not_walked() -> None:
     """Of many layers one is looked at, where that one is selected by its name."""
 
