@@ -203,6 +203,15 @@ class StorageRoot:
                     unseen(name, error)
         return found
 
+    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
+        return [item.name for item in await self.find(accepts)]
+
+    async def look(
+        self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
+    ) -> list[Found]:
+        del accepts
+        return await self.find(names.__contains__)
+
     async def read_manifest(self, name: str) -> bytes:
         _, data = await self._storages[self.join(name)].read_manifest()
         assert isinstance(data, bytes)

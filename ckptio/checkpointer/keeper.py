@@ -16,7 +16,7 @@ from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
 from ckptio.storage.file_names import QUIET_S
-from ckptio.storage.interface import SupportsLooks
+from ckptio.storage.root import LocalRoot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -74,28 +74,28 @@ class Keeper:
         """
         return await self.root.find(_is_step)
 
-    async def listed(self) -> dict[int, bool | None]:
-        """List what has the name of a step, and whether it is committed, if that is known.
+    async def listed(self) -> set[int]:
+        """List what has the name of a step, committed or not; looks at none.
 
         Raises:
             StorageError: It cannot be listed.
         """
-        if isinstance(self.root, SupportsLooks):
-            return dict.fromkeys(_steps_of(await self.root.names(_is_step)))
-        return _told(await self.find())
+        return {*_steps_of(await self.root.names(_is_step))}
 
     async def steps(self, *, above: int = -1) -> list[int]:
         """List the committed steps, lowest first.
 
         Args:
-            above: Only those above it; no other is looked at where that takes a request.
+            above: Only those above it; no other is looked at.
 
         Raises:
             StorageError: They cannot be listed.
         """
-        return await self._committed(
-            {step: known for step, known in (await self.listed()).items() if step > above}
-        )
+        if above < 0:
+            told = _told(await self.find())
+        else:
+            told = dict.fromkeys(step for step in await self.listed() if step > above)
+        return await self._committed(told)
 
     async def newest(
         self,
@@ -120,14 +120,14 @@ class Keeper:
         Raises:
             StorageError: They cannot be listed.
         """
-        listed = await self.listed() if found is None else _told(found)
+        listed = dict.fromkeys(await self.listed()) if found is None else _told(found)
         newest = await self._highest(count, listed, above, but)
         if found is not None or above >= 0:  # there is another one at any rate
             return newest
         for _ in range(_MAX_TRIES):
             if newest:
                 break
-            before, listed = listed, await self.listed()
+            before, listed = listed, dict.fromkeys(await self.listed())
             newest = await self._highest(count, listed, above, but)
             if listed.keys() == before.keys():
                 break
@@ -149,8 +149,8 @@ class Keeper:
         """Say which are committed, lowest first; looks where that is not known."""
         known = [step for step, is_committed in listed.items() if is_committed]
         unknown = [step_name(step) for step, told in listed.items() if told is None]
-        if unknown and isinstance(self.root, SupportsLooks):
-            looked = await self.root.look(unknown)
+        if unknown:
+            looked = await self.root.look(unknown, _is_step)
             known += _steps_of(item.name for item in looked if item.version is not None)
         return sorted(known)
 
@@ -253,7 +253,7 @@ class Keeper:
         Nothing is due sooner than it takes to be quiet; and in an object store, where every
         step is looked at by a request, an hour at least.
         """
-        return max(quiet_s, QUIET_S) if isinstance(self.root, SupportsLooks) else quiet_s
+        return quiet_s if isinstance(self.root, LocalRoot) else max(quiet_s, QUIET_S)
 
     async def sweep(
         self, quiet_s: float, exempt: Callable[[], Collection[int]], found: Sequence[Found]

@@ -291,7 +291,7 @@ class SecondTier:
                 for step in old:
                     await asyncio.sleep(0)
                     if step in there and step not in exempt():
-                        await self._let_go(step, first, exempt, turn, local, self._keep_local)
+                        await self._let_go(step, first, exempt, turn, self._keep_local)
         finally:
             self._thinning.release()
 
@@ -301,7 +301,6 @@ class SecondTier:
         first: Keeper,
         exempt: Callable[[], Collection[int]],
         turn: asyncio.Lock,
-        local: Sequence[int],
         num_local: int,
     ) -> None:
         """Remove a step from the first tier, if this one has it.
@@ -311,8 +310,7 @@ class SecondTier:
             first: As above, as for what follows.
             exempt: As above.
             turn: As above.
-            local: Steps that the first tier had, lowest first.
-            num_local: How many of those that it still has stay.
+            num_local: How many of those that it has by then stay, the highest.
         """
         path = first.root.join(step_name(step))
         save_id = await self._save_id(path)
@@ -320,9 +318,8 @@ class SecondTier:
             return
         async with turn:  # by now, it may be another one, or among the newest
             if await self._save_id(path) == save_id:
-                there = await first.listed()
-                left = [each for each in local if there.get(each, False) is not False]
-                if step in left[:-num_local] and step not in exempt():
+                higher = await first.newest(num_local, above=step)
+                if len(higher) == num_local and step not in exempt():
                     await first.remove(step)
 
     async def _save_id(self, path: str) -> str | None:

@@ -7,7 +7,7 @@ data, manifest, sizes, deletes. There is no second way around it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ckptio.errors import StorageError
     from ckptio.format.manifest import Manifest
     from ckptio.storage.streams import AwaitedSink, AwaitedSource, Sink, Source
+
+T = TypeVar("T")
 
 
 class Attempt(Protocol):
@@ -298,6 +300,33 @@ class Root(Protocol):
         """
         ...
 
+    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
+        """List the names of what is there, committed or not; see `find`.
+
+        Whether it is committed takes a look at each: a request in an object store, and a round
+        trip on many a mount. One listing of everything below would tell, too, and cost more for
+        a job of many ranks, with hundreds of files to a checkpoint. So whoever wants to know of
+        a few lists names, and looks at these. What `find` passes over may be among the names.
+
+        Raises:
+            StorageError: They cannot be listed.
+        """
+        ...
+
+    async def look(
+        self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
+    ) -> list[Found]:
+        """Look at some, which need not be there; nothing is committed under those `find` omits.
+
+        Args:
+            names: What to look at.
+            accepts: As in `find`: a link to another of these names is none of its own.
+
+        Raises:
+            StorageError: It cannot be told.
+        """
+        ...
+
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest.
 
@@ -334,31 +363,5 @@ class Root(Protocol):
 
         Raises:
             StorageError: It cannot be listed.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsLooks(Protocol):
-    """A root that lists names, but has to look at each to tell whether it is committed.
-
-    That is a request each in an object store. One listing of everything below would tell,
-    too, and cost more for a job of many ranks, with hundreds of files to a checkpoint. So
-    whoever wants to know of a few looks at these.
-    """
-
-    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
-        """List the names of what is there, committed or not; see `Root.find`.
-
-        Raises:
-            StorageError: They cannot be listed.
-        """
-        ...
-
-    async def look(self, names: Sequence[str]) -> list[Found]:
-        """Look at some, which need not be there.
-
-        Raises:
-            StorageError: It cannot be told.
         """
         ...

@@ -100,7 +100,7 @@ class ObjectRoot:
         return await self._look(await self.names(accepts), unseen)
 
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
-        """List names: one listing; see `interface.SupportsLooks`."""
+        """List names: one listing; see `interface.Root`."""
         store, requests = await self._ready(self._url)
         listed = await requests.must(
             "list", self._base, lambda: store.list(self._base, below=False)
@@ -112,8 +112,11 @@ class ObjectRoot:
         ]
         return [name for name in names if name and (accepts is None or accepts(name))]
 
-    async def look(self, names: Sequence[str]) -> list[Found]:
-        """Look at manifests, a request each; see `interface.SupportsLooks`."""
+    async def look(
+        self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
+    ) -> list[Found]:
+        """Look at manifests, a request each; see `interface.Root`."""
+        del accepts  # there are no links
         return await self._look(names, None)
 
     async def _look(

@@ -33,9 +33,9 @@ from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
+from ckptio.storage.directory_listing import find, list_entries, look
 from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
 from ckptio.storage.files import PosixFiles, absolute, read_regular
-from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import (
     find_leftovers,
     held_leftovers,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.storage.interface import Root
+    from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.stores import Stores
 
@@ -129,63 +129,18 @@ class LocalRoot:
         unseen: Callable[[str, StorageError], None] | None = None,
     ) -> list[Found]:
         """Find what is there; see `Root`."""
-        return await run_blocking(self._executor, self._find, accepts, unseen)
+        return await run_blocking(self._executor, find, self._path, accepts, unseen)
 
-    def _find(
-        self,
-        accepts: Callable[[str], bool] | None,
-        unseen: Callable[[str, StorageError], None] | None,
+    async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
+        """List names, of files and links, too; see `Root`."""
+        entries = await run_blocking(self._executor, list_entries, self._path, accepts)
+        return [entry.name for entry in entries]
+
+    async def look(
+        self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
     ) -> list[Found]:
-        try:
-            names = sorted(os.listdir(self._path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise storage_error(error, self._path, "cannot list the checkpoints") from error
-        named = [name for name in names if accepts is None or accepts(name)]
-        found = []
-        for name in named:
-            try:
-                if self._is_dir(name) and not self._is_alias(name, named):
-                    found.append(Found(name=name, version=self._version(name)))
-            except StorageError as error:
-                if unseen is None:
-                    raise
-                unseen(name, error)
-        return found
-
-    def _is_alias(self, name: str, names: Sequence[str]) -> bool:
-        """Whether something is a link to what another of the names is: one checkpoint, not two."""
-        path = self.join(name)
-        if not os.path.islink(path):
-            return False
-        parent, own = os.path.split(os.path.realpath(path))
-        return parent == os.path.realpath(self._path) and own in names
-
-    def _is_dir(self, name: str) -> bool:
-        """Whether something is a directory, or a link to one.
-
-        Raises:
-            StorageError: Nobody can tell: it must not be taken for not being there.
-        """
-        try:
-            return stat.S_ISDIR(os.stat(self.join(name)).st_mode)
-        except _GONE:
-            return False
-        except OSError as error:
-            if error.errno == errno.ELOOP:  # a link to itself
-                return False
-            raise storage_error(error, self.join(name), "cannot stat a checkpoint") from error
-
-    def _version(self, name: str) -> tuple[int, ...] | None:
-        manifest = f"{self.join(name)}/{MANIFEST_NAME}"
-        try:
-            status = os.stat(manifest, follow_symlinks=False)
-        except _GONE:
-            return None
-        except OSError as error:
-            raise storage_error(error, manifest, "cannot stat the manifest") from error
-        return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        """Look at manifests; see `Root`."""
+        return await run_blocking(self._executor, look, self._path, names, accepts)
 
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `Root`."""

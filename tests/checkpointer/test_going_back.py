@@ -33,12 +33,13 @@ from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     import torch
 
     from ckptio.events import Event
+    from ckptio.storage.interface import Found
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -145,16 +146,18 @@ async def test_a_run_that_keeps_one_step_has_one_whenever_somebody_asks(
     run, later = tmp_path / "run", tmp_path / "later"
     await save_steps(run, 1)
     await save_steps(later, 2)
-    look = LocalRoot._is_dir
+    look = LocalRoot.look
 
-    def look_late(root: LocalRoot, name: str) -> bool:
+    async def look_late(
+        root: LocalRoot, names: Sequence[str], accepts: Callable[[str], bool] | None = None
+    ) -> list[Found]:
         if later.exists():
             (later / step_name(2)).rename(run / step_name(2))
             shutil.rmtree(run / step_name(1))
             later.rmdir()
-        return look(root, name)
+        return await look(root, names, accepts)
 
-    monkeypatch.setattr(LocalRoot, "_is_dir", look_late)
+    monkeypatch.setattr(LocalRoot, "look", look_late)
     async with Checkpointer(run, sweep_after_s=None, config=SMALL) as ckpt:
         assert await ckpt.latest() == 2
 

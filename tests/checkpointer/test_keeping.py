@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -420,3 +422,38 @@ def test_a_full_disk_is_cleared_of_what_dead_saves_left(tmp_path: Path, num_rank
     run_virtual(scenario(), seed=0)
     assert committed_steps(tmp_path) == [7]
     assert not dead.exists()
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_the_newest_step_of_a_directory_is_found_by_few_looks(
+    *, is_load: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of a long run as of a short one; each may be a round trip to a server."""
+
+    async def scenario(root: Path, num_steps: int) -> int:
+        paths: list[str] = []
+
+        def counted(call: Any) -> Any:
+            def count(path: Any, *args: Any, **options: Any) -> Any:
+                if str(path).startswith(str(root)):
+                    paths.append(str(path))
+                return call(path, *args, **options)
+
+            return count
+
+        async with engines() as (engine,), checkpointer_on(engine, root) as ckpt:
+            await ckpt.save(filled_state(SIZES, 1), 0)
+            for step in range(1, num_steps):
+                shutil.copytree(root / step_name(0), root / step_name(step))
+            (root / step_name(num_steps)).mkdir()  # of a save that died
+            with monkeypatch.context() as patch:
+                for name in ("stat", "lstat"):
+                    patch.setattr(os, name, counted(getattr(os, name)))
+                if is_load:
+                    await ckpt.load()
+                else:
+                    assert await ckpt.latest() == num_steps - 1
+        return len(paths)
+
+    few, many = (run_virtual(scenario(tmp_path / str(n), n), seed=0) for n in (5, 50))
+    assert few == many

@@ -128,8 +128,9 @@ async def test_what_cannot_be_looked_at_is_an_error_or_told_of(
     tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never for not being there; who wants the others gets them."""
-    for name in ("a", "b", "c"):
+    for name in ("b", "c"):
         await write(tmp_path / name, threads)
+    (tmp_path / "a").symlink_to("elsewhere")
     root, real = root_at(tmp_path, threads), os.stat
 
     def refuse(path: str, **options: bool) -> os.stat_result:
@@ -143,6 +144,8 @@ async def test_what_cannot_be_looked_at_is_an_error_or_told_of(
         with pytest.raises(StorageError):
             await root.find()
         found = await root.find(unseen=unseen.__setitem__)
+        with pytest.raises(StorageError):
+            await root.look(["b"])
     assert [item.name for item in found] == ["c"]
     assert {name: error.errno for name, error in unseen.items()} == dict.fromkeys(
         ("a", "b"), errno.EACCES
@@ -198,6 +201,66 @@ async def test_a_link_to_another_checkpoint_there_is_none_of_its_own(
     assert [found.name for found in steps] == ["b", "c"]  # "a" is not asked for
     (tmp_path / "other").symlink_to("run")
     assert [f.name for f in await root_at(tmp_path / "other", threads).find()] == ["a", "b", "d"]
+
+
+async def test_a_look_at_a_name_tells_what_a_listing_does(tmp_path: Path, threads: Threads) -> None:
+    """Where a listing has none, nothing is committed."""
+    root = root_at(tmp_path / "run", threads)
+    assert await root.names() == []
+    for path in ("run/a", "run/b", "else/d"):
+        await write(tmp_path / path, threads)
+    await begin(tmp_path / "run" / "begun", threads)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    os.mkfifo(tmp_path / "run" / "pipe")
+    (tmp_path / "run" / "odd").mkdir()
+    (tmp_path / "run" / "odd" / "manifest.json").symlink_to("nowhere")
+    links: dict[str, str | Path] = {
+        "d": tmp_path / "else" / "d",
+        "latest": "b",
+        "gone": "nowhere",
+        "loop": "loop",
+    }
+    for name, target in links.items():
+        (tmp_path / "run" / name).symlink_to(target)
+    names = await root.names()
+    assert names == names_in(tmp_path / "run")
+    for accepts in (lambda _: True, lambda name: name != "b"):
+        listed = {item.name: item.version for item in await root.find(accepts)}
+        asked = [*filter(accepts, names), "not there"]
+        looked = {item.name: item.version for item in await root.look(asked, accepts)}
+        assert looked == {name: listed.get(name) for name in asked}
+        assert (listed.get("latest") is None) == accepts("b")
+        assert listed["odd"] is not None  # damage, to whoever reads it
+
+
+async def test_a_listing_stats_each_directory_once_and_a_look_no_other(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has thousands of steps, and a mount takes a round trip for each call."""
+    names = [f"step-{step}" for step in range(20)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_bytes(b"{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    root, paths = root_at(tmp_path, threads), list[str]()
+
+    def counted(call: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def count(path: str, **options: bool) -> os.stat_result:
+            paths.append(path)
+            return call(path, **options)
+
+        return count
+
+    with monkeypatch.context() as patch:
+        for each in ("stat", "lstat"):
+            patch.setattr(os, each, counted(getattr(os, each)))
+        assert [item.name for item in await root.find()] == sorted(names)
+        assert sorted(paths) == [root.join(f"{name}/manifest.json") for name in sorted(names)]
+        paths.clear()
+        assert len(await root.names()) == len(names) + 1
+        (found,) = await root.look(["step-3"])
+    assert found.version is not None
+    assert paths == [root.join("step-3/manifest.json"), root.join("step-3")]
 
 
 async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, threads: Threads) -> None:
