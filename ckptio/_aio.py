@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
     from concurrent.futures import Executor
     from types import TracebackType
 
 T = TypeVar("T")
+S = TypeVar("S")
 P = ParamSpec("P")
 F = TypeVar("F", bound="Callable[..., Coroutine[Any, Any, Any]]")
 
@@ -289,6 +290,27 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]], name: str) -> li
         return [task.result() for task in tasks]
     finally:
         tasks.clear()  # as in `Siblings`: an error that ended one has this frame
+
+
+async def run_some(
+    function: Callable[[S], Coroutine[Any, Any, T]], items: Sequence[S], max_at_once: int, name: str
+) -> list[T]:
+    """Call `function` with each item, so many at once, and give what it returns, in order.
+
+    As `run_all` does; but few tasks take one item after another, from the first to the last.
+
+    Raises:
+        BaseException: The failure that came first, itself; all have ended by then.
+    """
+    found: dict[int, T] = {}
+    rest = iter(enumerate(items))
+
+    async def work() -> None:
+        for index, item in rest:
+            found[index] = await function(item)
+
+    await run_all([work() for _ in items[:max_at_once]], name)
+    return [found[index] for index in range(len(items))]
 
 
 class Siblings(asyncio.TaskGroup):

@@ -17,6 +17,7 @@ from ckptio._aio import (
     first_failure,
     outlive,
     run_blocking,
+    run_some,
     run_unless_cancelled,
     shielded,
 )
@@ -430,3 +431,26 @@ async def test_siblings_leave_a_failure_what_it_came_of() -> None:
             await asyncio.sleep(60)
     assert isinstance(caught.value.__context__, KeyError)
     assert not caught.value.__suppress_context__
+
+
+async def test_calls_for_items_begin_in_order_and_few_at_a_time() -> None:
+    """The answers are in order, too; a failure ends the rest."""
+    begun: list[int] = []
+    num_now = num_most = 0
+
+    async def call(item: int) -> int:
+        nonlocal num_now, num_most
+        begun.append(item)
+        num_now += 1
+        num_most = max(num_most, num_now)
+        for _ in range(item % 3):
+            await asyncio.sleep(0)
+        num_now -= 1
+        return 1 // (item - 20) if item > 9 else -item
+
+    assert await run_some(call, range(10), 4, "call") == [-item for item in range(10)]
+    assert (begun, num_most) == ([*range(10)], 4)
+    assert await run_some(call, [], 4, "call") == []
+    with pytest.raises(ZeroDivisionError):
+        await run_some(call, [20, *range(30, 100)], 2, "call")
+    assert len(begun) < 20

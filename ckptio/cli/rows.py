@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all
+from ckptio._aio import run_all, run_blocking, run_some
 from ckptio.checkpointer.steps import metrics_of
 from ckptio.cli.find import find_checkpoints, is_foreign
 from ckptio.cli.find_objects import find_objects, is_foreign_prefix, open_place
@@ -23,7 +23,7 @@ from ckptio.storage.object_place import name_of
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from ckptio.cli.find import Found
     from ckptio.cli.find_objects import FoundObjects, Place
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ckptio.runtime.core import EngineCore
     from ckptio.storage.interface import Storage
 
+#: Directories that are read at a time; each has its manifest in memory.
+_MAX_AT_ONCE = 4
 _LONG = 10  # manifests; fewer are read before a line of progress could be read
 
 
@@ -84,7 +86,8 @@ def read_rows(
     """
     url = remote_url(root)
     top = url or absolute(local_path(root))
-    found = [] if url else list(find_checkpoints(top, depth=depth, hidden=hidden))
+    listed = [] if url else find_checkpoints(top, depth=depth, hidden=hidden)
+    found = {os.path.relpath(item.path, top): item for item in listed}
     with solo_engine(dataclasses.replace(config, cache_entries=1)) as core:
         if url:
             with terminal.progress("reading", in_bytes=False) as advance:
@@ -95,41 +98,57 @@ def read_rows(
             advance = (
                 stack.enter_context(terminal.progress("reading", in_bytes=False)) if long else None
             )
-            return list(_rows(core, top, found, advance))
+            return core.call_blocking(lambda context: _rows(core, context, found, advance), "list")
 
 
-def _rows(core: EngineCore, top: str, found: list[Found], advance: Advance | None) -> Iterator[Row]:
-    for number, item in enumerate(found):
+async def _rows(
+    core: EngineCore,
+    context: EngineContext,
+    found: dict[str, Found],
+    advance: Advance | None,
+) -> list[Row]:
+    """Describe directories, a few at a time: of thousands, each would take a way to the loop."""
+    num_done = 0
+
+    async def one(path: str) -> Row | None:
+        nonlocal num_done
+        row = await _row(core, context, path, found[path])
+        num_done += 1
         if advance is not None:
-            advance(number, len(found))
-        row = _row(core, os.path.relpath(item.path, top), item)
-        if row is not None:
-            yield row
+            advance(num_done, len(found))
+        return row
+
+    rows = await run_some(one, [*found], _MAX_AT_ONCE, "read a manifest")
+    return [row for row in rows if row is not None]
 
 
-def _row(core: EngineCore, path: str, found: Found) -> Row | None:
+async def _row(core: EngineCore, context: EngineContext, path: str, found: Found) -> Row | None:
     """Describe one directory; `None` if it is another program's."""
     if found.error:
         return Row(path=path, state="unreadable", error=found.error)
     if found.has_manifest:
         storage = core.storage(found.path)
         try:
-            return core.call_blocking(
-                lambda context: _committed(path, storage, context, found.ours), "inspect"
-            )
+            return await _committed(path, storage, context, found.ours)
         except CheckpointError as error:
             state = state_of(error)
-            if state == "damaged" and is_foreign(found):
+            if state == "damaged" and await run_blocking(context.executor, is_foreign, found):
                 return None
             if state != "missing":  # removed meanwhile
                 return Row(path=path, state=state, error=explain(error))
     if not found.ours:
         return None
+    sizes = await run_blocking(context.executor, _sizes, found)
+    return Row(path=path, state="no_commit", nbytes=sum(sizes), num_files=len(sizes))
+
+
+def _sizes(found: Found) -> list[int]:
+    """Give the sizes of the files that lie in a directory. Blocks."""
     sizes = []
     for name in found.ours:
         with contextlib.suppress(OSError):  # gone meanwhile
             sizes.append(os.lstat(f"{found.path}/{name}").st_size)
-    return Row(path=path, state="no_commit", nbytes=sum(sizes), num_files=len(sizes))
+    return sizes
 
 
 async def _committed(

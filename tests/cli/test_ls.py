@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.format.manifest import decode_manifest
+from ckptio.runtime.core import EngineCore
 from ckptio.storage.file_names import ATTEMPT_PREFIX, data_file_name
 from tests.cli.rig import (
     NARROW,
@@ -55,6 +56,25 @@ def test_ls_follows_a_link_to_what_is_elsewhere(
     (tmp_path / "here" / "run").symlink_to(ckpt.parent)
     _, document = run_json(capsys, "ls", str(tmp_path / "here"))
     assert [row["path"] for row in document["checkpoints"]] == ["run/step-9"]
+
+
+def test_ls_asks_its_engine_once_of_all_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of steps, each would take a way to the engine's loop and back."""
+    for step in range(6):
+        save_at(tmp_path / f"step-{step}")
+    names: list[str] = []
+    real = EngineCore.call_blocking
+
+    def call(core: EngineCore, step: Any, name: str, **options: Any) -> Any:
+        names.append(name)
+        return real(core, step, name, **options)
+
+    monkeypatch.setattr(EngineCore, "call_blocking", call)
+    _, document = run_json(capsys, "ls", "--sort=name", str(tmp_path))
+    assert [row["path"] for row in document["checkpoints"]] == [f"step-{i}" for i in range(6)]
+    assert names == ["list"]
 
 
 def test_ls_as_json_has_stable_keys(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
