@@ -19,7 +19,7 @@ from ckptio.cache import MetadataCache
 from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.resolver import Resolver
-from ckptio.errors import CheckpointNotFoundError, StorageError
+from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import decode_manifest
 from ckptio.runtime.core import EngineCore
@@ -216,6 +216,11 @@ class StorageRoot:
         _, data = await self._storages[self.join(name)].read_manifest()
         assert isinstance(data, bytes)
         return data
+
+    async def read_manifests(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        return [decode(name, await self.read_manifest(name)) for name in names]
 
     async def remove(self, name: str) -> int:
         raise NotImplementedError(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all, run_blocking
+from ckptio._aio import run_blocking
 from ckptio.checkpointer.steps import parse_name, record_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
@@ -170,7 +170,7 @@ class Keeper:
         before = self._known
         found = [item for item in listed if item.version is not None]
         news = [item for item in found if before.get(item.name, (None,))[0] != item.version]
-        read = await run_all([self._record(item) for item in news], "read a manifest")
+        read = await self.root.read_manifests([item.name for item in news], _record_of)
         answers = dict(zip(news, read, strict=True))
         known: dict[str, tuple[Hashable, StepRecord]] = {}
         failure: StorageError | None = None
@@ -178,23 +178,13 @@ class Keeper:
             answer = answers[item] if item in answers else before[item.name][1]
             if isinstance(answer, StorageError):
                 failure = failure or answer
-            elif answer is not None:
+            else:
+            if isinstance(answer, (FormatError, CheckpointNotFoundError)):
+                continue  # nothing to count on, or gone meanwhile
                 known[item.name] = (item.version, answer)
         self._known = known
         records = sorted((r for _, r in known.values()), key=lambda record: record.step)
         return records, failure
-
-    async def _record(self, item: Found) -> StepRecord | StorageError | None:
-        """Read a record; `None` if it is gone meanwhile, or nothing to count on."""
-        step = parse_name(item.name)
-        assert step is not None  # noqa: S101  # only steps are looked for
-        try:
-            data = await self.root.read_manifest(item.name)
-            return await run_blocking(self._executor, record_of, step, data)
-        except (FormatError, CheckpointNotFoundError):
-            return None
-        except StorageError as error:
-            return error
 
     async def plan(
         self,
@@ -282,6 +272,13 @@ def _is_step(name: str) -> bool:
 def _told(found: Sequence[Found]) -> dict[int, bool | None]:
     """Give the steps that were looked at, and whether each is committed."""
     told = {item.name: item.version is not None for item in found}
+def _record_of(name: str, manifest: bytes) -> StepRecord:
+    """Read the record of what is called as a step is; see `record_of`."""
+    step = parse_name(name)
+    assert step is not None  # noqa: S101  # only steps are looked for
+    return record_of(step, manifest)
+
+
     return dict(zip(_steps_of(told), told.values(), strict=True))
 
 

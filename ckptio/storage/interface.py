@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from ckptio.errors import StorageError
+    from ckptio.errors import FormatError, StorageError
     from ckptio.format.manifest import Manifest
     from ckptio.storage.streams import AwaitedSink, AwaitedSource, Sink, Source
 
@@ -334,6 +334,21 @@ class Root(Protocol):
             CheckpointNotFoundError: There is none.
             FormatError: What is in its place is none, and stays so.
             StorageError: It cannot be read.
+        """
+        ...
+
+    async def read_manifests(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        """Read manifests, some at a time, and take each apart on a thread.
+
+        Args:
+            names: Of which checkpoints.
+            decode: Called with a name and the manifest there; may raise `FormatError`.
+
+        Returns:
+            What `decode` returned for each name, in their order, or why that failed: what
+            `read_manifest` or `decode` raised.
         """
         ...
 

@@ -24,9 +24,9 @@ from __future__ import annotations
 import errno
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_all, run_blocking
+from ckptio._aio import run_all, run_blocking, run_some
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ckptio.format.summary import Summary
     from ckptio.storage.store import ObjectInfo, ObjectStore
     from ckptio.storage.stores import OpenStore
+
+T = TypeVar("T")
 
 #: Requests that are asked for at once: requests wait in line, and a load that begins meanwhile
 #: is not to wait for all steps of a run to be looked at.
@@ -146,6 +148,20 @@ class ObjectRoot:
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `interface.Root`."""
         return (await _Removal(self, name, *await self._ready(self.join(name))).read())[1]
+
+    async def read_manifests(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        """Read manifests, a request or two each; see `interface.Root`."""
+
+        async def read(name: str) -> T | FormatError | StorageError:
+            try:
+                data = await self.read_manifest(name)
+                return await run_blocking(self._executor, decode, name, data)
+            except (FormatError, StorageError) as error:
+                return error.with_traceback(None)  # it has this frame: no circle
+
+        return await run_some(read, names, _MAX_LOOKS, "read a manifest")
 
     async def remove(self, name: str) -> int:
         """Remove a checkpoint; see `interface.Root`."""

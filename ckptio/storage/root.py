@@ -24,9 +24,10 @@ import os
 import secrets
 import stat
 import time
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_blocking
+from ckptio._aio import run_blocking, run_some
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
@@ -56,9 +57,16 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.stores import Stores
 
+T = TypeVar("T")
+
 _GONE = (FileNotFoundError, NotADirectoryError)
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
+#: How many threads read manifests at a time; an engine has four for all such work, and a save
+#: that begins meanwhile finds one free.
+_MAX_READS = 3
+#: How many manifests a thread reads in one call: what it takes to get there is more than a read.
+_NUM_A_CALL = 16
 
 
 def resolve_root(
@@ -145,6 +153,28 @@ class LocalRoot:
     async def read_manifest(self, name: str) -> bytes:
         """Read a manifest; see `Root`."""
         return (await run_blocking(self._executor, self._read, self.join(name)))[1]
+
+    async def read_manifests(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        """Read manifests, several in each call of a thread; see `Root`."""
+
+        async def read(some: Sequence[str]) -> list[T | FormatError | StorageError]:
+            return await run_blocking(self._executor, self._read_some, some, decode)
+
+        some = [names[i : i + _NUM_A_CALL] for i in range(0, len(names), _NUM_A_CALL)]
+        return list(chain.from_iterable(await run_some(read, some, _MAX_READS, "read manifests")))
+
+    def _read_some(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        answers: list[T | FormatError | StorageError] = []
+        for name in names:
+            try:
+                answers.append(decode(name, self._read(self.join(name))[1]))
+            except (FormatError, StorageError) as error:
+                answers.append(error.with_traceback(None))  # it has this frame: no circle
+        return answers
 
     def _read(self, directory: str) -> tuple[bytes, bytes]:
         """Give what stands in the manifest's place, and the manifest, which may be elsewhere."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -28,9 +28,12 @@ from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from ckptio import Checkpointer, Engine
     from ckptio.testing import Operation
 
+T = TypeVar("T")
 SIZES = [5000, 100]
 seeds = st.integers(0, 2**32)
 
@@ -262,10 +265,13 @@ class _Failing(LocalRoot):
 
     failing = ""
 
-    async def read_manifest(self, name: str) -> bytes:
-        if name == self.failing:
-            raise StorageError("cannot read the manifest", path=self.join(name), code=errno.EIO)
-        return await super().read_manifest(name)
+    async def read_manifests(
+        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+    ) -> list[T | FormatError | StorageError]:
+        read = await super().read_manifests(names, decode)
+        error = StorageError("cannot read the manifest", path=self.path, code=errno.EIO)
+        pairs = zip(names, read, strict=True)
+        return [error if name == self.failing else each for name, each in pairs]
 
 
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -261,6 +261,39 @@ async def test_a_listing_stats_each_directory_once_and_a_look_no_other(
         (found,) = await root.look(["step-3"])
     assert found.version is not None
     assert paths == [root.join("step-3/manifest.json"), root.join("step-3")]
+
+
+async def test_manifests_are_read_several_in_a_call(tmp_path: Path) -> None:
+    """Each with what it is, or why not, in its place."""
+
+    class Counting(Threads):
+        num_calls = 0
+
+        def submit(self, *args: Any, **options: Any) -> Any:
+            self.num_calls += 1
+            return super().submit(*args, **options)
+
+    threads = Counting(2, "ckptio")
+    await write(tmp_path / "a", threads)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "manifest.json").mkdir()
+    root, manifest = root_at(tmp_path, threads), (tmp_path / "a" / "manifest.json").read_bytes()
+
+    def decode(name: str, data: bytes) -> tuple[str, bytes]:
+        if name == "bad":
+            raise FormatError("it is bad")
+        return name, data
+
+    (tmp_path / "bad").symlink_to("a")
+    threads.num_calls = 0
+    *read, odd, none, bad = await root.read_manifests([*["a"] * 29, "odd", "none", "bad"], decode)
+    assert threads.num_calls == 2
+    assert read == [("a", manifest)] * 29
+    assert isinstance(odd, FormatError)
+    assert isinstance(none, CheckpointNotFoundError)
+    assert "it is bad" in str(bad)
+    assert await root.read_manifests([], decode) == []
+    threads.shutdown()
 
 
 async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, threads: Threads) -> None:
