@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Found, Root
 
 
+#: Steps that are removed at a time. An engine has four threads for this and for what saves ask of
+#: a file system, and a save that begins meanwhile finds one free.
+MAX_REMOVALS = 3
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
 
@@ -176,11 +179,11 @@ class Keeper:
         failure: StorageError | None = None
         for item in found:
             answer = answers[item] if item in answers else before[item.name][1]
+            if isinstance(answer, (FormatError, CheckpointNotFoundError)):
+                continue  # nothing to count on, or gone meanwhile
             if isinstance(answer, StorageError):
                 failure = failure or answer
             else:
-            if isinstance(answer, (FormatError, CheckpointNotFoundError)):
-                continue  # nothing to count on, or gone meanwhile
                 known[item.name] = (item.version, answer)
         self._known = known
         records = sorted((r for _, r in known.values()), key=lambda record: record.step)
@@ -269,9 +272,6 @@ def _is_step(name: str) -> bool:
     return parse_name(name) is not None
 
 
-def _told(found: Sequence[Found]) -> dict[int, bool | None]:
-    """Give the steps that were looked at, and whether each is committed."""
-    told = {item.name: item.version is not None for item in found}
 def _record_of(name: str, manifest: bytes) -> StepRecord:
     """Read the record of what is called as a step is; see `record_of`."""
     step = parse_name(name)
@@ -279,6 +279,9 @@ def _record_of(name: str, manifest: bytes) -> StepRecord:
     return record_of(step, manifest)
 
 
+def _told(found: Sequence[Found]) -> dict[int, bool | None]:
+    """Give the steps that were looked at, and whether each is committed."""
+    told = {item.name: item.version is not None for item in found}
     return dict(zip(_steps_of(told), told.values(), strict=True))
 
 

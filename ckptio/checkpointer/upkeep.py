@@ -15,10 +15,12 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptio._aio import run_all
+from ckptio.checkpointer.keeper import MAX_REMOVALS
 from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
-from ckptio.errors import FormatError
+from ckptio.errors import FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
 from ckptio.runtime.leaving import end_saves, unsettled
 from ckptio.runtime.owed_copies import is_owed
@@ -271,12 +273,27 @@ class Upkeep:
         called = [moments.save_id for _, moments in self._called]
         removals = await keeper.plan(policy, self.exempt(), found, called=called)
         self._look_for_metrics(keeper, policy)
-        for step in removals:
+        for start in range(0, len(removals), MAX_REMOVALS):
+            some = removals[start : start + MAX_REMOVALS]
+            ends = await run_all([self._let_go(step, keeper) for step in some], "remove a step")
+            for error in ends:
+                if error is not None:
+                    raise error
+
+    async def _let_go(self, step: int, keeper: Keeper) -> StorageError | None:
+        """Remove a step, unless somebody needs it by now; gives why nobody can tell.
+
+        That is not raised here: it would cut off the removals beside this one.
+        """
+        try:
             # whether or not this run has a second tier: while that is down, one may do without
             if keeper is self._keeper and await self._owes(step):
-                continue
-            if step not in self.exempt() and not self._is_in_a_hurry():
-                await keeper.remove(step)
+                return None
+        except StorageError as error:
+            return error.with_traceback(None)  # it has this frame: no circle
+        if step not in self.exempt() and not self._is_in_a_hurry():
+            await keeper.remove(step)
+        return None
 
     async def _owes(self, step: int) -> bool:
         """Whether a step of the first tier is still to be copied."""

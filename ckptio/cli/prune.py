@@ -12,8 +12,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import run_blocking
-from ckptio.checkpointer.keeper import Keeper, Removal
+from ckptio._aio import run_all, run_blocking
+from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper, Removal
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
@@ -186,18 +186,26 @@ class _Pruning:
             good = {record.step for record in records}
             self._kept = sorted(good - {*doomed})
             self._unreadable = [step for step in steps if step not in good]
-            for step in doomed:
+
+            async def let_go(step: int) -> Removal | Owed:
                 if not self._even_owed:
                     path = root.join(step_name(step))
                     storage = resolve_storage(path, config, threads, self._hear, stores)
                     owed = await _owed(storage, threads)
                     if owed is not None:
-                        self._owed.append((step, owed))
-                        continue
+                        return owed
                 if self._dry_run:
-                    self._removals.append(Removal(step=step, nbytes=await keeper.size(step)))
-                else:
-                    self._removals.append(await keeper.remove(step))
+                    return Removal(step=step, nbytes=await keeper.size(step))
+                return await keeper.remove(step)
+
+            for start in range(0, len(doomed), MAX_REMOVALS):
+                some = doomed[start : start + MAX_REMOVALS]
+                ends = await run_all([let_go(step) for step in some], "remove a step")
+                for step, end in zip(some, ends, strict=True):
+                    if isinstance(end, Owed):
+                        self._owed.append((step, end))
+                    else:
+                        self._removals.append(end)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, CleanupFailed) and event.file:

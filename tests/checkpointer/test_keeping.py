@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ckptio import CheckpointError, KeepLast, SaveAbortedError
 from ckptio._aio import Threads
-from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
-from ckptio.events import RetentionFailed
+from ckptio.events import CheckpointRemoved, RetentionFailed
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
@@ -324,16 +324,18 @@ def test_a_manifest_that_is_no_file_ends_no_retention(tmp_path: Path) -> None:
 
 
 class _Reading(LocalRoot):
-    """A root where another step begins to be loaded as soon as one is removed."""
+    """A root where another step begins to be loaded as soon as those are removed that go first."""
 
     def __init__(self, *args: Any, ckpt: Checkpointer, step: int) -> None:
         super().__init__(*args)
         self._ckpt, self._step = ckpt, step
         self.load: asyncio.Task[Any] | None = None
+        self._num_removed = 0
 
     async def remove(self, name: str) -> int:
         nbytes = await super().remove(name)
-        if self.load is None:
+        self._num_removed += 1
+        if self._num_removed == MAX_REMOVALS:
             self.load = asyncio.get_running_loop().create_task(self._ckpt.load(step=self._step))
             while self._step not in self._ckpt._core.upkeep.busy.values():
                 await asyncio.sleep(0)
@@ -342,30 +344,82 @@ class _Reading(LocalRoot):
 
 def test_a_step_that_is_read_by_now_is_not_removed(tmp_path: Path) -> None:
     """It was not when its removal was decided; those before it took their time to go."""
+    last = MAX_REMOVALS + 1  # behind those that go at once
 
     async def scenario() -> None:
         async with engines() as (engine,):
             async with checkpointer_on(engine, tmp_path) as ckpt:
-                for step in (1, 2):
+                for step in range(1, last + 2):
                     await ckpt.save(filled_state(SIZES, step), step)
             ckpt = checkpointer_on(engine, tmp_path, keep=KeepLast(1))
             roots: list[_Reading] = []
 
             def make_root(path: Any, *args: Any) -> _Reading:
-                roots.append(_Reading(str(path), *args[:3], ckpt=ckpt, step=2))
+                roots.append(_Reading(str(path), *args[:3], ckpt=ckpt, step=last))
                 return roots[-1]
 
             ckpt._core.make_root = make_root
             async with ckpt:
-                await ckpt.save(filled_state(SIZES, 3), 3)
+                await ckpt.save(filled_state(SIZES, last + 2), last + 2)
                 for running in ckpt._core.upkeep.passes:
                     await running.end.wrapped()
                 (root,) = roots
                 assert root.load is not None
-                assert values_in(await root.load) == {2}
-            assert committed_steps(tmp_path) == [2, 3]
+                assert values_in(await root.load) == {last}
+            assert committed_steps(tmp_path) == [last, last + 2]
 
     run_virtual(scenario(), seed=0)
+
+
+class _Counting(LocalRoot):
+    """A root that counts what is removed at a time."""
+
+    num_now = num_most = 0
+
+    async def remove(self, name: str) -> int:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        try:
+            return await super().remove(name)
+        finally:
+            self.num_now -= 1
+
+
+def test_a_few_steps_are_removed_at_a_time(tmp_path: Path) -> None:
+    """Of thousands, each may take a server a while. What one fails of cuts off no other."""
+    log = EventLog()
+
+    async def scenario() -> None:
+        async with engines(log=log) as (engine,):
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                for step in range(8):
+                    await ckpt.save(filled_state(SIZES, step), step)
+            ckpt = checkpointer_on(engine, tmp_path, keep=KeepLast(1))
+            roots: list[_Counting] = []
+
+            def make_root(path: Any, *args: Any) -> _Counting:
+                roots.append(_Counting(str(path), *args[:3]))
+                return roots[-1]
+
+            ckpt._core.make_root = make_root
+            async with ckpt:
+                upkeep = ckpt._core.upkeep
+                owes = upkeep._owes
+
+                async def look(step: int) -> bool:
+                    if step == 4:
+                        raise StorageError("nobody can tell", path=upkeep._keeper.root.join("4"))
+                    return await owes(step)
+
+                upkeep._owes = look  # type: ignore[method-assign]  # to fail there
+                await ckpt.save(filled_state(SIZES, 8), 8)
+            assert 1 < roots[0].num_most <= MAX_REMOVALS
+
+    run_virtual(scenario(), seed=0)
+    assert sorted(event.step for event in log.of(CheckpointRemoved)) == [0, 1, 2, 3, 5]
+    assert committed_steps(tmp_path) == [4, 6, 7, 8]
+    (event,) = log.of(RetentionFailed)
+    assert "nobody can tell" in str(event.error)
 
 
 def test_metrics_that_are_no_numbers_are_left_out() -> None:
