@@ -189,11 +189,6 @@ class FsspecStore:
         )
 
     @property
-    def identity(self) -> str:
-        """Protocol and options."""
-        return f"{self._protocol}-{tokenize(self._protocol, self.fs.storage_options)}"
-
-    @property
     def traits(self) -> StoreTraits:
         """What every file system can do."""
         return self._traits

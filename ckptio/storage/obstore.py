@@ -175,11 +175,6 @@ class ObstoreStore:
         return self._stores[1]
 
     @property
-    def identity(self) -> str:
-        """Endpoint and bucket."""
-        return self._small.identity
-
-    @property
     def traits(self) -> StoreTraits:
         """What S3 can do; obstore tries to begin an upload until it hears of one."""
         return self._traits

@@ -135,12 +135,6 @@ class S3Store:
         )
 
     @property
-    def identity(self) -> str:
-        """Endpoint and bucket."""
-        endpoint = self.address.endpoint
-        return f"s3 {'amazon' if is_amazon(endpoint) else endpoint} {self._bucket}"
-
-    @property
     def traits(self) -> StoreTraits:
         """What S3 can do."""
         return self._traits

@@ -179,11 +179,6 @@ class ObjectStore(Protocol):
     """A place for objects by key. Used from one loop."""
 
     @property
-    def identity(self) -> str:
-        """The same for two ways to the same place: protocol, endpoint, bucket."""
-        ...
-
-    @property
     def traits(self) -> StoreTraits:
         """What it can do."""
         ...
