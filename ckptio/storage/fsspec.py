@@ -185,7 +185,6 @@ class FsspecStore:
         self._traits = StoreTraits(
             in_order=True,
             conditional="create" if self._creating else "none",
-            gap_nbytes=_GAP_NBYTES,
         )
 
     @property

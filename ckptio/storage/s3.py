@@ -131,7 +131,6 @@ class S3Store:
         self._traits = StoreTraits(
             min_part_nbytes=_MIN_PART_NBYTES,
             conditional="atomic" if is_amazon(self.address.endpoint) else "none",
-            gap_nbytes=_GAP_NBYTES,
         )
 
     @property
