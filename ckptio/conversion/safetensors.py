@@ -40,7 +40,7 @@ from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles, absolute, set_mode
+from ckptio.storage.files import PosixFiles, absolute, set_mode, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,7 +234,7 @@ def is_there(path: str, shard: Shard) -> bool:
 
 def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None]) -> None:
     """Write header and tensors."""
-    write_all(fd, shard.header, 0)
+    write_at(fd, shard.header, 0)
     base = len(shard.header)
     starts = {place.name: base + place.start for place in shard.places}
     plain = {leaf.name: leaf for leaf in shard.leaves if leaf.is_plain}
@@ -245,23 +245,14 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
             data = raw_bytes(plain[part.name].as_wanted(tensor)).numpy().data
             # it begins with the same element, which may have another size
             start = part.start * len(data) // part.nbytes
-            write_all(fd, data, starts[part.name] + start)
+            write_at(fd, data, starts[part.name] + start)
             nbytes += len(data)
         advance(nbytes)
     # one after the other of each that they are views of, whatever their types
     others = sorted((leaf for leaf in shard.leaves if not leaf.is_plain), key=_position)
     for leaf, tensor in zip(others, read_views(source, others), strict=True):
-        write_all(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
+        write_at(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
         advance(leaf.nbytes)
-
-
-def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
-    """Write all of some bytes at a place of a file."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        offset += count
-        view = view[count:]
 
 
 def _cut(fd: int, path: str) -> None:

@@ -46,21 +46,17 @@ from ckptio.foreign.archive import (
     stops_of,
 )
 from ckptio.foreign.folder import LocalFolder
-from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, write_at
+from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
 from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, read_as, under
 from ckptio.foreign.scan import Scanned, scan_pickle, together
-from ckptio.foreign.standins import (
-    Taken,
-    load_whole,
-    load_with_stand_ins,
-    take_apart_data,
-)
+from ckptio.foreign.standins import Taken, load_whole, load_with_stand_ins, take_apart_data
 from ckptio.foreign.values import add_flat, load_file, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
+from ckptio.storage.files import write_at
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
