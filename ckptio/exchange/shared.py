@@ -43,6 +43,8 @@ _RETRY_S = 0.01
 class SharedSlab(Slab):
     """A slab that lies in memory shared between processes.
 
+    Several lie in one map, which goes with the last of them that is closed.
+
     Args:
         memory: The mapped memory.
         start: Where in it the slab starts.
@@ -58,15 +60,6 @@ class SharedSlab(Slab):
         self.address = ctypes.addressof(anchor)
         del anchor
         self.pinned = False
-
-    def close(self) -> None:
-        """Let go of it. The memory goes with the last slab of it that is closed.
-
-        As with other slabs, an error that somebody keeps may refer to a part of it still.
-        """
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
 
 
 @contextlib.asynccontextmanager
