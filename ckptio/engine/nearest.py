@@ -332,9 +332,8 @@ async def makes_up_for(
         context: The engine.
     """
     if context.ranks.world_size > 1:
-        causes = error.causes.values() if isinstance(error, RankError) else ()
-        name = CorruptionError.__name__
-        if isinstance(error, CorruptionError) or any(c.startswith(f"{name}:") for c in causes):
+        is_of_a_rank = isinstance(error, RankError) and error.was_caused_by(CorruptionError)
+        if isinstance(error, CorruptionError) or is_of_a_rank:
             error.add_note(f"the second tier may have it whole: load {second.path!r}")
         return False
     is_lost = isinstance(error, StorageError) and error.errno == errno.EIO
