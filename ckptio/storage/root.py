@@ -42,7 +42,7 @@ from ckptio.storage.leftovers import (
     is_whole,
     notes_of,
     put_back,
-    read_tomb,
+    read_summary,
 )
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -264,7 +264,7 @@ class LocalRoot:
         What was taken by mistake is put back; see `storage.leftovers`.
         """
         try:
-            summary, pointed = read_tomb(self._files, directory, tomb)
+            summary, pointed = read_summary(self._files, f"{directory}/{tomb}")
         except FileNotFoundError:
             # somebody else was faster, or is at it; what it points to goes just before it does
             self._unlink(directory, tomb)
