@@ -42,7 +42,7 @@ from ckptio.errors import (
 )
 from ckptio.events import TierPassedOver
 from ckptio.format.summary import is_newer
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same, require_alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -298,12 +298,7 @@ async def _agree(
         return choice
 
     async def decide(messages: Sequence[Any]) -> Same:
-        for rank, message in enumerate(messages):
-            if message != messages[0]:
-                raise OutOfStepError(
-                    f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
-                    " alike and in one order"
-                )
+        require_alike(messages, "loads", "load")
         return Same([*await _find_nearest(first, second, context)])
 
     course.next_session = ""
