@@ -24,7 +24,7 @@ from ckptio.conversion.own import (
     sync_kept,
     take_lock,
 )
-from ckptio.conversion.source import Leaf, batches, parts_of, read_views, require_text
+from ckptio.conversion.source import PART_NBYTES, Leaf, parts_of, read_views, require_text
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -35,7 +35,7 @@ from ckptio.errors import (
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
-from ckptio.layout import DTYPES
+from ckptio.layout import DTYPES, batches
 from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
@@ -239,7 +239,7 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
     starts = {place.name: base + place.start for place in shard.places}
     plain = {leaf.name: leaf for leaf in shard.leaves if leaf.is_plain}
     parts = (part for name, leaf in plain.items() for part in parts_of(leaf.entry, name=name))
-    for batch in batches(parts):
+    for batch in batches(parts, PART_NBYTES):
         nbytes = 0
         for part, tensor in zip(batch, source.read(batch), strict=True):
             data = raw_bytes(plain[part.name].as_wanted(tensor)).numpy().data
