@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import mmap
 import os
 import socket
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import Siblings
 from ckptio.errors import PeerLostError, name_ranks
 from ckptio.staging.pool import Slab
+from ckptio.storage.linux import address_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -56,9 +56,7 @@ class SharedSlab(Slab):
     def __init__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
         self._map = memory
         self.view = memoryview(memory)[start : start + nbytes]
-        anchor = ctypes.c_char.from_buffer(memory, start)
-        self.address = ctypes.addressof(anchor)
-        del anchor
+        self.address = address_in(memory, start)
         self.pinned = False
 
 
