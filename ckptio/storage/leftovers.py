@@ -305,8 +305,13 @@ def _is_alive(
 
 def _is_quiet(directory: str, names: list[str], clock: Callable[[], float]) -> bool:
     """Whether none of some files was written to for long."""
+    return newest_s(directory, names) + QUIET_S < clock()
+
+
+def newest_s(directory: str, names: Collection[str]) -> float:
+    """Say when one of some files in a directory was last written to; 0 if none is there."""
     times = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-    return max(times, default=0.0) + QUIET_S < clock()
+    return max(times, default=0.0)

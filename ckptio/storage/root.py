@@ -40,6 +40,7 @@ from ckptio.storage.leftovers import (
     find_leftovers,
     held_leftovers,
     is_whole,
+    newest_s,
     notes_of,
     put_back,
     read_summary,
@@ -299,7 +300,8 @@ class LocalRoot:
         names = sorted(os.listdir(directory))
         if MANIFEST_NAME in names or os.path.islink(directory):
             return
-        is_quiet = self._newest_s(directory, names) + quiet_s < time.time()
+        written_s = max(os.stat(directory).st_mtime, newest_s(directory, names))
+        is_quiet = written_s + quiet_s < time.time()
         tombs = [name for name in names if TOMB.fullmatch(name)]
         for tomb in tombs:
             self._bury(directory, tomb)
@@ -314,14 +316,6 @@ class LocalRoot:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
         if is_quiet or tombs:
             self._remove_dir(directory)
-
-    def _newest_s(self, directory: str, names: list[str]) -> float:
-        """Say when something was last written in a directory."""
-        times = [os.stat(directory).st_mtime]
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-        return max(times)
 
     def _now_s(self, directory: str, *, may_guess: bool) -> float:
         """Ask what time it is where files are dated, by one that is made and removed.
