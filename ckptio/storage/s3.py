@@ -37,9 +37,9 @@ from ckptio.storage.s3_options import (
     client_config,
     endpoint_of,
     is_amazon,
+    split_url,
     uses_tls,
 )
-from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
