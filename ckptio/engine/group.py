@@ -137,7 +137,7 @@ async def read_together(
     wanted: Sequence[Wanted],
     context: EngineContext,
     course: Course,
-    unclaimed: MismatchError | None = None,
+    unclaimed: MismatchError | None,
 ) -> int:
     """Read, verify and land what this rank wants, and help the others.
 

@@ -107,7 +107,7 @@ class TorchSaveReader:
         order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any = None) -> None:
+    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any) -> None:
         self._folder = folder
         self._name = name
         self._block_nbytes = block_nbytes

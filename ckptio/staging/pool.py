@@ -191,7 +191,7 @@ class SlabPool:
             self._release(slab)
 
     @asynccontextmanager
-    async def spare(self, *, for_device: bool = False) -> AsyncIterator[Slab]:
+    async def spare(self, *, for_device: bool) -> AsyncIterator[Slab]:
         """Lend a slab beside the budget, new and gone afterwards; see `lease`."""
         slab = _new_slab(self.slab_nbytes)
         try:
