@@ -99,15 +99,13 @@ class Outcome(Generic[T]):
         with contextlib.suppress(ValueError, IndexError):
             self._calls.remove(call)
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self) -> T:
         """Block until it has ended, and give its result.
 
         Raises:
-            TimeoutError: It has not ended within `timeout_s` seconds.
             BaseException: The error that it ended with.
         """
-        if not self.wait(timeout_s):
-            raise TimeoutError
+        self.wait()
         result, error = self._ends[None]
         if error is None:
             return result  # type: ignore[return-value]  # it was set

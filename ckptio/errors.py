@@ -186,8 +186,9 @@ class RankError(CheckpointError):
     that failure.
 
     Attributes:
-        causes: What went wrong, by rank; of some ranks, where very many failed. A rank that
-            was only stopped because of another is not among them.
+        causes: What went wrong, by rank: an error as `"Class: message"`, or as `"Class"` if it
+            has no message. Of some ranks, where very many failed. A rank that was only stopped
+            because of another is not among them.
         in_doubt: The coordinator had begun to decide and nobody heard the decision: what
             was being decided (a commit, for one) may have happened.
     """
@@ -199,6 +200,20 @@ class RankError(CheckpointError):
         super().__init__(message)
         self.causes = dict(causes or {})
         self.in_doubt = in_doubt
+
+    def was_caused_by(self, *kinds: type[BaseException], rank: int | None = None) -> bool:
+        """Whether one of `causes` is an error of one of these classes.
+
+        Errors of other ranks are known by the name of their class only, so subclasses have to
+        be given as well.
+
+        Args:
+            kinds: The classes.
+            rank: Look at the cause on this rank only, rather than on all of them.
+        """
+        names = {kind.__name__ for kind in kinds}
+        found = self.causes.values() if rank is None else [self.causes.get(rank, "")]
+        return any(cause.partition(":")[0] in names for cause in found)
 
 
 class PeerLostError(RankError, ConnectionError):

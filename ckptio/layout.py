@@ -11,10 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+
+class HasNbytes(Protocol):
+    """Anything that has a size in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+
+T = TypeVar("T", bound=HasNbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,23 @@ def shared_runs(
             for start, of_block in zip(starts, strides, strict=True)
         )
         yield a, b, run, count, *steps
+
+
+def batches(items: Iterable[T], max_nbytes: int) -> Iterator[list[T]]:
+    """Group items, in their order, into batches of at most `max_nbytes`.
+
+    An item that is larger is a batch of its own.
+    """
+    batch: list[T] = []
+    nbytes = 0
+    for item in items:
+        if batch and nbytes + item.nbytes > max_nbytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item.nbytes
+    if batch:
+        yield batch
 
 
 def _stack(index: int, box: Box) -> Box:

@@ -15,11 +15,16 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptionError,
+    FormatError,
     MismatchError,
+    PlanError,
+    RankError,
+    StalePlanError,
     StorageError,
     UnsupportedLeafError,
     shown,
 )
+from ckptio.ranks.frames import describe
 
 CLASSES = [
     item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
@@ -75,6 +80,19 @@ def test_a_corruption_says_where_it_is() -> None:
     )
     assert (error.path, error.problem) == ("/a", "checksum 1 instead of 2")
     assert (error.file, error.start, error.stop, len(error.fqns)) == ("f", 4, 8, 7)
+
+
+def test_a_rank_error_knows_its_causes_with_and_without_a_message() -> None:
+    """By the names of their classes: a subclass is another one, and a message may say anything."""
+    causes = (PlanError("no: CorruptionError"), FormatError(), StalePlanError(), OSError(5, "no"))
+    error = RankError("no", causes={rank: describe(cause) for rank, cause in enumerate(causes, 1)})
+    assert [error.was_caused_by(type(cause)) for cause in causes] == [True] * 4
+    assert error.was_caused_by(ValueError, FormatError)
+    assert not error.was_caused_by(CorruptionError, CheckpointError)
+    assert error.was_caused_by(FormatError, rank=2)
+    assert not error.was_caused_by(FormatError, rank=1)
+    assert not error.was_caused_by(FormatError, rank=0)
+    assert not RankError("no").was_caused_by(PlanError)
 
 
 def test_a_mismatch_lists_what_disagrees() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ckptio.errors import FormatError, RankError
+from ckptio.errors import CorruptionError, FormatError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NUM_SHOWN = 8
-_DAMAGED = ("CorruptionError", "FormatError")
+_DAMAGED = (CorruptionError, FormatError)
 
 
 class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as a function
@@ -25,8 +25,8 @@ class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as 
         self._steps = steps
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        causes = error.causes.values() if isinstance(error, RankError) else ()
-        is_damage = isinstance(error, FormatError) or any(c.startswith(_DAMAGED) for c in causes)
+        is_of_a_rank = isinstance(error, RankError) and error.was_caused_by(*_DAMAGED)
+        is_damage = isinstance(error, FormatError) or is_of_a_rank
         if error is None or not is_damage:
             return
         error.add_note("`ckptio verify` says what of it is damaged")

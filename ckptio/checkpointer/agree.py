@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptio.checkpointer.steps import pack_metrics, unpack_metrics
 from ckptio.errors import ConfigError
 from ckptio.plan.retention import StepRecord
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same, require_alike
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -81,12 +81,7 @@ async def agreed_steps(
     """
 
     async def decide(messages: Sequence[Any]) -> Same:
-        for rank, other in enumerate(messages):
-            if other != messages[0]:
-                raise OutOfStepError(
-                    f"rank {rank} calls {other} and rank 0 {messages[0]}; call the checkpointer"
-                    " on all ranks alike and in one order"
-                )
+        require_alike(messages, "calls", "the checkpointer")
         return Same([*await read()])
 
     async with context.ranks.session(key, "listing the steps") as session:

@@ -67,10 +67,9 @@ class Losses:
 
 def _comes_again(error: BaseException | None) -> bool:
     """Whether it is the state that was refused, and neither a store nor a plan of before."""
-    causes = error.causes.values() if isinstance(error, RankError) else ()
-    is_planned = any(cause.startswith(f"{PlanError.__name__}:") for cause in causes)
-    is_refused = isinstance(error, PlanError) and not isinstance(error, StalePlanError)
-    return is_refused or is_planned
+    if isinstance(error, RankError):
+        return error.was_caused_by(PlanError)
+    return isinstance(error, PlanError) and not isinstance(error, StalePlanError)
 
 
 def missed_deadline(

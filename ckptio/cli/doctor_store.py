@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_NUM_THREADS = 4
 _MAX_RETRIES = 2
 _NUM_WRITERS = 8
 _NUM_TIMES = 5
@@ -61,7 +60,7 @@ async def look_at_store(url: str, config: CheckpointConfig) -> tuple[list[Findin
     """
     # somebody waits for this: a store that is not there is not asked for minutes
     config = dataclasses.replace(config, max_retries=min(config.max_retries, _MAX_RETRIES))
-    async with open_stores(config, _NUM_THREADS, "ckptio-doctor") as (_, stores):
+    async with open_stores(config, "ckptio-doctor") as (_, stores):
         place = await open_place(stores, url, config, _nobody)
         return await _Probe(place).findings(), await find_dead_objects(place)
 

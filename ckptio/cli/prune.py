@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-_NUM_THREADS = 4
 _BEST = re.compile(r"(.+?)(?::([0-9]+))?:(min|max)", re.DOTALL)
 
 
@@ -171,7 +170,7 @@ class _Pruning:
                 decide, or there is no step of a pin.
             StorageError: It cannot be listed, or a manifest cannot be read now.
         """
-        async with open_stores(config, _NUM_THREADS, "ckptio-prune") as (threads, stores):
+        async with open_stores(config, "ckptio-prune") as (threads, stores):
             root = resolve_root(self._root, config, threads, self._hear, stores)
             keeper = Keeper(root, threads, self._hear)
             if remote_url(self._root) is None and not await run_blocking(

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import torch
 
-from ckptio.conversion.source import Leaf, Source, batches, parts_of, read_views
+from ckptio.conversion.source import PART_NBYTES, Leaf, Source, parts_of, read_views
 from ckptio.foreign.interface import notes_of
 from ckptio.format.encode import TAG, join_fqn
+from ckptio.layout import batches
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.leaves import as_integers, raw_bytes
 from ckptio.state.tree import MAPPING_TAGS, children, identity_of, keys_of, tensor_index
@@ -257,7 +258,7 @@ class _Comparison:
         pairs = [(a.leaves[key], b.leaves[key]) for key in keys]
         plain = [n for n, (x, y) in enumerate(pairs) if x.is_plain and y.is_plain]
         parts = (part for n in plain for part in parts_of(pairs[n][0].entry, name=str(n)))
-        for batch in batches(parts):
+        for batch in batches(parts, PART_NBYTES):
             twins = [replace(part, entry=pairs[int(part.name)][1].entry) for part in batch]
             read = zip(a.source.read(batch), b.source.read(twins), strict=True)
             for part, (x, y) in zip(batch, read, strict=True):

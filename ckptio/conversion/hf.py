@@ -28,13 +28,12 @@ from ckptio.conversion.safetensors import (
     is_there,
     replace_file,
     tensors_of,
-    write_all,
     write_shard,
 )
 from ckptio.errors import CheckpointError, CheckpointExistsError
 from ckptio.foreign.safetensors import Index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles
+from ckptio.storage.files import PosixFiles, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +128,7 @@ def _write(
         else:
             replace_file(
                 f"{path}/{_INDEX}",
-                lambda fd: write_all(fd, index),
+                lambda fd: write_at(fd, index, 0),
                 overwrite=overwrite,
                 config=config,
             )

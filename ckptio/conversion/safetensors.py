@@ -24,7 +24,7 @@ from ckptio.conversion.own import (
     sync_kept,
     take_lock,
 )
-from ckptio.conversion.source import Leaf, batches, parts_of, read_views, require_text
+from ckptio.conversion.source import PART_NBYTES, Leaf, parts_of, read_views, require_text
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -35,12 +35,12 @@ from ckptio.errors import (
 from ckptio.format.bucket import StoredTensor, encode_header
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
-from ckptio.layout import DTYPES
+from ckptio.layout import DTYPES, batches
 from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles, absolute, set_mode
+from ckptio.storage.files import PosixFiles, absolute, set_mode, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,34 +234,25 @@ def is_there(path: str, shard: Shard) -> bool:
 
 def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None]) -> None:
     """Write header and tensors."""
-    write_all(fd, shard.header, 0)
+    write_at(fd, shard.header, 0)
     base = len(shard.header)
     starts = {place.name: base + place.start for place in shard.places}
     plain = {leaf.name: leaf for leaf in shard.leaves if leaf.is_plain}
     parts = (part for name, leaf in plain.items() for part in parts_of(leaf.entry, name=name))
-    for batch in batches(parts):
+    for batch in batches(parts, PART_NBYTES):
         nbytes = 0
         for part, tensor in zip(batch, source.read(batch), strict=True):
             data = raw_bytes(plain[part.name].as_wanted(tensor)).numpy().data
             # it begins with the same element, which may have another size
             start = part.start * len(data) // part.nbytes
-            write_all(fd, data, starts[part.name] + start)
+            write_at(fd, data, starts[part.name] + start)
             nbytes += len(data)
         advance(nbytes)
     # one after the other of each that they are views of, whatever their types
     others = sorted((leaf for leaf in shard.leaves if not leaf.is_plain), key=_position)
     for leaf, tensor in zip(others, read_views(source, others), strict=True):
-        write_all(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
+        write_at(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
         advance(leaf.nbytes)
-
-
-def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
-    """Write all of some bytes at a place of a file."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        offset += count
-        view = view[count:]
 
 
 def _cut(fd: int, path: str) -> None:

@@ -25,7 +25,7 @@ from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest, TensorEntry
@@ -366,20 +366,6 @@ def _cut(
         count = min(rows, rest[0] - first)
         offset = (*fixed, first, *(0,) * (len(rest) - 1))
         yield Part(entry, Box(offset, (*ones, count, *rest[1:])), start + first * row)
-
-
-def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Put parts together that are read in one go: small tensors share their blocks."""
-    batch: list[Part] = []
-    nbytes = 0
-    for part in parts:
-        if batch and nbytes + part.nbytes > PART_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(part)
-        nbytes += part.nbytes
-    if batch:
-        yield batch
 
 
 def new_like(entry: TensorEntry) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ckptio.plan.exchange import (
     plan_exchange,
 )
 from ckptio.plan.explain import explain, explain_text
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same, require_alike
 from ckptio.storage.keys import shown_url
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def fetch_manifest(
         return await context.cache.get(storage)
 
     async def decide(messages: Sequence[Json]) -> Same:
-        _check_paths(messages)
+        require_alike([repr(message["path"]) for message in messages], "loads", "load")
         try:
             manifest = await context.cache.get(storage)
         except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
@@ -132,26 +132,12 @@ async def fetch_manifest(
     return latest
 
 
-def _check_paths(messages: Sequence[Json]) -> None:
-    """Check that all ranks load one checkpoint.
-
-    Raises:
-        OutOfStepError: They do not.
-    """
-    for rank, message in enumerate(messages):
-        if message["path"] != messages[0]["path"]:
-            raise OutOfStepError(
-                f"rank {rank} loads {message['path']!r} and rank 0 {messages[0]['path']!r}; call"
-                " load on all ranks alike and in one order"
-            )
-
-
 async def read_together(
     reading: Reading,
     wanted: Sequence[Wanted],
     context: EngineContext,
     course: Course,
-    unclaimed: MismatchError | None = None,
+    unclaimed: MismatchError | None,
 ) -> int:
     """Read, verify and land what this rank wants, and help the others.
 

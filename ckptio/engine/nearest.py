@@ -42,7 +42,7 @@ from ckptio.errors import (
 )
 from ckptio.events import TierPassedOver
 from ckptio.format.summary import is_newer
-from ckptio.ranks.interface import OutOfStepError, Same
+from ckptio.ranks.interface import Same, require_alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -298,12 +298,7 @@ async def _agree(
         return choice
 
     async def decide(messages: Sequence[Any]) -> Same:
-        for rank, message in enumerate(messages):
-            if message != messages[0]:
-                raise OutOfStepError(
-                    f"rank {rank} loads {message} and rank 0 {messages[0]}; call load on all ranks"
-                    " alike and in one order"
-                )
+        require_alike(messages, "loads", "load")
         return Same([*await _find_nearest(first, second, context)])
 
     course.next_session = ""
@@ -332,9 +327,8 @@ async def makes_up_for(
         context: The engine.
     """
     if context.ranks.world_size > 1:
-        causes = error.causes.values() if isinstance(error, RankError) else ()
-        name = CorruptionError.__name__
-        if isinstance(error, CorruptionError) or any(c.startswith(f"{name}:") for c in causes):
+        is_of_a_rank = isinstance(error, RankError) and error.was_caused_by(CorruptionError)
+        if isinstance(error, CorruptionError) or is_of_a_rank:
             error.add_note(f"the second tier may have it whole: load {second.path!r}")
         return False
     is_lost = isinstance(error, StorageError) and error.errno == errno.EIO

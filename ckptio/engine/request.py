@@ -104,7 +104,7 @@ def make_request(asked: Asked) -> LoadRequest:
     )
 
 
-def require_values(name: str, target: object, keep: Predicate | None = None) -> None:
+def require_values(name: str, target: object, keep: Predicate | None) -> None:
     """Refuse functions, methods and classes in a target, among what is selected of it.
 
     A placeholder is replaced without a word, and `model.state_dict` is nearly right.

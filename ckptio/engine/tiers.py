@@ -113,10 +113,9 @@ class _OvertakenError(Exception):
 
 def is_replaced(error: BaseException) -> bool:
     """Whether a copy failed as what was to be copied is gone, or another one; on whatever rank."""
-    causes = error.causes.values() if isinstance(error, RankError) else ()
-    name = CheckpointChangedError.__name__
-    is_of_a_rank = any(cause.startswith(f"{name}:") for cause in causes)
-    return isinstance(error, CheckpointChangedError) or is_of_a_rank
+    if isinstance(error, RankError):
+        return error.was_caused_by(CheckpointChangedError)
+    return isinstance(error, CheckpointChangedError)
 
 
 async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> int | None:

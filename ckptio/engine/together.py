@@ -111,7 +111,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
             return committed
         if isinstance(error, RankError) and not error.in_doubt and context.ranks.world_size > 1:
             for kind in _OF_THE_PATH:
-                if error.causes.get(0, "").startswith(f"{kind.__name__}:"):
+                if error.was_caused_by(kind, rank=0):
                     raise kind(job.storage.path) from error
         raise
     try:

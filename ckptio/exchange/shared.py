@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import mmap
 import os
 import socket
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import Siblings
 from ckptio.errors import PeerLostError, name_ranks
 from ckptio.staging.pool import Slab
+from ckptio.storage.linux import address_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -43,6 +43,8 @@ _RETRY_S = 0.01
 class SharedSlab(Slab):
     """A slab that lies in memory shared between processes.
 
+    Several lie in one map, which goes with the last of them that is closed.
+
     Args:
         memory: The mapped memory.
         start: Where in it the slab starts.
@@ -54,19 +56,8 @@ class SharedSlab(Slab):
     def __init__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
         self._map = memory
         self.view = memoryview(memory)[start : start + nbytes]
-        anchor = ctypes.c_char.from_buffer(memory, start)
-        self.address = ctypes.addressof(anchor)
-        del anchor
+        self.address = address_in(memory, start)
         self.pinned = False
-
-    def close(self) -> None:
-        """Let go of it. The memory goes with the last slab of it that is closed.
-
-        As with other slabs, an error that somebody keeps may refer to a part of it still.
-        """
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
 
 
 @contextlib.asynccontextmanager

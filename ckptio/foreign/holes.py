@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptio.errors import StorageError
 from ckptio.foreign.archive import UTF8_FLAG, ZIP
@@ -63,12 +63,3 @@ def mapped(fd: int) -> list[tuple[int, int, int]]:
                 first, _, stop = addresses.partition("-")
                 found.append((int(first, 16), int(stop, 16), int(offset, 16)))
     return found
-
-
-def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all of some bytes at a place of a file."""
-    view: Any = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        offset += count
-        view = view[count:]

@@ -108,8 +108,8 @@ def make_manifest(
     files: Sequence[tuple[str, int]],
     tensors: Sequence[TensorEntry],
     tree: Any,
+    seen: Mapping[str, str],
     beside: Mapping[str, str] | None = None,
-    seen: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Put a manifest without checksums together, and check it as strictly as our own.
 

@@ -58,7 +58,7 @@ class ObjectFolder(Folder):
         store: ObjectStore,
         requests: Requests,
         bridge: Bridge,
-        query: str = "",
+        query: str,
     ) -> None:
         super().__init__(root)
         self._start = start

@@ -105,7 +105,7 @@ class UrlPlaces:
         raise  # noqa: PLE0704  # as it says
 
 
-def find_reader(path: str, block_nbytes: int, order: Any = None) -> ForeignReader | None:
+def find_reader(path: str, block_nbytes: int, order: Any) -> ForeignReader | None:
     """Recognise what is at a path. Blocks.
 
     Args:

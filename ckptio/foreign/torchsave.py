@@ -46,21 +46,17 @@ from ckptio.foreign.archive import (
     stops_of,
 )
 from ckptio.foreign.folder import LocalFolder
-from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped, write_at
+from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped
 from ckptio.foreign.interface import at, make_manifest
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
 from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, read_as, under
 from ckptio.foreign.scan import Scanned, scan_pickle, together
-from ckptio.foreign.standins import (
-    Taken,
-    load_whole,
-    load_with_stand_ins,
-    take_apart_data,
-)
+from ckptio.foreign.standins import Taken, load_whole, load_with_stand_ins, take_apart_data
 from ckptio.foreign.values import add_flat, load_file, source_of
 from ckptio.format.encode import TAG
 from ckptio.state.tree import tensor_index, walk
+from ckptio.storage.files import write_at
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -111,7 +107,7 @@ class TorchSaveReader:
         order: What `rules.byte_order` gave to the caller.
     """
 
-    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any = None) -> None:
+    def __init__(self, folder: Folder, name: str, block_nbytes: int, order: Any) -> None:
         self._folder = folder
         self._name = name
         self._block_nbytes = block_nbytes

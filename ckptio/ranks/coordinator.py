@@ -84,7 +84,7 @@ class Coordinator:
         self._all_here: asyncio.Future[None] = self._loop.create_future()
         self._quiet: asyncio.Future[None] | None = None
         self._hub: Hub | None = None
-        self._sessions = Sessions(self, 0, world_size)
+        self._sessions = Sessions(self, 0)
         self._posted: collections.deque[Callable[[], None]] = collections.deque()
         self._pulse = Pulse(deadlines.beat_s, self._beat)
 

@@ -37,7 +37,6 @@ async def ranks_of(
     environ: Mapping[str, str],
     deadlines: Deadlines,
     executor: Executor,
-    host: str | None = None,
 ) -> Ranks:
     """Meet the engines of the other ranks of a job, or of a part of it.
 
@@ -49,7 +48,6 @@ async def ranks_of(
         environ: Where torchrun has put its variables: `os.environ`.
         deadlines: How long is waited for the others.
         executor: Its threads wait for the store.
-        host: Name of this machine, for tests; found out if not given.
 
     Returns:
         The ranks, open. The caller closes them, on the same loop.
@@ -60,22 +58,19 @@ async def ranks_of(
         PeerLostError: Ranks did not come in time; it names them.
         RankError: The job's store cannot be used.
     """
-    place = find_place(group, environ, timeout_s=deadlines.meet_s, host=host)
+    place = find_place(group, environ, timeout_s=deadlines.meet_s)
     if place is None:
-        return SoloRanks(host)
+        return SoloRanks()
     return await join(place, deadlines=deadlines, executor=executor)
 
 
-def find_place(
-    group: Any, environ: Mapping[str, str], *, timeout_s: float, host: str | None = None
-) -> Place | None:
+def find_place(group: Any, environ: Mapping[str, str], *, timeout_s: float) -> Place | None:
     """Find out where this rank stands; None if it is alone. Waits for nothing.
 
     Args:
         group: See `ranks_of`.
         environ: See `ranks_of`.
         timeout_s: For how long to try to connect to the store.
-        host: See `ranks_of`.
 
     Raises:
         ConfigError: See `ranks_of`.
@@ -86,13 +81,13 @@ def find_place(
         and distributed.is_available()
         and (group is not None or distributed.is_initialized())
     ):
-        return _in_process_group(distributed, group, host)
+        return _in_process_group(distributed, group)
     if group is not None:
         raise ConfigError(f"ranks= is a process group of torch.distributed, not {group!r}")
-    return _in_environment(environ, timeout_s, host)
+    return _in_environment(environ, timeout_s)
 
 
-def _in_process_group(distributed: Any, group: Any, host: str | None) -> Place | None:
+def _in_process_group(distributed: Any, group: Any) -> Place | None:
     """Stand where the process group says."""
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise ConfigError(f"ranks= is a process group that this rank is in, not {group!r}")
@@ -113,7 +108,7 @@ def _in_process_group(distributed: Any, group: Any, host: str | None) -> Place |
             return cast("Store", store)
 
     name = "world" if len(members) == distributed.get_world_size() else _name(members)
-    return Place(rank=rank, world_size=world_size, group=name, open_store=open_store, host=host)
+    return Place(rank=rank, world_size=world_size, group=name, open_store=open_store)
 
 
 def _name(members: list[int]) -> str:
@@ -122,7 +117,7 @@ def _name(members: list[int]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_GROUP_DIGITS // 2).hexdigest()
 
 
-def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | None) -> Place | None:
+def _in_environment(environ: Mapping[str, str], timeout_s: float) -> Place | None:
     """Stand where torchrun says."""
     world_size = _number(environ, "WORLD_SIZE")
     if world_size is None or world_size == 1:
@@ -152,7 +147,7 @@ def _in_environment(environ: Mapping[str, str], timeout_s: float, host: str | No
         store = TCPStore(address, port, None, False, timedelta(seconds=timeout_s))  # noqa: FBT003  # as torch has it
         return cast("Store", PrefixStore(name, store))
 
-    return Place(rank=rank, world_size=world_size, group="env", open_store=open_store, host=host)
+    return Place(rank=rank, world_size=world_size, group="env", open_store=open_store)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -40,6 +40,25 @@ class OutOfStepError(ConfigError):
     """Ranks met in different calls. Raised by a `Decide`; the group begins no session after it."""
 
 
+def require_alike(messages: Sequence[Json], verb: str, call: str) -> None:
+    """Check in a `Decide` that all ranks sent the same message.
+
+    Args:
+        messages: What they sent, by rank; shown in the error as `str` writes it.
+        verb: What a rank does with it, for the error: `"loads"`.
+        call: What all ranks have to call alike: `"load"`.
+
+    Raises:
+        OutOfStepError: The message of some rank differs from that of rank 0.
+    """
+    for rank, message in enumerate(messages):
+        if message != messages[0]:
+            raise OutOfStepError(
+                f"rank {rank} {verb} {message} and rank 0 {messages[0]}; call {call} on all ranks"
+                " alike and in one order"
+            )
+
+
 #: Makes one answer for each rank of the messages by rank. Runs on the coordinator alone.
 Decide: TypeAlias = Callable[[Sequence[Json]], Awaitable[Sequence[Json] | Same]]
 

@@ -63,7 +63,7 @@ class Member:
         self._wire: Wire | None = None
         self._knock: asyncio.Future[str] = self._loop.create_future()
         self._welcome: asyncio.Future[Verdict | None] = self._loop.create_future()
-        self._sessions = Sessions(self, rank, world_size)
+        self._sessions = Sessions(self, rank)
         self._pulse = Pulse(deadlines.beat_s, self._beat)
 
     @property

@@ -63,7 +63,6 @@ class Sessions:
     Args:
         voice: Takes what it says.
         rank: This one.
-        world_size: How many ranks there are.
 
     Attributes:
         num_rounds: Rounds it went into.
@@ -71,10 +70,9 @@ class Sessions:
         is_alone: Whether the coordinator is gone.
     """
 
-    def __init__(self, voice: Voice, rank: int, world_size: int) -> None:
+    def __init__(self, voice: Voice, rank: int) -> None:
         self.voice = voice
         self.rank = rank
-        self.world_size = world_size
         self.num_rounds = 0
         self.broken: Verdict | None = None
         self.is_alone = False

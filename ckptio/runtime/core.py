@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptio.ranks.interface import Ranks
     from ckptio.runtime.driver import Driver
     from ckptio.staging.cuda import SideStreams
-    from ckptio.storage.interface import Root, Storage
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
@@ -210,10 +210,6 @@ class EngineCore:
     def own_storage(self, path: PathLike) -> Storage:
         """Find the storage for a path, of checkpoints of ours. Touches nothing."""
         return self.context.resolver.own_storage(path)
-
-    def root(self, path: PathLike) -> Root:
-        """Find the root of the checkpoints under a path. Touches nothing."""
-        return self.context.resolver.root(path)
 
     def submit(
         self,

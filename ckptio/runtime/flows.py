@@ -78,7 +78,7 @@ def begin_save(
     path: PathLike,
     *,
     overwrite: bool,
-    then: PathLike | None = None,
+    then: PathLike | None,
     metadata: Metadata | None = None,
     permit: Callable[[], Awaitable[None]] | None = None,
     close_after: bool = False,
@@ -90,7 +90,7 @@ def begin_save(
         state: What to save.
         path: Where to.
         overwrite: Whether a checkpoint that is there may be replaced; on both tiers.
-        then: Where to copy it when it is committed.
+        then: Where to copy it when it is committed; nowhere if `None`.
         metadata: What the manifest says beside the state.
         permit: Awaited before the commit, on rank 0; raises if there must be none. If not given,
             that is so where the second tier is the first, by a link.

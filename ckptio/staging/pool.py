@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import StagingError, StateError
+from ckptio.storage.linux import address_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -86,9 +87,7 @@ class Slab:
             with contextlib.suppress(OSError):  # neither is vital
                 self._map.madvise(advice)
         self.view = memoryview(self._map)
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(anchor)
-        del anchor
+        self.address = address_in(self._map)
         self.pinned = False
 
     def touch(self) -> None:
@@ -192,7 +191,7 @@ class SlabPool:
             self._release(slab)
 
     @asynccontextmanager
-    async def spare(self, *, for_device: bool = False) -> AsyncIterator[Slab]:
+    async def spare(self, *, for_device: bool) -> AsyncIterator[Slab]:
         """Lend a slab beside the budget, new and gone afterwards; see `lease`."""
         slab = _new_slab(self.slab_nbytes)
         try:

@@ -98,10 +98,10 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         stored: Index of the stored tensor.
         tensor: The target's memory.
+        name: What the target calls it.
         view: The node of the view, if the target takes a part of the stored tensor.
         block: The part of the memory that is filled, and the block of the tensor that it
             takes; all and all if not given.
-        name: What the target calls it.
         span: First byte and end of the memory of one that takes what is stored as it is, by
             one memmove; not known of any other.
         dtype: Its element type, where that is another than the stored one.
@@ -109,9 +109,9 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
 
     stored: int
     tensor: torch.Tensor | Blank
+    name: str
     view: Json | None = None
     block: Block | None = None
-    name: str = ""
     span: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
 

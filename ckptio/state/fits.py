@@ -63,7 +63,7 @@ def find_plain(
     entry = entries[index]
     if shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
-    return Fill(index, target, None, None, fqn, span)
+    return Fill(index, target, fqn, None, None, span)
 
 
 def find_tensor(

@@ -101,16 +101,16 @@ class TensorMatcher(Noted):
         self.match.num_filled += 1
         if target.is_meta:
             blank = self._blank(fqn, like, memory_of(target))
-            self.match.fills.append(Fill(found, blank, view, None, fqn))
+            self.match.fills.append(Fill(found, blank, fqn, view))
             return lambda _: blank.value()
         check_fillable(fqn, target)
         if self._handed is not None and is_new:
             blank = self._handed.blank(fqn, target, like, found, view)
-            self.match.fills.append(Fill(found, blank, view, None, fqn))
+            self.match.fills.append(Fill(found, blank, fqn, view))
             return lambda _: blank.value()
         stored = DTYPE_NAMES[target.dtype] == (view["d"] if view else self._tensors[found].dtype)
         dtype = None if stored else target.dtype
-        self.match.fills.append(Fill(found, target, view, None, fqn, dtype=dtype))
+        self.match.fills.append(Fill(found, target, fqn, view, dtype=dtype))
         return lambda _: target
 
     def _is_resized(self, fqn: str, target: Any = None) -> bool:
@@ -151,7 +151,7 @@ class TensorMatcher(Noted):
         view = node if node[TAG] == "view" else None
         self.match.num_filled += 1
         self.match.fills += [
-            Fill(found, blank or block.local, view, block, fqn) for block in sharded.blocks
+            Fill(found, blank or block.local, fqn, view, block) for block in sharded.blocks
         ]
         if blank is not None:
             return lambda _: blank.value()
@@ -182,7 +182,7 @@ class TensorMatcher(Noted):
         tensor = as_tensor(target)
         if tensor is not None and is_like(self._tensors[node["t"]], tensor):
             self.match.num_filled += 1
-            self.match.fills.append(Fill(node["t"], tensor, name=fqn))
+            self.match.fills.append(Fill(node["t"], tensor, fqn))
             return lambda _: target
         if self._is_taken(fqn, target, node):
             return lambda _: target

@@ -29,16 +29,13 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
-from ckptio.format.summary import decode_summary
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import (
     MAX_TRIES,
     NOT_TO_BE_SYNCED,
-    follow_pointer,
     make_dirs,
-    read_regular,
     young_parents,
 )
 from ckptio.storage.leftovers import (
@@ -48,6 +45,7 @@ from ckptio.storage.leftovers import (
     held_leftovers,
     notes_of,
     put_back_mistakes,
+    read_summary,
 )
 from ckptio.storage.manifest_name import ManifestName
 from ckptio.storage.notes import take_note, taken
@@ -316,9 +314,7 @@ class LocalAttempt:
         doomed = []
         # one that cannot be read: its files are told from names, by the next save
         try:
-            commit = read_regular(self._files, manifest, MAX_MANIFEST_NBYTES)
-            data, pointed = follow_pointer(self._files, self._directory, commit)
-            old = decode_summary(data)
+            old, pointed = read_summary(self._files, manifest)
             if old.save_id != self._save_id:
                 names = [*(entry.name for entry in old.files), *pointed]
                 doomed = [name for name in names if self._save_id not in name]

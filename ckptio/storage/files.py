@@ -250,6 +250,19 @@ class PosixFiles:
         return pages
 
 
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` to an open file at `offset`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        offset += count
+        rest = rest[count:]
+
+
 def read_regular(files: PosixFiles, path: str, limit_nbytes: int) -> bytes:
     """Read a small regular file; what is none (a FIFO, a link) raises instead of hanging.
 

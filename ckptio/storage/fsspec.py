@@ -185,13 +185,7 @@ class FsspecStore:
         self._traits = StoreTraits(
             in_order=True,
             conditional="create" if self._creating else "none",
-            gap_nbytes=_GAP_NBYTES,
         )
-
-    @property
-    def identity(self) -> str:
-        """Protocol and options."""
-        return f"{self._protocol}-{tokenize(self._protocol, self.fs.storage_options)}"
 
     @property
     def traits(self) -> StoreTraits:

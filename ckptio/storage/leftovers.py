@@ -71,15 +71,22 @@ def notes_of(directory: str, save_id: str) -> list[str]:
     return [name] if os.path.lexists(f"{directory}/{name}") else []
 
 
-def read_tomb(files: PosixFiles, directory: str, tomb: str) -> tuple[Summary, list[str]]:
-    """Read a manifest that was removed, and name the file that has it if that is another one.
+def read_summary(files: PosixFiles, path: str) -> tuple[Summary, list[str]]:
+    """Read the summary of a manifest, whatever its name at the moment.
+
+    Args:
+        files: Operations to use.
+        path: The manifest, or a pointer to it, in the directory of its checkpoint.
+
+    Returns:
+        The summary, and the name of the file that has the manifest if that is another one.
 
     Raises:
         FormatError: It is damaged.
-        OSError: It cannot be read: it is gone, say, or what it points to.
+        OSError: It cannot be read; it, or what it points to, may be gone.
     """
-    commit = read_regular(files, f"{directory}/{tomb}", MAX_MANIFEST_NBYTES)
-    data, pointed = follow_pointer(files, directory, commit)
+    commit = read_regular(files, path, MAX_MANIFEST_NBYTES)
+    data, pointed = follow_pointer(files, os.path.dirname(path), commit)
     return decode_summary(data), pointed
 
 
@@ -115,7 +122,7 @@ def put_back_mistakes(files: PosixFiles, directory: str) -> None:
         return
     for tomb in tombs:
         with contextlib.suppress(FileNotFoundError, FormatError):  # then it is left over
-            summary, _ = read_tomb(files, directory, tomb)
+            summary, _ = read_summary(files, f"{directory}/{tomb}")
             if summary.save_id not in tomb and is_whole(directory, summary):
                 put_back(files, directory, tomb)
 
@@ -248,7 +255,7 @@ def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
 def _needed_by_mistake(files: PosixFiles, directory: str, tomb: str) -> set[str]:
     """Name the files of a checkpoint that was taken by mistake; none if that is none."""
     try:
-        summary, pointed = read_tomb(files, directory, tomb)
+        summary, pointed = read_summary(files, f"{directory}/{tomb}")
     except FormatError:
         return set()
     except FileNotFoundError:
@@ -298,8 +305,13 @@ def _is_alive(
 
 def _is_quiet(directory: str, names: list[str], clock: Callable[[], float]) -> bool:
     """Whether none of some files was written to for long."""
+    return newest_s(directory, names) + QUIET_S < clock()
+
+
+def newest_s(directory: str, names: Collection[str]) -> float:
+    """Say when one of some files in a directory was last written to; 0 if none is there."""
     times = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-    return max(times, default=0.0) + QUIET_S < clock()
+    return max(times, default=0.0)

@@ -24,7 +24,6 @@ it, as it does with a page of the program itself.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import threading
 from typing import TYPE_CHECKING
@@ -57,9 +56,7 @@ class _Pages:
         self._map = pages
         self.is_held = is_held
         self.view = memoryview(pages)[start:]
-        anchor = ctypes.c_char.from_buffer(pages, start)
-        self.address = ctypes.addressof(anchor)
-        del anchor
+        self.address = linux.address_in(pages, start)
 
     def close(self) -> None:
         """Undo the map; an error that somebody keeps may still refer to it, as with slabs."""

@@ -101,15 +101,19 @@ def take_read_lease(fd: int) -> bool:
     return True
 
 
+def address_in(buffer: mmap.mmap, start: int = 0) -> int:
+    """Give the address of byte `start` of a writable map; good until the map is closed."""
+    # what ctypes makes here keeps the map open, and goes when this returns
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer, start))
+
+
 def populate(pages: mmap.mmap) -> None:
     """Bring all pages of a private map in. Lets the GIL go, which `mmap.madvise` does not.
 
     Raises:
         OSError: One cannot be read, or the system cannot tell (before Linux 5.14).
     """
-    anchor = ctypes.c_char.from_buffer(pages)
-    address, nbytes = ctypes.addressof(anchor), len(pages)
-    del anchor
+    address, nbytes = address_in(pages), len(pages)
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptio.errors import CommitConflictError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
-from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import write_file
 from ckptio.storage.file_names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
-from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, follow_pointer, read_regular
-from ckptio.storage.leftovers import is_whole
+from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, read_regular
+from ckptio.storage.leftovers import is_whole, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,9 +209,8 @@ class ManifestName:
         then this one, which is whole, stays, and whether for good is in doubt.
         """
         try:
-            copy = read_regular(self._files, self.replaced, MAX_MANIFEST_NBYTES)
-            manifest, _ = follow_pointer(self._files, self._directory, copy)
-            return is_whole(self._directory, decode_summary(manifest))
+            summary, _ = read_summary(self._files, self.replaced)
+            return is_whole(self._directory, summary)
         except FormatError:  # damaged before, or of another kind
             return True
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ckptio.storage.requests import Requests
     from ckptio.storage.store import ObjectInfo, ObjectStore, UploadInfo
 
-#: For what is removed behind an abort, all of it: a store that does not answer is not waited for.
-_CLEAN_UP_S = 10.0
 _OURS = re.compile(r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})(?:[-.].*)?")
 
 
@@ -146,7 +144,7 @@ class ObjectPlace:
 
     def hurry(self) -> None:
         """Do the rest within a few seconds: somebody waits who has given up. A sweep goes on."""
-        self.requests = self.requests.brief(_CLEAN_UP_S)
+        self.requests = self.requests.brief()
 
     async def present(self) -> Present | None:
         """Look at the manifest that is there, if there is one.
@@ -298,7 +296,7 @@ class ObjectPlace:
         """
         if self._has_told:
             return
-        requests = self.requests.brief(_CLEAN_UP_S)
+        requests = self.requests.brief()
         try:
             found = await requests.must("list uploads of", key, lambda: self.store.uploads(key))
         except StorageError as error:

@@ -35,8 +35,7 @@ from ckptio.storage.obstore_options import obstore_options
 from ckptio.storage.obstore_upload import ObstoreUpload, lend
 from ckptio.storage.s3 import S3Backend, S3Store
 from ckptio.storage.s3_answers import has_etag, told_by
-from ckptio.storage.s3_options import all_options
-from ckptio.storage.s3_url import split_url
+from ckptio.storage.s3_options import all_options, split_url
 from ckptio.storage.store import ConditionFailedError, RefusedError, StoreError, TransientError
 
 if TYPE_CHECKING:
@@ -173,11 +172,6 @@ class ObstoreStore:
     @property
     def _repeating(self) -> obstore.store.S3Store:
         return self._stores[1]
-
-    @property
-    def identity(self) -> str:
-        """Endpoint and bucket."""
-        return self._small.identity
 
     @property
     def traits(self) -> StoreTraits:

@@ -52,6 +52,8 @@ T = TypeVar("T")
 _PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
+#: For what is removed behind an abort, all of it: a store that does not answer is not waited for.
+_BRIEF_S = 10.0
 
 
 def settling_wait_s(tries: int) -> float:
@@ -157,16 +159,16 @@ class Requests:
         self._is_told = False
         self._is_answered = False
 
-    def brief(self, within_s: float) -> Requests:
-        """Give requests of the same kind that all end within some seconds from now, or sooner.
+    def brief(self) -> Requests:
+        """Give requests of the same kind that all end within ten seconds from now, or sooner.
 
         For what somebody waits for who has given up: clean-up behind an abort. One that gets no
         answer takes a third of that, and leaves time for others.
         """
         requests = Requests(self.path, self._config, self._limit, self._emit, self._rng)
-        ends_s = asyncio.get_running_loop().time() + within_s
+        ends_s = asyncio.get_running_loop().time() + _BRIEF_S
         requests._ends_s = ends_s if self._ends_s is None else min(ends_s, self._ends_s)
-        requests._longest_s = min(self._longest_s, within_s / 3)
+        requests._longest_s = min(self._longest_s, _BRIEF_S / 3)
         requests._is_told = True  # who has given up waits for no better
         return requests
 

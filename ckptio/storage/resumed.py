@@ -25,13 +25,11 @@ import os
 from ckptio._aio import run_blocking
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import CommitConflictError, FormatError, StorageError
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
-from ckptio.format.summary import decode_summary
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter
 from ckptio.storage.file_names import ATTEMPT_PREFIX, REPLACED_SUFFIX
-from ckptio.storage.files import follow_pointer, read_regular
-from ckptio.storage.leftovers import is_at
+from ckptio.storage.leftovers import is_at, read_summary
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -99,9 +97,8 @@ class ResumedAttempt(LocalAttempt):
     def _is_committed(self) -> bool:
         """Whether the checkpoint that is there is of this save, or may be."""
         try:
-            commit = read_regular(self._files, self._path(MANIFEST_NAME), MAX_MANIFEST_NBYTES)
-            data, _ = follow_pointer(self._files, self._directory, commit)
-            return decode_summary(data).save_id == self._save_id
+            manifest = self._path(MANIFEST_NAME)
+            return read_summary(self._files, manifest)[0].save_id == self._save_id
         except FileNotFoundError:
             return False
         except (FormatError, OSError):

@@ -41,9 +41,10 @@ from ckptio.storage.leftovers import (
     find_leftovers,
     held_leftovers,
     is_whole,
+    newest_s,
     notes_of,
     put_back,
-    read_tomb,
+    read_summary,
 )
 from ckptio.storage.resolve import local_path, remote_url
 
@@ -249,7 +250,7 @@ class LocalRoot:
         What was taken by mistake is put back; see `storage.leftovers`.
         """
         try:
-            summary, pointed = read_tomb(self._files, directory, tomb)
+            summary, pointed = read_summary(self._files, f"{directory}/{tomb}")
         except FileNotFoundError:
             # somebody else was faster, or is at it; what it points to goes just before it does
             self._unlink(directory, tomb)
@@ -284,7 +285,8 @@ class LocalRoot:
         names = sorted(os.listdir(directory))
         if MANIFEST_NAME in names or os.path.islink(directory):
             return
-        is_quiet = self._newest_s(directory, names) + quiet_s < time.time()
+        written_s = max(os.stat(directory).st_mtime, newest_s(directory, names))
+        is_quiet = written_s + quiet_s < time.time()
         tombs = [name for name in names if TOMB.fullmatch(name)]
         for tomb in tombs:
             self._bury(directory, tomb)
@@ -299,14 +301,6 @@ class LocalRoot:
                 self._emit(LeftoversRemoved(path=directory, files=removed))
         if is_quiet or tombs:
             self._remove_dir(directory)
-
-    def _newest_s(self, directory: str, names: list[str]) -> float:
-        """Say when something was last written in a directory."""
-        times = [os.stat(directory).st_mtime]
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                times.append(os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime)
-        return max(times)
 
     def _now_s(self, directory: str, *, may_guess: bool) -> float:
         """Ask what time it is where files are dated, by one that is made and removed.

@@ -37,9 +37,9 @@ from ckptio.storage.s3_options import (
     client_config,
     endpoint_of,
     is_amazon,
+    split_url,
     uses_tls,
 )
-from ckptio.storage.s3_url import split_url
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectInfo,
@@ -131,14 +131,7 @@ class S3Store:
         self._traits = StoreTraits(
             min_part_nbytes=_MIN_PART_NBYTES,
             conditional="atomic" if is_amazon(self.address.endpoint) else "none",
-            gap_nbytes=_GAP_NBYTES,
         )
-
-    @property
-    def identity(self) -> str:
-        """Endpoint and bucket."""
-        endpoint = self.address.endpoint
-        return f"s3 {'amazon' if is_amazon(endpoint) else endpoint} {self._bucket}"
 
     @property
     def traits(self) -> StoreTraits:

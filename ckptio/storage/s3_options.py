@@ -1,4 +1,4 @@
-"""What fsspec calls `storage_options`, for S3: how the client is made, and where it goes then.
+"""URLs of S3 and their `storage_options`, as fsspec calls them: what client they make.
 
 s3fs and botocore look for endpoints, regions and credentials in many places, of which this
 knows a few. So what else has to go to the same place asks the client that was made.
@@ -7,6 +7,7 @@ knows a few. So what else has to go to the same place asks the client that was m
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,35 @@ from ckptio.errors import ConfigError
 if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
 
+#: What botocore takes for the name of a bucket, but for ARNs.
+_BUCKET = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")
 _CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 #: Other names of options.
 SYNONYMS = {"username": "key", "password": "secret"}
 #: What botocore calls the region of a client that has none.
 _NOWHERE = "aws-global"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Split a URL into its bucket and the prefix in it.
+
+    Raises:
+        ConfigError: One of them is missing, or cannot be one.
+    """
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    if bucket.startswith("arn:"):
+        raise ConfigError(
+            f"{url!r} has an ARN instead of a bucket; the alias of an access point is taken for"
+            " one: s3://NAME-s3alias/PREFIX"
+        )
+    if not bucket or not prefix:
+        raise ConfigError(f"{url!r} has to be s3://BUCKET/PREFIX")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            f"{url!r} has {bucket!r} for a bucket; names of buckets are letters, digits, dots,"
+            " hyphens and underscores"
+        )
+    return bucket, prefix.rstrip("/")
 
 
 def all_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,6 @@ class StoreTraits:
             `"atomic"`: `absent` and `match`, so that of any number of writers one succeeds.
             `"create"`: `absent` alone. `"none"`: neither; the client looks first and writes
             then, or writes whatever is there.
-        gap_nbytes: Bytes worth reading over rather than sending another request.
         begins_again: What carries out an upload may begin it several times, under names that
             nobody gets: what is left of that has to be looked for.
     """
@@ -140,7 +139,6 @@ class StoreTraits:
     max_parts: int = 10_000
     in_order: bool = False
     conditional: str = "none"
-    gap_nbytes: int = 0
     begins_again: bool = False
 
 
@@ -177,11 +175,6 @@ class Upload(Protocol):
 
 class ObjectStore(Protocol):
     """A place for objects by key. Used from one loop."""
-
-    @property
-    def identity(self) -> str:
-        """The same for two ways to the same place: protocol, endpoint, bucket."""
-        ...
 
     @property
     def traits(self) -> StoreTraits:

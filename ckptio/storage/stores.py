@@ -35,6 +35,8 @@ _S3 = ("s3", "s3a")
 #: Opening a store imports its client and starts threads, before it asks for anything: seconds,
 #: where processes are many more than cores.
 _MIN_OPEN_S = 30.0
+#: Threads of stores that are used without an engine, by the command line.
+_NUM_THREADS = 4
 
 
 class Backend(Protocol):
@@ -139,17 +141,14 @@ class Stores:
 
 
 @contextlib.asynccontextmanager
-async def open_stores(
-    config: CheckpointConfig, num_threads: int, name: str
-) -> AsyncIterator[tuple[Threads, Stores]]:
+async def open_stores(config: CheckpointConfig, name: str) -> AsyncIterator[tuple[Threads, Stores]]:
     """Have threads and stores without an engine; they are closed when the block ends.
 
     Args:
         config: Options.
-        num_threads: At most this many.
-        name: Prefix of their names.
+        name: Prefix of the names of the threads.
     """
-    threads = Threads(num_threads, name)
+    threads = Threads(_NUM_THREADS, name)
     stores = Stores(config, threads)
     try:
         yield threads, stores

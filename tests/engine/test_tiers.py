@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckptio import sync
 from ckptio.config import KiB
+from ckptio.engine.tiers import is_replaced
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -23,6 +24,7 @@ from ckptio.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
+    RankError,
     SaveAbortedError,
     StorageError,
 )
@@ -160,6 +162,15 @@ def test_the_first_tier_is_committed_before_the_copy_begins() -> None:
     assert (started.path, started.to, started.is_resumed) == ("near/a", "far/a", False)
     assert started.nbytes == ended.sent_nbytes == log.of(CopyProgressed)[-1].sent_nbytes
     assert started.num_files > 1
+
+
+@pytest.mark.parametrize("cause", ["CheckpointChangedError: no", "CheckpointChangedError"])
+def test_a_copy_of_what_another_rank_finds_replaced_is_given_up(cause: str) -> None:
+    """Whether or not the error has a message there."""
+    assert is_replaced(CheckpointChangedError("c"))
+    assert is_replaced(RankError("no", causes={1: "ValueError: no", 2: cause}))
+    assert not is_replaced(RankError("no", causes={1: f"StorageError: {cause}"}))
+    assert not is_replaced(StorageError("no", path="c", code=5))
 
 
 def test_the_place_of_the_checkpoint_is_no_second_tier() -> None:

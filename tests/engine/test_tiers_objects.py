@@ -66,7 +66,6 @@ class Bucket:
 class Store:
     """An `ObjectStore` in memory that asks its bucket before each request."""
 
-    identity = "bucket"
     traits = StoreTraits(conditional="atomic")
 
     def __init__(self, bucket: Bucket) -> None:

@@ -71,7 +71,7 @@ def test_the_log_says_once_that_nothing_is_answered(
                     *(run.run("write", "http://s/a?key=x", dead) for _ in range(3))
                 )
         with pytest.raises(StorageError):
-            await run.brief(9).run("drop", "b", dead)
+            await run.brief().run("drop", "b", dead)
 
     run_virtual(scenario(), seed=1)
     (record,) = caplog.records

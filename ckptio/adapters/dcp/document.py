@@ -274,20 +274,3 @@ def node_at(tree: Json, path: Path) -> Json:
             raise FormatError(f"there is nothing at {path!r} in the tree of the checkpoint")
         node = found[0]
     return node
-
-
-def renumber(node: Json, base: int) -> Json:
-    """Add `base` to the number of each tensor that an encoded value refers to."""
-    if type(node) is list:
-        return [renumber(item, base) for item in node]
-    if type(node) is not dict:
-        return node
-    if TAG not in node:
-        return {key: renumber(item, base) for key, item in node.items()}
-    tag = node[TAG]
-    if type(tag) is int:
-        return {**node, TAG: tag + base}
-    moved = {key: renumber(item, base) for key, item in node.items()}
-    if "t" in node:
-        moved["t"] = node["t"] + base
-    return moved

@@ -32,7 +32,7 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, plan_and_read, read_plan
 from ckptio.engine.regions import want_region
 from ckptio.errors import FormatError, TargetError
-from ckptio.layout import Box
+from ckptio.layout import Box, batches
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams
 from ckptio.staging.copy import Destination, TargetState
@@ -128,17 +128,7 @@ class RankLoad:
             if regions:
                 yield regions
             return
-        limit = self._core.config.pool_nbytes
-        wave: list[Region] = []
-        nbytes = 0
-        for region in sorted(regions, key=_place):
-            if wave and nbytes + region.nbytes > limit:
-                yield wave
-                wave, nbytes = [], 0
-            wave.append(region)
-            nbytes += region.nbytes
-        if wave:
-            yield wave
+        yield from batches(sorted(regions, key=_place), self._core.config.pool_nbytes)
 
     def _fill(self, wave: Sequence[Region], planner: LoadPlanner) -> None:
         """Fill the targets of a wave, and hand them back."""

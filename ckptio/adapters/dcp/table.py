@@ -22,13 +22,13 @@ from ckptio.adapters.dcp.document import (
     Item,
     Pieces,
     build_tree,
-    renumber,
 )
 from ckptio.errors import PlanError
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.encode import TAG
 from ckptio.format.manifest import DOCUMENT_NAME
 from ckptio.layout import numel
+from ckptio.state.tree import renumbered
 from ckptio.tiling import find_overlap
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def make_table(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> 
             value = said.values.get(fqn)
             if value is None:
                 raise PlanError(f"no rank wrote {fqn!r}; save again")
-            node = renumber(value["node"], len(rows))
+            node = renumbered(value["node"], len(rows).__add__)
             for leaf in value["leaves"]:
                 chunk = (leaf["file"], leaf["start"])
                 name = names.distinct(leaf["name"])
