@@ -215,8 +215,8 @@ class Engine(Gauges):
 
         With several ranks, each has a target of its own, or none. Sharded targets take their
         blocks, whatever ranks, mesh and placement wrote them; all else is loaded whole. No target
-        changes on any rank before all fit. If the checkpoint has no `ckptio.PerRank` value for
-        a rank, the value is missing there, or `None` without a target.
+        changes on any rank before all fit. If the checkpoint has no `ckptio.PerRank` value for a
+        rank, its target's `PerRank` is kept and the report notes it; without a target it is `None`.
 
         On CUDA, a target is filled behind the work queued on the current stream at the time of
         this call, even if the result is awaited later or elsewhere, as in a task.
