@@ -209,9 +209,9 @@ class Engine(Gauges):
         that runs before `load_state_dict`. Still filled in place there are blocks of sharded
         tensors, and tensors of modules and optimizers that the object has as attributes.
 
-        No byte of the target changes before the sizes of all needed files were checked (without
-        `select`, of all files), and no block lands before its checksum was verified. If a later
-        block turns out to be damaged, earlier ones have landed: load another checkpoint.
+        No byte of the target changes before the sizes of all needed files were checked (of all
+        files if one rank saved it and all is loaded), and no block lands before its checksum was
+        verified. If a later block is damaged, earlier ones have landed: load another checkpoint.
 
         With several ranks, each has a target of its own, or none. Sharded targets take their
         blocks, whatever ranks, mesh and placement wrote them; all else is loaded whole. No target
