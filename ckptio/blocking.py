@@ -88,7 +88,8 @@ class Engine(Gauges):
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
             RankError: It failed on some rank, and so on all of them.
             PeerLostError: A rank died, froze or did not come.
-            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
+            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched, unless
+                the error's `in_doubt` says that the commit may have happened.
         """
         return committed(self.start_save(state, path, overwrite=overwrite, then=then))
 

@@ -283,11 +283,19 @@ class CorruptionError(FormatError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused an operation. `errno` and `filename` say which and where."""
+    """The storage refused an operation. `errno` and `filename` say which and where.
 
-    def __init__(self, message: str, *, path: str, code: int = errno.EIO) -> None:
+    Attributes:
+        in_doubt: A save failed during its commit, and the commit may have happened: look
+            whether the checkpoint is there. Otherwise the path holds what it held before.
+    """
+
+    def __init__(
+        self, message: str, *, path: str, code: int = errno.EIO, in_doubt: bool = False
+    ) -> None:
         """Say `message` about `path`; `code` is an `errno` value."""
         super().__init__(code, message, path)
+        self.in_doubt = in_doubt
 
     @property
     def message(self) -> str:
