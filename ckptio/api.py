@@ -318,8 +318,8 @@ class Engine(Gauges):
         Raises:
             TargetError: There is no such tensor, or an array that is stored as bytes (dates,
                 strings), the index does not fit it, or there is no memory for it.
-            ConfigError: `path` is not a path, `device` is not a device, or an index is neither
-                an int nor a slice.
+            ConfigError: `path` is not a path, `name` is not a string, `device` is not a device, or
+                an index is neither an int nor a slice.
             CheckpointNotFoundError: As in `load`; and so are `CorruptionError`, `FormatError`,
                 `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and
                 `EngineClosedError`.

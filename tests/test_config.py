@@ -71,6 +71,7 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"replicate": True}, "replicate must be once or local, not True"),
         ({"exchange": "never"}, "exchange must be auto, on or off, not 'never'"),
         ({"exchange": None}, "exchange must be auto, on or off, not None"),
+        ({"durability": np.array(["full", "file"])}, "durability must be none, file or full, not"),
         ({"block_nbytes": 5000}, "block_nbytes must be a multiple of 4096"),
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
         ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
@@ -132,6 +133,8 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("environ", "problem"),
     [
+        ("CKPTIO_MAX_SAVES=3", "environ= is a mapping of variables, not 'CKPTIO_MAX_SAVES=3'"),
+        ({"CKPTIO_MAX_SAVES": 3}, "environ= has strings alone, not 'CKPTIO_MAX_SAVES': 3"),
         ({"CKPTIO_MAX_WRITERS": "3"}, "CKPTIO_MAX_WRITERS names no option; options are pool_nby"),
         ({"CKPTIO_MAX_WRITES": "many"}, "CKPTIO_MAX_WRITES must be an int, not 'many'"),
         ({"CKPTIO_MAX_WRITES": "0"}, "max_writes must be a positive int"),

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from ckptio._aio import outlive
-from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError, EngineClosedError, shown
 from ckptio.events import notify
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.engine_options import config_of, is_word, require_ranks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import leave_behind, unsettled
 from ckptio.runtime.make_context import make_context
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import torch
     from anyio.from_thread import BlockingPortal
 
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event, Observer
     from ckptio.moments import SaveMoments
@@ -78,15 +79,12 @@ class EngineCore:
     def __init__(
         self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
     ) -> None:
-        if config is not None and not isinstance(config, CheckpointConfig):
-            raise ConfigError(f"config= is a CheckpointConfig, not {shown(config)}")
+        self.config = config_of(config)
         if observer is not None and (
             not callable(observer) or inspect.iscoroutinefunction(observer)
         ):
             raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
-        if ranks is None or (isinstance(ranks, str) and ranks not in ("auto", "solo")):
-            raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {shown(ranks)}")
-        self.config = config or CheckpointConfig()
+        require_ranks(ranks)
         self._group = ranks
         self._observer = observer
         self._lock = threading.RLock()  # a signal's handler may save while `submit` has it
@@ -185,10 +183,10 @@ class EngineCore:
 
     async def _meet(self, executor: Executor) -> Ranks:
         """Find the engines of the other ranks."""
-        if self._group == "solo":
+        if is_word(self._group, "solo"):
             return SoloRanks()
         deadlines = Deadlines(peer_s=self.config.peer_timeout_s, meet_s=self.config.meet_timeout_s)
-        group = None if self._group == "auto" else self._group
+        group = None if is_word(self._group, "auto") else self._group
         return await ranks_of(group, environ=os.environ, deadlines=deadlines, executor=executor)
 
     def next_key(self, kind: str) -> str:

@@ -16,14 +16,16 @@ from torch.futures import Future
 from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
-from ckptio.config import CheckpointConfig, require_bool
+from ckptio.config import require_bool
 from ckptio.errors import CheckpointNotFoundError, ConfigError
+from ckptio.runtime.engine_options import config_of, is_word
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
     from ckptio.storage.resolve import PathLike
 
@@ -107,7 +109,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         if not single_file_per_rank:
             options["bucket_nbytes"] = 1
         self._options = SaveOptions(
-            config=dataclasses.replace(config or CheckpointConfig(), **options),
+            config=dataclasses.replace(config_of(config), **options),
             overwrite=overwrite,
             at_once=thread_count is not None and thread_count > 1,
             observer=observer,
@@ -287,5 +289,6 @@ def _refuse(
         )
     if extensions:
         raise ConfigError("_extensions have no effect: files hold the bytes of tensors as they are")
-    if serialization_format is not None and serialization_format.name != "SAFETENSORS":
+    is_ours = is_word(getattr(serialization_format, "name", None), "SAFETENSORS")
+    if serialization_format is not None and not is_ours:
         raise ConfigError("serialization_format has no effect: files are always safetensors")
