@@ -199,3 +199,14 @@ async def test_what_is_no_number_of_bytes_is_not_made_warm(nbytes: Any) -> None:
         assert engine.statistics().taken_nbytes == 0
         await engine.prewarm(SMALL.pool_nbytes + 1)
         assert engine.statistics().taken_nbytes == engine.statistics().budget_nbytes
+
+
+@pytest.mark.parametrize("at", [123, "", b"c", "s3:/bucket/run", "foo://bucket"])
+async def test_a_place_to_prewarm_is_one_to_save_to(at: Any, tmp_path: Path) -> None:
+    """What `save` refuses is refused there, too; a path need not exist."""
+    async with Engine(SMALL) as engine:
+        with pytest.raises(ConfigError):
+            engine.save({}, at)
+        with pytest.raises(ConfigError):
+            await engine.prewarm(1, at=at)
+        await engine.prewarm(1, at=tmp_path / "not" / "there")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import itertools
 import os
 import sys
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from ckptio._aio import outlive
-from ckptio.errors import ConfigError, EngineClosedError, shown
+from ckptio.errors import EngineClosedError
 from ckptio.events import notify
 from ckptio.ranks.discover import ranks_of
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.solo import SoloRanks
-from ckptio.runtime.engine_options import config_of, is_word, require_ranks
+from ckptio.runtime.engine_options import config_of, is_word, require_observer, require_ranks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import leave_behind, unsettled
 from ckptio.runtime.make_context import make_context
@@ -80,10 +79,7 @@ class EngineCore:
         self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
     ) -> None:
         self.config = config_of(config)
-        if observer is not None and (
-            not callable(observer) or inspect.iscoroutinefunction(observer)
-        ):
-            raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
+        require_observer(observer)
         require_ranks(ranks)
         self._group = ranks
         self._observer = observer

@@ -5,6 +5,8 @@ They need no engine, so that whoever makes one later can refuse bad options at o
 
 from __future__ import annotations
 
+import inspect
+
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError, shown
 
@@ -20,6 +22,16 @@ def config_of(config: object) -> CheckpointConfig:
     if not isinstance(config, CheckpointConfig):
         raise ConfigError(f"config= is a CheckpointConfig, not {shown(config)}")
     return config
+
+
+def require_observer(observer: object) -> None:
+    """Refuse what cannot take events.
+
+    Raises:
+        ConfigError: `observer` cannot be called, or would have to be awaited.
+    """
+    if observer is not None and (not callable(observer) or inspect.iscoroutinefunction(observer)):
+        raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
 
 
 def require_ranks(ranks: object) -> None:

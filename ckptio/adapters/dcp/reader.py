@@ -29,7 +29,7 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
 from ckptio.errors import CheckpointChangedError, ConfigError
-from ckptio.runtime.engine_options import config_of
+from ckptio.runtime.engine_options import config_of, require_observer
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.rebuild import torch_dtype
 
@@ -93,6 +93,7 @@ class StorageReader(dcp.StorageReader):
         self.path = path
         self._types = tuple(types)
         self._allows_opaque = allow_opaque
+        require_observer(observer)
         self._config = config_of(config)
         self._observer = observer
         if path is not None:

@@ -17,8 +17,8 @@ from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
 from ckptio.config import require_bool
-from ckptio.errors import CheckpointNotFoundError, ConfigError
-from ckptio.runtime.engine_options import config_of, is_word
+from ckptio.errors import CheckpointNotFoundError, ConfigError, shown
+from ckptio.runtime.engine_options import config_of, is_word, require_observer
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         observer: Observer | None = None,
     ) -> None:
         _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
+        require_observer(observer)
         require_bool("single_file_per_rank", single_file_per_rank)
         require_bool("overwrite", overwrite)
         if sync_files is not None:
@@ -103,6 +104,8 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         self.path = path
         options: dict[str, Any] = {}
         if thread_count is not None:
+            if type(thread_count) is not int or thread_count < 1:
+                raise ConfigError(f"thread_count must be a positive int, not {shown(thread_count)}")
             options["max_writes"] = thread_count
         if sync_files is not None:
             options["durability"] = "full" if sync_files else "none"
