@@ -99,6 +99,7 @@ class Engine(Gauges):
 
         Cancelling the wait aborts what is in flight, and is raised when that has ended.
         """
+        self._core.require_elsewhere()
         await in_own_thread(
             lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )
@@ -221,11 +222,10 @@ class Engine(Gauges):
         On CUDA, a target is filled behind the work queued on the current stream at the time of
         this call, even if the result is awaited later or elsewhere, as in a task.
 
-        Modules on the meta device get new parameters; an optimizer created before is refused. So
-        is the state of another class of torch's optimizers (before torch 2.7, Adam and AdamW
-        cannot be told apart), or of parameters of other shapes; for DTensors see
-        `ckptio/ranks/README.md`. An error of a `load_state_dict` becomes a `TargetError`, raised
-        after all bytes have landed.
+        Modules on the meta device get new parameters; an optimizer created before is refused. So is
+        the state of another class of torch's optimizers (before torch 2.7, Adam and AdamW cannot be
+        told apart), or of parameters of other shapes; for DTensors see `ckptio/ranks/README.md`.
+        What a `load_state_dict` raises becomes a `TargetError`, after all bytes have landed.
 
         Args:
             path: A checkpoint.

@@ -66,7 +66,12 @@ class Engine(Gauges):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what is in flight, or abort it; then give everything back."""
+        """Wait for what is in flight, or abort it; then give everything back.
+
+        Raises:
+            ConfigError: This is an observer on one of the engine's own threads.
+        """
+        self._core.require_elsewhere()
         try:
             self._core.close(abort=is_breaking_off(error))
         except BaseException:  # an interrupt: it may not have begun
