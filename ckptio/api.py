@@ -175,7 +175,7 @@ class Engine(Gauges):
         Raises:
             CheckpointError: The first failure of a copy, or of looking for one; all were tried.
             StorageError: The directory cannot be listed or, unless it is a URL, does not exist.
-            EngineClosedError: The engine is not open.
+            ConfigError, EngineClosedError: `root` is not a path; the engine is not open.
         """
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
@@ -317,7 +317,7 @@ class Engine(Gauges):
 
         Raises:
             TargetError: There is no such tensor, or an array that is stored as bytes (dates,
-                strings), the index does not fit it, or there is no memory for it.
+                strings), the index does not fit it, or `device` is not there or has no memory.
             ConfigError: `path` is not a path, `name` is not a string, `device` is not a device, or
                 an index is neither an int nor a slice.
             CheckpointNotFoundError: As in `load`; and so are `CorruptionError`, `FormatError`,
