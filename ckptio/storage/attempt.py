@@ -90,9 +90,9 @@ class LocalAttempt:
         self._writers: list[BlockWriter] = []
         self._lock_fd = -1
         self._name = ManifestName(files, directory, save_id, config)
-        self._failure: StorageError | None = None
-        self._refused = False
-        self._leads = False
+        self._failure: StorageError | None = None  # of the commit; says if it is in doubt
+        self._refused = False  # direct I/O was, and an event has said so
+        self._leads = False  # this rank began the save: an abort removes the files of all ranks
 
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
