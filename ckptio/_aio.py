@@ -160,6 +160,11 @@ class Threads(concurrent.futures.Executor):
             for thread in threads:
                 thread.join()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on one of the threads."""
+        return threading.current_thread() in self._threads
+
     def _begin_thread(self) -> None:
         """Begin one more, if the interpreter, which may be about to end, gives one.
 

@@ -99,6 +99,7 @@ class Engine(Gauges):
 
         Cancelling the wait aborts what is in flight, and is raised when that has ended.
         """
+        self._core.require_elsewhere()
         await in_own_thread(
             lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )
@@ -174,7 +175,7 @@ class Engine(Gauges):
         Raises:
             CheckpointError: The first failure of a copy, or of looking for one; all were tried.
             StorageError: The directory cannot be listed or, unless it is a URL, does not exist.
-            EngineClosedError: The engine is not open.
+            ConfigError, EngineClosedError: `root` is not a path; the engine is not open.
         """
         from ckptio.runtime.owed_copies import finish_copies  # noqa: PLC0415  # where it is needed
 
@@ -209,23 +210,22 @@ class Engine(Gauges):
         that runs before `load_state_dict`. Still filled in place there are blocks of sharded
         tensors, and tensors of modules and optimizers that the object has as attributes.
 
-        No byte of the target changes before the sizes of all needed files were checked (without
-        `select`, of all files), and no block lands before its checksum was verified. If a later
-        block turns out to be damaged, earlier ones have landed: load another checkpoint.
+        No byte of the target changes before the sizes of all needed files were checked (of all
+        files if one rank saved it and all is loaded), and no block lands before its checksum was
+        verified. If a later block is damaged, earlier ones have landed: load another checkpoint.
 
         With several ranks, each has a target of its own, or none. Sharded targets take their
         blocks, whatever ranks, mesh and placement wrote them; all else is loaded whole. No target
-        changes on any rank before all fit. If the checkpoint has no `ckptio.PerRank` value for
-        a rank, the value is missing there, or `None` without a target.
+        changes on any rank before all fit. If the checkpoint has no `ckptio.PerRank` value for a
+        rank, its target's `PerRank` is kept and the report notes it; without a target it is `None`.
 
         On CUDA, a target is filled behind the work queued on the current stream at the time of
         this call, even if the result is awaited later or elsewhere, as in a task.
 
-        Modules on the meta device get new parameters; an optimizer created before is refused. So
-        is the state of another class of torch's optimizers (before torch 2.7, Adam and AdamW
-        cannot be told apart), or of parameters of other shapes; for DTensors see
-        `ckptio/ranks/README.md`. An error of a `load_state_dict` becomes a `TargetError`, raised
-        after all bytes have landed.
+        Modules on the meta device get new parameters; an optimizer created before is refused. So is
+        the state of another class of torch's optimizers (before torch 2.7, Adam and AdamW cannot be
+        told apart), or of parameters of other shapes; for DTensors see `ckptio/ranks/README.md`.
+        What a `load_state_dict` raises becomes a `TargetError`, after all bytes have landed.
 
         Args:
             path: A checkpoint.
@@ -317,9 +317,9 @@ class Engine(Gauges):
 
         Raises:
             TargetError: There is no such tensor, or an array that is stored as bytes (dates,
-                strings), the index does not fit it, or there is no memory for it.
-            ConfigError: `path` is not a path, `device` is not a device, or an index is neither
-                an int nor a slice.
+                strings), the index does not fit it, or `device` is not there or has no memory.
+            ConfigError: `path` is not a path, `name` is not a string, `device` is not a device, or
+                an index is neither an int nor a slice.
             CheckpointNotFoundError: As in `load`; and so are `CorruptionError`, `FormatError`,
                 `CheckpointChangedError`, `StorageError`, `StateError`, `StagingError` and
                 `EngineClosedError`.

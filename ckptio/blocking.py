@@ -66,7 +66,12 @@ class Engine(Gauges):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what is in flight, or abort it; then give everything back."""
+        """Wait for what is in flight, or abort it; then give everything back.
+
+        Raises:
+            ConfigError: This is an observer on one of the engine's own threads.
+        """
+        self._core.require_elsewhere()
         try:
             self._core.close(abort=is_breaking_off(error))
         except BaseException:  # an interrupt: it may not have begun
@@ -88,7 +93,8 @@ class Engine(Gauges):
             CheckpointExistsError: There is a checkpoint and `overwrite` is off.
             RankError: It failed on some rank, and so on all of them.
             PeerLostError: A rank died, froze or did not come.
-            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched.
+            CheckpointError: As `ckptio.Engine.save`; what was at the path is untouched, unless
+                the error's `in_doubt` says that the commit may have happened.
         """
         return committed(self.start_save(state, path, overwrite=overwrite, then=then))
 

@@ -158,9 +158,10 @@ class CheckpointConfig:
                 raise ConfigError(f"{field.name} must be {kind}, not {shown(value)}")
         self._check_sizes()
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
+            chosen = getattr(self, name)
+            if not isinstance(chosen, str) or chosen not in allowed:
                 words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise ConfigError(f"{name} must be {words}, not {shown(getattr(self, name))}")
+                raise ConfigError(f"{name} must be {words}, not {shown(chosen)}")
         if self.local_replica_nbytes != _LOCAL_REPLICA_NBYTES and self.replicate != "local":
             raise ConfigError("local_replica_nbytes has no effect without replicate='local'")
         if not isinstance(self.storage_options, Mapping):
@@ -209,11 +210,17 @@ class CheckpointConfig:
             environ: Variables to read; `os.environ` if not given.
 
         Raises:
-            ConfigError: A variable with the prefix names no option, or has a bad value.
+            ConfigError: A variable with the prefix names no option, or has a bad value; or
+                `environ` is not a mapping of strings.
         """
+        variables = os.environ if environ is None else environ
+        if not isinstance(variables, Mapping):
+            raise ConfigError(f"environ= is a mapping of variables, not {shown(variables)}")
         fields = {f.name: f for f in dataclasses.fields(cls)}
         options: dict[str, float | str] = {}
-        for key, text in (os.environ if environ is None else environ).items():
+        for key, text in variables.items():
+            if not isinstance(key, str) or not isinstance(text, str):
+                raise ConfigError(f"environ= has strings alone, not {shown(key)}: {shown(text)}")
             if not key.startswith(_ENV_PREFIX):
                 continue
             name = key.removeprefix(_ENV_PREFIX).lower()

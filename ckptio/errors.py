@@ -53,7 +53,10 @@ def shown(value: object) -> str:
 
 
 class CheckpointError(Exception):
-    """Root of every error that ckptio raises on purpose. Copies between processes keep it whole."""
+    """Root of every error that ckptio raises on purpose.
+
+    Each can be pickled and copied, with its text and its attributes.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Come back with the text and the attributes, whatever a constructor takes."""
@@ -64,8 +67,9 @@ class CheckpointError(Exception):
 
 
 def _remade(cls: type[CheckpointError], args: tuple[Any, ...], attributes: Any) -> CheckpointError:
-    """Make an error again in another process."""
-    error = cls.__new__(cls)
+    """Make an error again, from what `__reduce__` gave."""
+    # `cls.__new__` would be that of `MemoryError` for some, and Python refuses to call it for them
+    error: CheckpointError = (OSError if issubclass(cls, OSError) else Exception).__new__(cls)
     if isinstance(error, OSError):
         OSError.__init__(error, *args)
     else:
@@ -294,11 +298,19 @@ class CorruptionError(FormatError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused an operation. `errno` and `filename` say which and where."""
+    """The storage refused an operation. `errno` and `filename` say which and where.
 
-    def __init__(self, message: str, *, path: str, code: int = errno.EIO) -> None:
+    Attributes:
+        in_doubt: A save failed during its commit, and the commit may have happened: look
+            whether the checkpoint is there. Otherwise the path holds what it held before.
+    """
+
+    def __init__(
+        self, message: str, *, path: str, code: int = errno.EIO, in_doubt: bool = False
+    ) -> None:
         """Say `message` about `path`; `code` is an `errno` value."""
         super().__init__(code, message, path)
+        self.in_doubt = in_doubt
 
     @property
     def message(self) -> str:

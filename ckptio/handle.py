@@ -125,7 +125,8 @@ class SaveHandle:
         """Wait for the commit on the running loop, without stopping it.
 
         Raises:
-            CheckpointError: The save failed; what was at the path is untouched.
+            CheckpointError: The save failed; what was at the path is untouched, unless the
+                error's `in_doubt` says that the commit may have happened (see `StorageError`).
             asyncio.CancelledError: The waiter was cancelled; the save is aborted by then,
                 unless its commit had already happened.
         """
@@ -143,7 +144,8 @@ class SaveHandle:
         """Block until the commit, from a thread.
 
         Raises:
-            CheckpointError: The save failed; what was at the path is untouched.
+            CheckpointError: The save failed; what was at the path is untouched, unless the
+                error's `in_doubt` says that the commit may have happened (see `StorageError`).
             TimeoutError: It is not committed within `timeout_s` seconds; it goes on.
             ConfigError, EngineClosedError: As `Milestone.wait`.
         """

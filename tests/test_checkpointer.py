@@ -510,6 +510,8 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
         {"preempt_deadline_s": 0},
         {"sweep_after_s": -1},
         {"root": ""},
+        {"config": {"max_saves": 1}},
+        {"ranks": None},
     ],
 )
 @pytest.mark.parametrize("make", [Checkpointer, sync.Checkpointer])

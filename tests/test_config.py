@@ -71,6 +71,7 @@ def test_deadlines_are_floats_or_ints() -> None:
         ({"replicate": True}, "replicate must be once or local, not True"),
         ({"exchange": "never"}, "exchange must be auto, on or off, not 'never'"),
         ({"exchange": None}, "exchange must be auto, on or off, not None"),
+        ({"durability": np.array(["full", "file"])}, "durability must be none, file or full, not"),
         ({"block_nbytes": 5000}, "block_nbytes must be a multiple of 4096"),
         ({"slab_nbytes": 3 * MiB + 4096}, "slab_nbytes must be a multiple of block_nbytes"),
         ({"pool_nbytes": 8 * MiB}, "pool_nbytes must hold a slab of 16777216"),
@@ -132,6 +133,8 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("environ", "problem"),
     [
+        ("CKPTIO_MAX_SAVES=3", "environ= is a mapping of variables, not 'CKPTIO_MAX_SAVES=3'"),
+        ({"CKPTIO_MAX_SAVES": 3}, "environ= has strings alone, not 'CKPTIO_MAX_SAVES': 3"),
         ({"CKPTIO_MAX_WRITERS": "3"}, "CKPTIO_MAX_WRITERS names no option; options are pool_nby"),
         ({"CKPTIO_MAX_WRITES": "many"}, "CKPTIO_MAX_WRITES must be an int, not 'many'"),
         ({"CKPTIO_MAX_WRITES": "0"}, "max_writes must be a positive int"),
@@ -196,3 +199,14 @@ async def test_what_is_no_number_of_bytes_is_not_made_warm(nbytes: Any) -> None:
         assert engine.statistics().taken_nbytes == 0
         await engine.prewarm(SMALL.pool_nbytes + 1)
         assert engine.statistics().taken_nbytes == engine.statistics().budget_nbytes
+
+
+@pytest.mark.parametrize("at", [123, "", b"c", "s3:/bucket/run", "foo://bucket"])
+async def test_a_place_to_prewarm_is_one_to_save_to(at: Any, tmp_path: Path) -> None:
+    """What `save` refuses is refused there, too; a path need not exist."""
+    async with Engine(SMALL) as engine:
+        with pytest.raises(ConfigError):
+            engine.save({}, at)
+        with pytest.raises(ConfigError):
+            await engine.prewarm(1, at=at)
+        await engine.prewarm(1, at=tmp_path / "not" / "there")

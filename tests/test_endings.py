@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,16 +27,20 @@ from ckptio import (
 from ckptio.errors import ConfigError, EngineClosedError
 from ckptio.events import (
     Event,
+    LeftoversRemoved,
     LoadStarted,
     SaveCommitted,
+    SaveFailed,
     SaveProgressed,
     SaveStaged,
     SaveStarted,
 )
 from ckptio.moments import SaveMoments
+from ckptio.storage.leftovers import boot_id
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -424,6 +428,59 @@ def test_an_observer_that_calls_its_engine_is_told(
     with engine:
         engine.save(FULL, tmp_path / "a")
     assert "an observer runs on the engine's own thread" in caplog.text
+
+
+#: One of each is given on the engine's loop, and on a thread that does its work.
+LEAVING = [SaveStaged, SaveFailed, LeftoversRemoved]
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+@pytest.mark.parametrize(
+    "make", [sync.Engine, lambda c, **o: sync.Checkpointer(".", config=c, **o)]
+)
+def test_an_observer_that_leaves_its_engine_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Event],
+    make: Callable[..., Any],
+) -> None:
+    """It would wait for itself. The engine stays open, and its own thread leaves it."""
+    monkeypatch.chdir(tmp_path)
+    refused: list[str] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, kind):
+            with pytest.raises(ConfigError) as found:
+                block.__exit__(None, None, None)
+            refused.append(str(found.value))
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f".attempt-{'1' * 32}").write_bytes(boot_id())  # of a save that was killed
+    block = make(SMALL, observer=watch)
+    with block:
+        engine = getattr(block, "engine", block)
+        engine.save(FULL, tmp_path / "a")
+        with pytest.raises(CheckpointExistsError):
+            engine.save(FULL, tmp_path / "a")
+        engine.save(FULL, tmp_path / "b")
+    assert refused
+    assert all("cannot leave the engine" in why for why in refused)
+
+
+async def test_a_task_on_the_engines_loop_cannot_leave_it(tmp_path: Path) -> None:
+    """Which an observer begins there, as elsewhere it could."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, SaveStaged):
+            leaving = engine.__aexit__(None, None, None)
+            tasks.append(asyncio.get_running_loop().create_task(leaving))
+
+    async with Engine(SMALL, observer=watch) as engine:
+        await engine.save(FULL, tmp_path / "a")
+    (task,) = tasks
+    with pytest.raises(ConfigError, match="cannot leave the engine"):
+        task.result()
 
 
 def test_saves_that_an_observer_is_refused_are_not_kept(tmp_path: Path) -> None:

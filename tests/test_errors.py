@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import copy
 import errno
+import importlib
+import inspect
+import pickle
+import pkgutil
 import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+import ckptio
 from ckptio import errors
 from ckptio.errors import (
     CheckpointChangedError,
@@ -26,6 +34,9 @@ from ckptio.errors import (
 )
 from ckptio.ranks.frames import describe
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 CLASSES = [
     item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
 ]
@@ -40,6 +51,55 @@ def test_every_error_is_one_of_ours_and_in_the_tree(cls: type[Exception]) -> Non
     builtin = re.search(r"\((\w+)\)", line[0])
     if builtin is not None:
         assert issubclass(cls, getattr(builtins, builtin[1]))
+
+
+#: What constructors are given; those without one of their own take a text.
+ARGUMENTS: dict[str, Any] = {
+    "causes": {1: "x"},
+    "code": errno.ENOSPC,
+    "fqns": ["w"],
+    "in_doubt": True,
+    "mismatched": ["b: shape"],
+    "missing": ["a"],
+    "ranks": [1],
+    "start": 1,
+    "stop": 2,
+    "unexpected": [],
+}
+
+
+def subclasses(cls: type[CheckpointError]) -> Iterator[type[CheckpointError]]:
+    """Every class below `cls` of which the module is imported, and `cls`."""
+    yield cls
+    for each in cls.__subclasses__():
+        yield from subclasses(each)
+
+
+def made(cls: type[CheckpointError]) -> CheckpointError:
+    """Make an error with a value for every argument that its class takes."""
+    if inspect.isfunction(init := cls.__init__):
+        names = [*inspect.signature(init).parameters][1:]
+        return cls(**{name: ARGUMENTS.get(name, f"the {name}") for name in names})
+    return cls("the message")
+
+
+def test_every_error_can_be_pickled_and_copied() -> None:
+    """Also those of private modules: a pool of processes sends whatever a task raises."""
+    for module in pkgutil.walk_packages(ckptio.__path__, "ckptio."):
+        with contextlib.suppress(ImportError):  # of a package that is not installed
+            importlib.import_module(module.name)
+    for cls in dict.fromkeys(subclasses(CheckpointError)):
+        if not cls.__module__.startswith("ckptio."):
+            continue  # of a test
+        error = made(cls)
+        error.add_note("a note")
+        pickled = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
+        for found in (pickled, copy.copy(error), copy.deepcopy(error)):
+            assert type(found) is cls
+            assert (str(found), found.args) == (str(error), error.args)
+            assert vars(found) == vars(error)
+            for name in ("errno", "strerror", "filename"):
+                assert getattr(found, name, None) == getattr(error, name, None)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"strict": "ignore"}, "strict='ignore' has no effect without into="),
     ({"into": {}, "strict": "report"}, "use load_with_report"),
     ({"strict": "lenient"}, "strict is 'raise', 'report' or 'ignore'"),
+    ({"strict": np.array(["raise", "report"])}, "strict is 'raise', 'report' or 'ignore'"),
+    ({"select": np.array(["a", "b"])}, "select takes a prefix, a glob"),
+    ({"select": torch.ones(2)}, "select takes a prefix, a glob"),
+    ({"device": 2**70}, "is no device"),
     ({"dtype": torch.int8}, "dtype= is a floating-point torch.dtype"),
     *(
         [({"dtype": vars(torch)["float4_e2m1fn_x2"]}, "dtype= is a floating-point torch.dtype")]

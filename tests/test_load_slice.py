@@ -119,6 +119,17 @@ def test_an_index_that_does_not_fit_is_refused(
         engine.load_slice(volumes[0], name, index)
 
 
+@pytest.mark.parametrize("name", [slice(0, 4), None, b"float32", np.array(["float32"] * 2)])
+def test_what_is_no_name_is_refused(
+    engine: sync.Engine, volumes: tuple[str, dict[str, torch.Tensor]], name: Any
+) -> None:
+    """Where name and index are in each other's place, for one."""
+    with pytest.raises(ConfigError, match="name of a tensor before the index"):
+        engine.load_slice(volumes[0], name, 0)
+    with pytest.raises(ConfigError, match="is no device"):
+        engine.load_slice(volumes[0], "float32", 0, device=2**70)  # type: ignore[arg-type]  # refused
+
+
 def test_numbers_of_numpy_are_indices(
     engine: sync.Engine, volumes: tuple[str, dict[str, torch.Tensor]]
 ) -> None:

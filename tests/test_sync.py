@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -302,6 +303,18 @@ def test_a_handle_can_be_awaited_on_any_loop(tmp_path: Path) -> None:
 def test_a_forked_child_can_end_and_have_an_engine_of_its_own(tmp_path: Path, end: str) -> None:
     """It has neither threads nor loop of its parent's, and waits for none of them."""
     subprocess.run([sys.executable, "-c", _FORK, tmp_path / "c", end], check=True, timeout=60)
+
+
+def test_ranks_that_are_an_array_are_refused() -> None:
+    """By name, with an engine of one's own and without one."""
+    ranks: Any = np.array([0, 1])
+    with pytest.raises(ConfigError, match="ranks"), ckptio.sync.Engine(SMALL, ranks=ranks):
+        pass
+    with (
+        ckptio.sync.Engine(SMALL) as engine,
+        pytest.raises(ConfigError, match="no effect with engine="),
+    ):
+        ckptio.sync.Checkpointer("run", engine=engine, ranks=ranks)
 
 
 def test_path_and_state_in_each_others_place_are_told(tmp_path: Path) -> None:

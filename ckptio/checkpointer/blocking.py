@@ -112,10 +112,15 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what is in flight, or abort it; then close."""
+        """Wait for what is in flight, or abort it; then close.
+
+        Raises:
+            ConfigError: This is an observer on one of the engine's own threads.
+        """
         core = self._core
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return
+        self._engine._core.require_elsewhere()  # noqa: SLF001  # before anything is ended
         try:
             try:
                 if is_breaking_off(error):

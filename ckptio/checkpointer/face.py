@@ -160,6 +160,7 @@ class Checkpointer:
         core = self._core
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return
+        self._engine._core.require_elsewhere()  # noqa: SLF001  # a task on the engine's own loop
         if is_breaking_off(error):
             core.abort(error)
         try:
@@ -217,6 +218,10 @@ class Checkpointer:
 
         Args:
             step: The step that was just completed.
+
+        Raises:
+            ConfigError: `step` is not a number of a step.
+            EngineClosedError: The checkpointer is not open.
         """
         while isinstance(answer := self._core.decide(step), Outcome):
             await outlive(answer.wrapped())
@@ -310,12 +315,17 @@ class Checkpointer:
 
         Raises:
             StorageError: They cannot be listed.
+            EngineClosedError: The checkpointer is not open.
         """
         core = self._core
         return tuple(await core.engine.call(core.asking(core.questions.steps), "list steps"))
 
     async def latest(self) -> int | None:
-        """Give the highest committed step; `None` if there is none."""
+        """Give the highest committed step; `None` if there is none.
+
+        Raises:
+            StorageError, EngineClosedError: As in `steps`.
+        """
         core = self._core
         question = functools.partial(core.questions.newest, 1)
         return max(
@@ -341,6 +351,7 @@ class Checkpointer:
             ConfigError: It is no step, or one above it is being saved, copied or read here.
             StorageError: One cannot be removed. Those above it are gone; call it again.
             FormatError: One is damaged, so that nobody knows what is part of it.
+            EngineClosedError: The checkpointer is not open.
             RankError: One of these, where there are several ranks; or these gave different steps,
                 and nothing was removed.
         """
@@ -353,12 +364,20 @@ class Checkpointer:
         """Give number, time and metrics of the committed steps, lowest first.
 
         Steps whose manifests cannot be read are left out.
+
+        Raises:
+            StorageError, EngineClosedError: As in `steps`.
         """
         core = self._core
         return tuple(await core.engine.call(core.asking(core.questions.records), "list records"))
 
     def path(self, step: int) -> str:
-        """Give the path of a step's checkpoint, committed or not."""
+        """Give the path of a step's checkpoint, committed or not.
+
+        Raises:
+            ConfigError: `step` is not a number of a step.
+            EngineClosedError: The checkpointer is not open.
+        """
         return self._core.path(step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ckptio.errors import ConfigError, shown
+from ckptio.runtime.engine_options import is_word
 
 if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
@@ -50,6 +51,6 @@ def engine_for(
         return kind(config, observer=observer, ranks=ranks)
     if not isinstance(given, kind):
         raise ConfigError(f"engine= is a {name}, not {shown(given)}")
-    if config is not None or observer is not None or ranks != "auto":
+    if config is not None or observer is not None or not is_word(ranks, "auto"):
         raise ConfigError("config=, observer= and ranks= have no effect with engine=")
     return given

@@ -25,7 +25,8 @@ app = typer.Typer(
         " there, or it cannot be read; 3 a bug of ckptio; 130 interrupted. With several"
         " checkpoints damage (1) outranks the rest.\n\n"
         "With --json the result is one JSON document on stdout, and messages stay on stderr."
-        " Keys are always there; what is not known is null. Of wrong usage there is just error."
+        " Keys are always there; what is not known is null. If the arguments cannot be parsed,"
+        " error is the only key."
         " Sizes are in bytes, and ranges exclude their stop."
     ),
     no_args_is_help=True,
@@ -337,13 +338,13 @@ def prune(
 ) -> None:
     """Remove steps of a run that are not kept, as a Checkpointer saves them.
 
-    What one of the options keeps is kept. The highest step and the one committed last
-    always stay. So does, without --even-owed, a step that is still to be copied to a second
-    tier: it is the only one there is. Steps whose manifests cannot be read count for nothing
-    and stay, as does everything that is not called step-<number>. Whoever reads a step while
-    it is removed ends with an error. Exits with 2 if something could not be removed, and
-    removes nothing where a manifest cannot be read now, no step has a METRIC, or a step to pin
-    is not there.
+    At least one --keep option is needed. What any of these options or --pin keeps is kept. The
+    highest step and the one committed last always stay. So does, without --even-owed, a step
+    that is still to be copied to a second tier: it is the only one there is. Steps whose
+    manifests cannot be read count for nothing and stay, as does everything that is not called
+    step-<number>. Whoever reads a step while it is removed ends with an error. Exits with 2 if
+    something could not be removed, and removes nothing where a manifest cannot be read now, no
+    step has a METRIC, or a step to pin is not there.
 
     JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
     (why it is still there); owed, a list of step, path and owed_to (null if the note that

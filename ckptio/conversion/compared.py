@@ -1,4 +1,9 @@
-"""A file of a conversion that goes on with what an earlier one left, by comparing."""
+"""A file of a conversion that goes on with what an earlier one left, by comparing.
+
+A conversion that is killed midway leaves a file that is right up to some place, and has whatever
+was there before behind it. It has no name yet that a reader looks for. The next conversion compares
+all of it from the front, so it need not know how far the earlier one came.
+"""
 
 from __future__ import annotations
 

@@ -151,6 +151,8 @@ def run_convert(
     """
     require_bool("overwrite", overwrite)
     require_bool("drop_values", drop_values)
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress= is a function of two numbers, not {shown(progress)}")
     _check_options(to, strip, max_shard_nbytes, dtype, drops_values=drop_values)
     target = _target_of(path, to)
     _require_no_other(target, to)
@@ -198,7 +200,7 @@ def _check_options(
     to: object, strip: object, max_shard_nbytes: object, dtype: object, *, drops_values: bool
 ) -> None:
     """Refuse a format that nobody knows, and what has no effect with the one that is given."""
-    if to not in FORMATS:
+    if not isinstance(to, str) or to not in FORMATS:
         raise ConfigError(f"to= is one of {', '.join(FORMATS)}, not {shown(to)}")
     if not isinstance(strip, str):
         raise ConfigError(f"strip= is a name, not {shown(strip)}")

@@ -120,7 +120,7 @@ def write_checkpoint(
     Raises:
         CheckpointExistsError: There is one, and it may not go.
         CommitConflictError: The same conversion is under way.
-        StorageError: It cannot be written; what was there is untouched.
+        StorageError: It cannot be written; what was there is untouched, unless `in_doubt`.
     """
     flat, places = _blocks_of(source)
     storage = core.storage(path)

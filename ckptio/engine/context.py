@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ckptio._aio import run_blocking
+from ckptio._aio import Threads, run_blocking
 from ckptio.config import MiB
 from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker
@@ -150,10 +150,17 @@ class EngineContext:
 
     def end_threads(self) -> None:
         """Let the threads end."""
+        for threads in self._all_threads():
+            threads.shutdown()
+
+    def is_on_worker(self) -> bool:
+        """Whether the caller runs on a thread that does the engine's work."""
+        return any(isinstance(each, Threads) and each.is_current for each in self._all_threads())
+
+    def _all_threads(self) -> tuple[Executor, ...]:
         waiters = (self.waiters, self.load_waiters or self.waiters)
         others = (self.copiers, self.writers, self.readers, self.far or self.executor)
-        for threads in (self.executor, *others, *waiters):
-            threads.shutdown()
+        return (self.executor, *others, *waiters)
 
     def end(self) -> None:
         """Let the threads end, and drop what earlier saves and loads left behind.

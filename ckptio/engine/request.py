@@ -69,7 +69,7 @@ def make_request(asked: Asked) -> LoadRequest:
         TargetError: There is something in `into` that nothing can be filled into.
     """
     into, dtype, strict = asked.into, asked.dtype, asked.strict
-    if strict not in ("raise", "report", "ignore"):
+    if not isinstance(strict, str) or strict not in ("raise", "report", "ignore"):
         raise ConfigError(f"strict is 'raise', 'report' or 'ignore', not {shown(strict)}")
     keep = None if asked.select is None else make_predicate(asked.select)
     try:

@@ -5,6 +5,11 @@ Places are taken in the order in which the saves were asked for, on every rank a
 that no two ranks each hold what the other one waits for. Of two copies to one place the
 later one begins when the earlier one has ended: the newest state is what stays.
 
+Saves are numbered in that order, and the numbers (tickets) are used in two ways. `turn` and
+`let_pass` are about the beginning: a copy waits in `turn` until every lower number has a place, or
+has said by `let_pass` that it wants none. `approach` and `end` are about the end: a copy waits in
+`approach` until so few lower numbers are still to end that another rank may have given it a place.
+
 Copies share the staging pool with saves, which come first: all copies together hold a
 quarter of its slabs at the most, so that a slow store never keeps a save from copying.
 """
@@ -54,11 +59,11 @@ class CopyLine:
         self.silent: Storage | None = None
         self._max_copies = max_copies
         self._places = asyncio.Semaphore(max_copies)
-        self._first = 1  # of those that have not ended
-        self._ended: set[int] = set()
+        self._first = 1  # the lowest number that has not ended
+        self._ended: set[int] = set()  # numbers above `_first`
         self._coming: dict[int, asyncio.Future[None]] = {}
-        self._next = 1
-        self._passed: set[int] = set()
+        self._next = 1  # the lowest number that has no place yet, and may want one
+        self._passed: set[int] = set()  # numbers above `_next`
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._targets: dict[str, asyncio.Future[None]] = {}
         self._watching: list[asyncio.Future[None]] = []

@@ -3,7 +3,9 @@
 An observer is any callable that takes one event. It is called where the event happens, on
 a thread of the engine or of the caller, at times on two at once, and must return soon.
 What it raises is logged and goes no further: a broken progress bar must not break a save.
-It cannot call its own engine, whose thread it may be on (`ConfigError`).
+The exception is a `KeyboardInterrupt` or `SystemExit` on the main thread, which is raised there,
+so that the program can end.
+It can neither call nor leave its own engine, whose thread it may be on (`ConfigError`).
 """
 
 from ckptio.events.loading import (

@@ -83,11 +83,12 @@ class SaveCommitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Event):
-    """A save ended without a commit; what was at the path is untouched.
+    """A save failed. What was at the path is untouched, unless `error` is in doubt.
 
     Attributes:
         save_id: The save's own id.
-        error: What ended it; a `CancelledError` if it was aborted.
+        error: What ended it; a `CancelledError` if it was aborted. The commit may have happened
+            if it is a `StorageError` or a `RankError` whose `in_doubt` is set.
     """
 
     save_id: str
@@ -169,14 +170,15 @@ class CopyCommitted(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyFailed(CopyEvent):
-    """A copy ended without a commit. The first tier's checkpoint is untouched.
+    """A copy failed. The first tier's checkpoint is untouched.
 
     Where nobody could find out whether a copy is owed, or where to, `to` is empty, and so is
     `save_id` where the checkpoint could not be read; of a directory that cannot be listed,
     `path` is that.
 
     Attributes:
-        error: What ended it; a `CancelledError` if it was stopped.
+        error: What ended it; a `CancelledError` if it was stopped. If its `in_doubt` is set,
+            the copy may have been committed.
     """
 
     is_trouble: ClassVar[bool] = True

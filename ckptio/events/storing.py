@@ -68,7 +68,8 @@ class CleanupFailed(Event):
     """A file that is no longer needed could not be removed; nothing else is wrong.
 
     Attributes:
-        file: Its name inside the checkpoint's directory.
+        file: Its name inside the checkpoint's directory. It is empty where no single file is
+            meant: a whole step or its directory could not be removed, or the note of a copy.
         error: Why.
     """
 
@@ -79,7 +80,7 @@ class CleanupFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRemoved(Event):
-    """A checkpoint was removed because its retention policy no longer keeps it.
+    """A step was removed: no retention policy keeps it, or `discard_after` was called.
 
     Attributes:
         step: Its step.
@@ -109,9 +110,12 @@ class HigherStepFound(Event):
     So it is after going back to an earlier step. `Checkpointer.discard_after` removes what
     the run went back from.
 
+    A load sends it, too, if it takes the highest step of one tier although the other tier has a
+    lower step that was saved later.
+
     Attributes:
-        step: The step that was saved.
-        highest: The highest of the others.
+        step: The step that was saved. From a load: the highest step of the other tier.
+        highest: The highest of the others. From a load: the step that is loaded.
     """
 
     is_trouble: ClassVar[bool] = True

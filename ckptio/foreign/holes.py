@@ -1,4 +1,9 @@
-"""A file in memory that has holes where the tensors of an archive are."""
+"""A file in memory that has holes where the tensors of an archive are.
+
+`torch.load` is given it instead of the archive, and maps it. So it makes all tensors without
+reading their data: they lie over holes, which take no memory. Where a tensor lies in the map says
+where its bytes are in the archive; they are read from there, later and by ranges.
+"""
 
 from __future__ import annotations
 

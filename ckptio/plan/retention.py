@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -158,8 +158,8 @@ class KeepBest(Retention):
     def __post_init__(self) -> None:
         """Check the options."""
         _require_count("KeepBest", self.num_steps)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"KeepBest's mode is 'min' or 'max', not {self.mode!r}")
+        if not isinstance(self.mode, str) or self.mode not in ("min", "max"):
+            raise ConfigError(f"KeepBest's mode is 'min' or 'max', not {shown(self.mode)}")
         if not isinstance(self.metric, str) or not self.metric:
             raise ConfigError(f"KeepBest's metric is a name, not {self.metric!r}")
 

@@ -31,11 +31,11 @@ MAX_HELLO_NBYTES = 4096
 
 MAX_CAUSES = 64
 _MAX_CAUSE_CHARS = 1000
-#: What a cause begins with that says of damage; see `describe`.
-_DAMAGED = (
-    *("CorruptionError:", "FormatError:", "FormatVersionError:", "RankFormatError:"),
-    "UnknownFormatError:",
-)
+#: Classes of errors that say of damage, as causes name them; see `describe`.
+_DAMAGED = {
+    *("CorruptionError", "FormatError", "FormatVersionError", "RankFormatError"),
+    "UnknownFormatError",
+}
 _MAX_SHOWN = 16
 PREFIX = struct.Struct("<IQ")
 
@@ -177,8 +177,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         text = f"{title or self.what} {self.text}" if self.what else self.text
         if self.kind == "lost":
             return PeerLostError(text, ranks=self.lost, causes=self.causes, in_doubt=self.in_doubt)
-        is_damage = self.causes and all(c.startswith(_DAMAGED) for c in self.causes.values())
-        kind = RankFormatError if is_damage else RankError
+        kinds = {cause.partition(":")[0] for cause in self.causes.values()}
+        kind = RankFormatError if kinds and kinds <= _DAMAGED else RankError
         return kind(text, causes=self.causes, in_doubt=self.in_doubt)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import itertools
 import os
 import sys
@@ -21,19 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from ckptio._aio import outlive
-from ckptio.config import CheckpointConfig
-from ckptio.errors import ConfigError, EngineClosedError, shown
+from ckptio.errors import EngineClosedError
 from ckptio.events import notify
-from ckptio.ranks.discover import ranks_of
-from ckptio.ranks.interface import Deadlines
-from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.engine_options import config_of, require_observer, require_ranks
 from ckptio.runtime.in_flight import InFlight
 from ckptio.runtime.leaving import leave_behind, unsettled
-from ckptio.runtime.make_context import make_context
+from ckptio.runtime.make_context import make_context, meet_ranks
 from ckptio.runtime.running import (
     LoopThread,
     Running,
     at_exit,
+    cannot_leave,
     never_end_in_child,
     run_uninterrupted,
     why_no_loop,
@@ -41,16 +38,16 @@ from ckptio.runtime.running import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     import torch
     from anyio.from_thread import BlockingPortal
 
+    from ckptio.config import CheckpointConfig
     from ckptio.engine.context import EngineContext
     from ckptio.events import Event, Observer
     from ckptio.moments import SaveMoments
-    from ckptio.ranks.interface import Ranks
     from ckptio.runtime.driver import Driver
     from ckptio.staging.cuda import SideStreams
     from ckptio.storage.interface import Storage
@@ -78,15 +75,9 @@ class EngineCore:
     def __init__(
         self, config: CheckpointConfig | None, observer: Observer | None, ranks: Any = "auto"
     ) -> None:
-        if config is not None and not isinstance(config, CheckpointConfig):
-            raise ConfigError(f"config= is a CheckpointConfig, not {shown(config)}")
-        if observer is not None and (
-            not callable(observer) or inspect.iscoroutinefunction(observer)
-        ):
-            raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
-        if ranks is None or (isinstance(ranks, str) and ranks not in ("auto", "solo")):
-            raise ConfigError(f"ranks= is 'auto', 'solo' or a process group, not {shown(ranks)}")
-        self.config = config or CheckpointConfig()
+        self.config = config_of(config)
+        require_observer(observer)
+        require_ranks(ranks)
         self._group = ranks
         self._observer = observer
         self._lock = threading.RLock()  # a signal's handler may save while `submit` has it
@@ -177,19 +168,11 @@ class EngineCore:
         self.loop_thread.number = threading.get_ident()
         context = make_context(self.config, self._observer)
         try:
-            context.ranks = await self._meet(context.executor)
+            context.ranks = await meet_ranks(self._group, self.config, context.executor)
         except BaseException:
             context.end_threads()
             raise
         return context
-
-    async def _meet(self, executor: Executor) -> Ranks:
-        """Find the engines of the other ranks."""
-        if self._group == "solo":
-            return SoloRanks()
-        deadlines = Deadlines(peer_s=self.config.peer_timeout_s, meet_s=self.config.meet_timeout_s)
-        group = None if self._group == "auto" else self._group
-        return await ranks_of(group, environ=os.environ, deadlines=deadlines, executor=executor)
 
     def next_key(self, kind: str) -> str:
         """Name the next save or load. The same on all ranks that call them in one order."""
@@ -327,6 +310,17 @@ class EngineCore:
         """Whether this is the process that made it, not a forked child of that."""
         return self._pid == os.getpid()
 
+    def require_elsewhere(self) -> None:
+        """Look whether the calling thread may wait for the engine to close.
+
+        Raises:
+            ConfigError: It is one of the engine's own, which would wait for itself.
+        """
+        if self._portal is None or self._context is None or not self.is_here:
+            return
+        if threading.get_ident() == self.loop_thread.number or self._context.is_on_worker():
+            raise cannot_leave()
+
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 
@@ -337,9 +331,13 @@ class EngineCore:
 
         Args:
             abort: Stop what is in flight first.
+
+        Raises:
+            ConfigError: This is one of the engine's own threads, as in an observer.
         """
         if self._portal is None:  # and where the interpreter ends, no thread could begin
             return
+        self.require_elsewhere()
         run_uninterrupted(
             functools.partial(self._close, abort, threading.get_ident()),
             "ckptio-close",

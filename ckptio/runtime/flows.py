@@ -243,6 +243,11 @@ def load_flow(
         CheckpointChangedError: It was overwritten meanwhile.
         FormatError: It is no checkpoint of this format.
         StorageError: It cannot be read.
+        ConfigError: A path is not a path, or an option is wrong or has no effect.
+        StateError: A CUDA graph is being captured, or a device has failed.
+        StagingError: The system gives no memory to stage in.
+        EngineClosedError: The engine is not open, or was left meanwhile.
+        RankError: It failed on another rank, or ranks were lost.
     """
     started = time.perf_counter()
     course = Course(core.next_key("load"), path)

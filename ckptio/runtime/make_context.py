@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from typing import TYPE_CHECKING
 
 from ckptio._aio import DefaultThreads, Threads, run_blocking
@@ -11,19 +12,40 @@ from ckptio.cache import MetadataCache
 from ckptio.engine.context import EngineContext
 from ckptio.events import PinningRefused, notify
 from ckptio.format.manifest import Manifest, decode_manifest
+from ckptio.ranks.discover import ranks_of
+from ckptio.ranks.interface import Deadlines
+from ckptio.ranks.solo import SoloRanks
+from ckptio.runtime.engine_options import is_word
 from ckptio.staging.pool import SlabPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
+    from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
+    from ckptio.ranks.interface import Ranks
 
 _NUM_WAITERS = 2
 #: Opening, closing and syncing files, planning, committing: many short waits for a system.
 _NUM_ODD_JOBS = 4
 #: What libraries ask of the loop: names of hosts, small files.
 _NUM_FOR_LIBRARIES = 8
+
+
+async def meet_ranks(ranks: object, config: CheckpointConfig, executor: Executor) -> Ranks:
+    """Find the engines of the other ranks.
+
+    Args:
+        ranks: `"auto"`, `"solo"` or a process group; see `api.Engine`.
+        config: How long is waited for them.
+        executor: Its threads wait for the store.
+    """
+    if is_word(ranks, "solo"):
+        return SoloRanks()
+    deadlines = Deadlines(peer_s=config.peer_timeout_s, meet_s=config.meet_timeout_s)
+    group = None if is_word(ranks, "auto") else ranks
+    return await ranks_of(group, environ=os.environ, deadlines=deadlines, executor=executor)
 
 
 def make_context(config: CheckpointConfig, observer: Observer | None) -> EngineContext:

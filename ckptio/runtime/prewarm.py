@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError, shown
-from ckptio.storage.resolve import remote_url
+from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
@@ -22,8 +22,9 @@ async def prewarm(context: EngineContext, nbytes: int | None, at: PathLike | Non
     """
     if nbytes is not None and (type(nbytes) is not int or nbytes < 1):
         raise ConfigError(f"nbytes= is a number of bytes from 1, not {shown(nbytes)}")
-    url = None if at is None else remote_url(at)
-    if url is not None:
+    if at is not None and (url := remote_url(at)) is not None:
         store, _ = context.stores.below(url)
         await store.get()
+    elif at is not None:
+        local_path(at)  # refuses what is not a path
     await context.pool.prewarm(nbytes)

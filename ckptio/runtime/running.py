@@ -124,6 +124,14 @@ class LoopThread:
             )
 
 
+def cannot_leave() -> ConfigError:
+    """Give the error of an observer that leaves the engine whose thread it is on."""
+    return ConfigError(
+        "an observer runs on one of the engine's own threads and cannot leave the engine, which"
+        " waits for them to end: let it leave word for the thread that runs the block"
+    )
+
+
 def run_uninterrupted(function: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
     """Run `function` on a thread that no interrupt reaches, and block until it has ended.
 

@@ -42,6 +42,10 @@ def slice_flow(
     device: torch.device | str | None,
 ) -> Flow[torch.Tensor]:
     """Load a part of one tensor; see `api.Engine.load_slice`."""
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"load_slice takes the name of a tensor before the index, not {shown(name)}"
+        )
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
     entry, view = find_tensor(storage.path, manifest, name)

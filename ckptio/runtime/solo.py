@@ -20,6 +20,8 @@ def solo_engine(
 ) -> Iterator[EngineCore]:
     """Have an engine that meets no other ranks; it is closed when the block ends. Blocks.
 
+    Closing waits for what is in flight, also if an error ends the block: nothing is aborted.
+
     Raises:
         ConfigError: An option is wrong.
     """

@@ -104,7 +104,7 @@ def device_of(device: torch.device | str | None) -> torch.device | None:
     """
     try:
         named = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"device={device!r} is no device: {error}") from None
     if named is not None and named.type == "meta":
         raise ConfigError("device='meta' has no memory to load into; name the device to load to")

@@ -35,6 +35,7 @@ def make_predicate(select: Select) -> Predicate:
     patterns = [select] if isinstance(select, str) else select
     if (
         not isinstance(patterns, Collection)
+        or hasattr(patterns, "__array__")  # of numpy, torch, pandas: no truth value
         or not patterns
         or not all(isinstance(p, str) and p for p in patterns)
     ):

@@ -32,12 +32,7 @@ from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
-from ckptio.storage.files import (
-    MAX_TRIES,
-    NOT_TO_BE_SYNCED,
-    make_dirs,
-    young_parents,
-)
+from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
@@ -89,9 +84,9 @@ class LocalAttempt:
         self._writers: list[BlockWriter] = []
         self._lock_fd = -1
         self._name = ManifestName(files, directory, save_id, config)
-        self._doubt: StorageError | None = None
-        self._refused = False
-        self._leads = False
+        self._failure: StorageError | None = None  # of the commit; says if it is in doubt
+        self._refused = False  # direct I/O was, and an event has said so
+        self._leads = False  # this rank began the save: an abort removes the files of all ranks
 
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
@@ -231,8 +226,8 @@ class LocalAttempt:
         try:
             await run_blocking(self._executor, self._commit, manifest)
         except asyncio.CancelledError:
-            if self._doubt is not None:
-                raise self._doubt from None  # a save that ends as cancelled has changed nothing
+            if self._failure is not None and self._failure.in_doubt:
+                raise self._failure from None  # a save that ends as cancelled has changed nothing
             if not self._name.is_committed:
                 raise
             take_back_cancel()
@@ -247,9 +242,9 @@ class LocalAttempt:
         except CommitConflictError:
             raise
         except OSError as error:
-            failure = storage_error(error, name.target, "cannot commit")
-            self._doubt = failure if name.may_stand else None
-            raise failure from error
+            self._failure = storage_error(error, name.target, "cannot commit")
+            self._failure.in_doubt = name.may_stand
+            raise self._failure from error
         self._clean_up()
 
     async def stay(self) -> None:
@@ -278,27 +273,9 @@ class LocalAttempt:
         write_file(self._files, path, data, self._config)
 
     def _sync_dirs(self) -> None:
-        """Sync the directory, its parent, the parent of each directory that is new, and more.
-
-        Further up, every directory that changed within the hour: another save that is still
-        under way, or was killed, may have made what this one found.
-        """
-        parents = [os.path.dirname(directory) for directory in reversed(self._made_dirs)]
-        above = [os.path.dirname(self._directory), *parents]
-        ours = {self._directory, *parents}
-        young = young_parents(above[-1], written=self._directory)
-        for directory in dict.fromkeys((self._directory, *above, *young)):
-            try:
-                self._sync_dir(directory)
-            except OSError as error:
-                # it has an entry of ours, which must be on the disk; others may not be ours to
-                # sync, or nobody's: mount points of an automounter refuse it
-                if directory in ours or error.errno not in NOT_TO_BE_SYNCED:
-                    raise
-
-    def _sync_dir(self, path: str) -> None:
+        """Sync the directory and those above that a save may have changed, as configured."""
         if self._config.durability == "full":
-            self._files.fsync_dir(path)
+            sync_dirs(self._files, self._directory, self._made_dirs)
 
     def _clean_up(self) -> None:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
@@ -335,6 +312,8 @@ class LocalAttempt:
             with contextlib.suppress(OSError):  # the file goes next
                 writer.discard()
         if self._name.may_stand or not self._name.withdraw():
+            if self._failure is not None:
+                self._failure.in_doubt = True  # the name came late: after `commit` had looked
             self._drop_lock()
             return
         copies = [self._name.copy] if self._name.copy else []

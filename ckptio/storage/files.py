@@ -328,6 +328,34 @@ def young_parents(directory: str, written: str) -> list[str]:
     return found
 
 
+def sync_dirs(files: PosixFiles, directory: str, made: list[str]) -> None:
+    """Sync a directory, its parent, the parent of each directory that is new, and more.
+
+    Further up, every directory that changed within the hour is synced, because another save that
+    is still running, or was killed, may have made what this one found.
+
+    Args:
+        files: The operations.
+        directory: Where files were written.
+        made: The directories that were made for it, topmost first.
+
+    Raises:
+        OSError: One cannot be synced.
+    """
+    parents = [os.path.dirname(each) for each in reversed(made)]
+    above = [os.path.dirname(directory), *parents]
+    ours = {directory, *parents}
+    young = young_parents(above[-1], written=directory)
+    for each in dict.fromkeys((directory, *above, *young)):
+        try:
+            files.fsync_dir(each)
+        except OSError as error:
+            # it has an entry of ours, which must be on the disk; others may not be ours to
+            # sync, or nobody's: mount points of an automounter refuse it
+            if each in ours or error.errno not in NOT_TO_BE_SYNCED:
+                raise
+
+
 def make_dirs(files: PosixFiles, path: str, mode: int, made: list[str]) -> None:
     """Make a directory and those above it.
 

@@ -1,4 +1,9 @@
-"""What a file system of fsspec says, in the words of a store, and how it is asked."""
+"""What a file system of fsspec says, in the words of a store, and how it is asked.
+
+Errors are shown as far as they may be: the values in `storage_options` that are secrets by their
+names (`secrets_of`), and the queries of URLs, are cut out of every message. `told` also says
+whether the error itself, with its causes, is free of them, so that it may be raised `from`.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +68,15 @@ _TIMES = (
     "uploadedat",
     "created",
 )
+#: Names of what numbers a file. Where nothing else tells contents apart, a file that was replaced
+#: within one tick of the clock differs in this.
 _NUMBERS = ("ino", "unique", "fileid")
 _NO_WORD = re.compile(r"[^a-z0-9]")
 _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
-#: As seconds, in the year 5138; as thousandths, in 1973.
+#: The largest number that is taken for seconds: they would be in the year 5138. A larger one counts
+#: thousandths or less; as thousandths, this is in 1973.
 _LAST_S = 1e11
+#: What asking again does not change.
 _HOPELESS = (
     errno.EACCES,
     errno.EPERM,
@@ -112,7 +121,6 @@ def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     if not (etag or modified_s):
         etag = untold_etag(nbytes)
     elif not etag:
-        # a file that was replaced within one tick of the clock has another inode
         number = next((known[name] for name in _NUMBERS if name in known), "")
         etag = f"{modified_s!r}-{nbytes}-{number}"
     return ObjectInfo(key=key, nbytes=nbytes, etag=etag, modified_s=modified_s)

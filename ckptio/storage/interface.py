@@ -77,8 +77,8 @@ class Attempt(Protocol):
 
         Raises:
             CommitConflictError: Somebody else committed since the attempt began.
-            StorageError: It could not be published; what was there before still is. Or it says
-                that this may stand, and then one or the other is there, whole.
+            StorageError: It could not be published; what was there before still is. If its
+                `in_doubt` is set, it may have been published all the same.
         """
         ...
 

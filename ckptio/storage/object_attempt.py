@@ -248,7 +248,7 @@ class ObjectAttempt:
         names = [name for name in found.names if not name.startswith(NOTE_PREFIX)]
         if found.save_id == self._save_id and await self._place.is_swept(self._mark, names):
             problem = "this save was silent for so long that others have removed its files"
-            self._doubt = StorageError(f"{problem}; save again", path=self._url)
+            self._doubt = StorageError(f"{problem}; save again", path=self._url, in_doubt=True)
             raise self._doubt
 
     async def _send(self, commit: Commit) -> None:
@@ -316,6 +316,7 @@ class ObjectAttempt:
             "nobody knows whether the checkpoint was committed"
             f"{f': {problem}' if problem else ''}; its files were left there",
             path=self._url,
+            in_doubt=True,
         )
         return self._doubt
 

@@ -419,16 +419,28 @@ def test_metadata_says_what_the_stock_reader_says(tmp_path: Path) -> None:
         *([{"cache_staged_state_dict": True}] if hasattr(staging, "DefaultStager") else []),
         {"_extensions": ["one"]},
         {"thread_count": 0},
+        {"serialization_format": "torch_save"},
+        {"config": {"max_writes": 2}},
+        {"observer": 3},
     ],
     ids=str,
 )
 def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
     """And those that are out of range."""
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         StorageWriter("x", **options)
 
 
-@pytest.mark.parametrize("options", [{"types": [int]}, {"_extension_registry": "one"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"types": [int]},
+        {"_extension_registry": "one"},
+        {"config": {"max_reads": 2}},
+        {"observer": 3},
+    ],
+    ids=str,
+)
 def test_a_reader_refuses_options_without_effect(options: dict[str, Any]) -> None:
     """When it is made, not where it reads."""
     with pytest.raises(ConfigError):

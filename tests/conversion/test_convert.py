@@ -541,10 +541,15 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         *({"to": "hf", "max_shard_nbytes": nbytes} for nbytes in (-5, 0, "5GB", 1e9, True)),
         *({"to": "hf", "strip": strip} for strip in (5, None, b"embed")),
         {"to": "hf", "strip": "embed.weight"},
+        {"to": np.array(["hf", "dcp"])},
+        {"to": "hf", "progress": True},
+        {"to": "hf", "select": np.array(["embed", "head"])},
+        {"to": "hf", "select": torch.ones(2)},
     ]
     for options in cases:
         with pytest.raises((ConfigError, TargetError)):
             sync.convert(source, tmp_path / "x", config=SMALL, **options)
+        assert not (tmp_path / "x").exists()
     sync.save(make_weights(), "memory://wrong/a", overwrite=True)
     for twin, path in [(f"{source}", f"{source}"), ("memory://wrong/a", "memory:///wrong/a")]:
         with pytest.raises(ConfigError, match="itself"):

@@ -5,6 +5,7 @@ import datetime as dt
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,6 +183,7 @@ def test_a_union_keeps_what_either_keeps(
         lambda: KeepSteps(-1),
         lambda: KeepIf(3),  # type: ignore[arg-type]  # refused
         SaveEvery,
+        lambda: KeepBest(1, "loss", np.array(["min", "max"])),  # type: ignore[arg-type]  # refused
         lambda: SaveEvery(steps=0),
         lambda: SaveEvery(seconds=math.nan),
         lambda: SaveEvery(steps=1.5),  # type: ignore[arg-type]  # refused

@@ -150,8 +150,9 @@ async def test_where_nobody_can_tell_nothing_goes(
     """Nor does anybody take the number of the error for the answer."""
     overwrite = await begun(tmp_path / "c", executor, operation)
     files = Blind(operation, code)
-    with pytest.raises(StorageError, match="but it may stand"):
+    with pytest.raises(StorageError, match="but it may stand") as caught:
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
+    assert caught.value.in_doubt
     assert committed(tmp_path / "c") == NEW
     assert not overwrite or set(OLD) <= set(names_in(tmp_path / "c"))
 
@@ -171,8 +172,9 @@ class SeenOnce(Mount):
 async def test_where_an_abort_cannot_tell_nothing_goes(tmp_path: Path, executor: Executor) -> None:
     """The commit was told that its manifest is not there, and it came after that."""
     files = SeenOnce("publish", errno.EIO, late=True)
-    with pytest.raises(StorageError, match="cannot commit"):
+    with pytest.raises(StorageError, match="cannot commit") as caught:
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW)
+    assert caught.value.in_doubt
     assert committed(tmp_path / "c") == NEW
 
 
@@ -244,8 +246,9 @@ async def test_who_cancels_a_commit_in_doubt_is_told_of_the_doubt(
     task.cancel()
     await asyncio.sleep(0)
     files.go_on.set()
-    with pytest.raises(StorageError, match="but it may stand"):
+    with pytest.raises(StorageError, match="but it may stand") as caught:
         await task
+    assert caught.value.in_doubt
     assert attempt.is_published
     await attempt.abort()
     assert committed(tmp_path / "c") == {}

@@ -98,7 +98,8 @@ async def save(
     except (CommitConflictError, CheckpointExistsError):
         return "lost"
     except StorageError as error:
-        return "in doubt" if "nobody knows" in str(error) else "failed"
+        assert error.in_doubt == ("nobody knows" in str(error))
+        return "in doubt" if error.in_doubt else "failed"
     return "won"
 
 

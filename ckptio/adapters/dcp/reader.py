@@ -24,11 +24,12 @@ from ckptio.adapters.dcp.document import Pieces
 from ckptio.adapters.dcp.loading import RankLoad, open_checkpoint
 from ckptio.adapters.dcp.regions import Opened, files_of
 from ckptio.adapters.dcp.writer import place_of_rank
-from ckptio.config import CheckpointConfig, require_bool
+from ckptio.config import require_bool
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes
 from ckptio.engine.request import check_types
 from ckptio.errors import CheckpointChangedError, ConfigError
+from ckptio.runtime.engine_options import config_of, require_observer
 from ckptio.runtime.solo import solo_engine
 from ckptio.state.rebuild import torch_dtype
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
     from ckptio.adapters.dcp.document import Item
+    from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
     from ckptio.format.manifest import Manifest
     from ckptio.storage.resolve import PathLike
@@ -91,7 +93,8 @@ class StorageReader(dcp.StorageReader):
         self.path = path
         self._types = tuple(types)
         self._allows_opaque = allow_opaque
-        self._config = config or CheckpointConfig()
+        require_observer(observer)
+        self._config = config_of(config)
         self._observer = observer
         if path is not None:
             require_path(path, self._config)

@@ -16,14 +16,16 @@ from torch.futures import Future
 from ckptio.adapters.dcp.calls import ask, is_path, require_path
 from ckptio.adapters.dcp.packing import check_item
 from ckptio.adapters.dcp.saving import RankSave, SaveOptions, new_save_id
-from ckptio.config import CheckpointConfig, require_bool
-from ckptio.errors import CheckpointNotFoundError, ConfigError
+from ckptio.config import require_bool
+from ckptio.errors import CheckpointNotFoundError, ConfigError, shown
+from ckptio.runtime.engine_options import config_of, is_word, require_observer
 from ckptio.storage.resolve import remote_url
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
     from ckptio.storage.resolve import PathLike
 
@@ -90,6 +92,7 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         observer: Observer | None = None,
     ) -> None:
         _refuse(per_thread_copy_ahead, cache_staged_state_dict, _extensions, serialization_format)
+        require_observer(observer)
         require_bool("single_file_per_rank", single_file_per_rank)
         require_bool("overwrite", overwrite)
         if sync_files is not None:
@@ -101,13 +104,15 @@ class StorageWriter(dcp.StorageWriter, _Stager):
         self.path = path
         options: dict[str, Any] = {}
         if thread_count is not None:
+            if type(thread_count) is not int or thread_count < 1:
+                raise ConfigError(f"thread_count must be a positive int, not {shown(thread_count)}")
             options["max_writes"] = thread_count
         if sync_files is not None:
             options["durability"] = "full" if sync_files else "none"
         if not single_file_per_rank:
             options["bucket_nbytes"] = 1
         self._options = SaveOptions(
-            config=dataclasses.replace(config or CheckpointConfig(), **options),
+            config=dataclasses.replace(config_of(config), **options),
             overwrite=overwrite,
             at_once=thread_count is not None and thread_count > 1,
             observer=observer,
@@ -287,5 +292,6 @@ def _refuse(
         )
     if extensions:
         raise ConfigError("_extensions have no effect: files hold the bytes of tensors as they are")
-    if serialization_format is not None and serialization_format.name != "SAFETENSORS":
+    is_ours = is_word(getattr(serialization_format, "name", None), "SAFETENSORS")
+    if serialization_format is not None and not is_ours:
         raise ConfigError("serialization_format has no effect: files are always safetensors")
