@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from bench.harness import timed
 from bench.isolate import peak_of
 from ckptio import CheckpointConfig
+from ckptio._gc import collection_paused
 from ckptio.config import GiB
 from ckptio.engine.decide import _leaves
 from ckptio.format.checksum import pack_checksums
@@ -43,6 +44,7 @@ from ckptio.shards import LeafSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio.plan.exchange import Part
     from ckptio.plan.job import JobPlan
 
     Json = Any
@@ -52,6 +54,7 @@ _COLUMNS = 1024
 _RANK_NBYTES = 1 * GiB
 _RANKS_PER_HOST = 8
 _NUM_REPLICAS = 4
+_REPLICA_NBYTES = 16 * GiB
 _ITEM_NBYTES = 2
 
 
@@ -145,9 +148,19 @@ def _commit(size: Size, job: JobPlan, figures: dict[str, float]) -> tuple[int, i
 
 def measure_exchange(size: Size) -> dict[str, float]:
     """Do what rank 0 does in a load: files of 1 GiB, each wanted by four ranks."""
+    return _exchange(size, _RANK_NBYTES, _NUM_REPLICAS)
+
+
+def measure_replicated(size: Size) -> dict[str, float]:
+    """Do what rank 0 does in a load of 16 GiB, a file a rank, of which each rank wants all."""
+    return _exchange(size, _REPLICA_NBYTES // size.num_ranks, size.num_ranks)
+
+
+def _exchange(size: Size, file_nbytes: int, num_replicas: int) -> dict[str, float]:
+    """Do what rank 0 does in a load of which several ranks want the same files."""
     figures: dict[str, float] = {}
     config = CheckpointConfig()
-    num_blocks = _RANK_NBYTES // config.block_nbytes
+    num_blocks = -(-file_nbytes // config.block_nbytes)
     sums = pack_checksums([0] * num_blocks)
     manifest = Manifest(
         ckptio=2,
@@ -156,7 +169,7 @@ def measure_exchange(size: Size) -> dict[str, float]:
         created="2026-01-01T00:00:00.000+00:00",
         block_nbytes=config.block_nbytes,
         files=tuple(
-            FileEntry(f"data-{rank}", _RANK_NBYTES, sums, rank) for rank in range(size.num_ranks)
+            FileEntry(f"data-{rank}", file_nbytes, sums, rank) for rank in range(size.num_ranks)
         ),
         tensors=(),
         hosts=tuple(size.hosts()),
@@ -164,22 +177,31 @@ def measure_exchange(size: Size) -> dict[str, float]:
     )
     messages = []
     for rank in range(size.num_ranks):
-        first = rank - rank % _NUM_REPLICAS
-        wanted = range(first, min(size.num_ranks, first + _NUM_REPLICAS))
+        first = rank - rank % num_replicas
+        wanted = range(first, min(size.num_ranks, first + num_replicas))
         messages.append(msgspec.json.encode([(file, (0, num_blocks)) for file in wanted]))
     figures["listing_nbytes"] = sum(map(len, messages))
 
     def plan() -> list[bytes]:
-        with timed(figures, "decode_s"):
-            wants = [decode_runs(msgspec.json.decode(message)) for message in messages]
-        with timed(figures, "plan_s"):
+        with timed(figures, "decode_s"), collection_paused():
+            wants = [decode_runs(decode(message)) for message in messages]
+        with timed(figures, "plan_s"), collection_paused():
             planned = plan_exchange(manifest, wants, size.hosts(), config.slab_nbytes)
         with timed(figures, "answer_s"):
-            return [msgspec.json.encode(part) for part in planned.parts()]
+            return _encoded(planned.parts())
 
     answers, figures["peak_nbytes"] = peak_of(plan)
     figures["answer_nbytes"] = sum(map(len, answers))
     return figures
+
+
+def _encoded(parts: Sequence[Part]) -> list[bytes]:
+    """Encode what ranks are told, once for all that are told the same, as the hub does."""
+    encoded: dict[int, bytes] = {}
+    for part in parts:
+        if id(part) not in encoded:
+            encoded[id(part)] = msgspec.json.encode(part)
+    return [encoded[id(part)] for part in parts]
 
 
 def measure_dcp(size: Size) -> dict[str, float]:

@@ -22,7 +22,7 @@ from bench.cases import CASES
 from bench.cases.scale import fit_line
 from bench.crew import Crew, CrewError
 from bench.harness import Bench, Group, Metric, Row, Subject
-from bench.planners import Size, measure_dcp, measure_exchange, measure_save
+from bench.planners import Size, measure_dcp, measure_exchange, measure_replicated, measure_save
 from bench.report import make_table, write_readme
 from bench.rounds import measure_rounds
 from bench.states import Proof, blank, gpt_like, huge_tensors, small_tensors, state_nbytes
@@ -356,7 +356,9 @@ def test_a_rank_that_dies_ends_the_job() -> None:
             two.tell("check")
 
 
-@pytest.mark.parametrize("measure", [measure_save, measure_exchange, measure_dcp])
+@pytest.mark.parametrize(
+    "measure", [measure_save, measure_exchange, measure_replicated, measure_dcp]
+)
 def test_planners_of_made_up_jobs_have_figures(measure: Any) -> None:
     """Whole and cut blocks of uneven groups of ranks make a plan."""
     figures = measure(Size(70, 9))

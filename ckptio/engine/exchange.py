@@ -276,9 +276,9 @@ class _Exchange:
         """Read a unit, land this rank's share of it, and pass it on."""
         unit, segment = landing
         async with self._source(unit.file) as source:
-            await self._land(segment, slab, source, keep=bool(unit.takers))
-        if unit.takers:
-            await self._link.send(unit.takers, unit.number, slab, unit.nbytes)
+            await self._land(segment, slab, source, keep=len(unit.wanting) > 1)
+        if takers := unit.takers:
+            await self._link.send(takers, unit.number, slab, unit.nbytes)
         self._progress(unit.nbytes)
 
     async def take(self, landing: Landing, room: Slab | None) -> None:

@@ -19,6 +19,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
+from ckptio._gc import collection_paused
 from ckptio.engine.context import meet
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read
@@ -30,10 +31,10 @@ from ckptio.plan.exchange import (
     block_runs,
     decode_part,
     decode_runs,
-    is_worth_exchanging,
     plan_exchange,
 )
 from ckptio.plan.explain import explain, explain_text
+from ckptio.plan.worth import is_worth_exchanging
 from ckptio.ranks.interface import Same, require_alike
 from ckptio.storage.keys import shown_url
 
@@ -268,26 +269,30 @@ class _Meeting:
         if ways == {"off"}:
             return Same({"link": None, "unclaimed": []})
         context = self._context
-        plan = await run_blocking(
-            context.executor,
-            plan_exchange,
-            self._reading.manifest,
-            [decode_runs(message["runs"]) for message in messages],
-            context.ranks.hosts,
-            min(message["slab_nbytes"] for message in messages),
-        )
-        pays = plan.shared_nbytes() > 0 and (
-            ways == {"on"}
-            or is_worth_exchanging(
-                plan, context.ranks.hosts, [message["cached"] for message in messages]
-            )
-        )
+        plan, pays = await run_blocking(context.executor, self._plan, messages)
         addresses = [message["address"] for message in messages]
         offer = await context.linker.offer(context, addresses, links) if pays else None
         self._say(plan, is_exchanged=offer is not None)
         if offer is None:
             return Same({"link": None, "unclaimed": []})
-        return [{"link": offer, "units": units, "unclaimed": []} for units in plan.parts()]
+        parts = await run_blocking(context.executor, plan.parts)
+        answers = {id(units): {"link": offer, "units": units, "unclaimed": []} for units in parts}
+        return [answers[id(units)] for units in parts]  # equal ones are one, and encoded once
+
+    def _plan(self, messages: Sequence[Json]) -> tuple[ExchangePlan, bool]:
+        """Plan who would read what for whom, and say whether that pays. Blocks."""
+        hosts = self._context.ranks.hosts
+        with collection_paused():  # if all want everything, wants are as many as ranks x files
+            plan = plan_exchange(
+                self._reading.manifest,
+                [decode_runs(message["runs"]) for message in messages],
+                hosts,
+                min(message["slab_nbytes"] for message in messages),
+            )
+        if messages[0]["exchange"] == "on":
+            return plan, plan.shared_nbytes() > 0
+        cached = [message["cached"] for message in messages]
+        return plan, is_worth_exchanging(plan, hosts, cached)
 
     def _say(self, plan: ExchangePlan, *, is_exchanged: bool) -> None:
         """Tell the observer, if there is one, who reads what."""

@@ -20,6 +20,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from ckptio.errors import PlanError
 from ckptio.plan.load import dense
 from ckptio.plan.readers import Kind, limit_for, place_whole, share_out
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 #: What a rank wants: for each file its index and, in rising order, first and end block
 #: (exclusive) of each run, end to end. Plain integers, since it goes over the network.
 Runs = tuple[tuple[int, tuple[int, ...]], ...]
+#: Ranks, in order, and of each unit that just these want all that `Unit` says before that.
+Crew = tuple[tuple[int, ...], list[tuple[int, int, int, int, int]]]
+#: What a rank has to know of a plan: the units that it wants, by who else does.
+Part = list[Crew]
 
 OWN_FILE = "own file"
 SAME_HOST = "same host"
@@ -50,7 +56,8 @@ class Unit(NamedTuple):
         start: First byte in the file; a multiple of the block.
         nbytes: Its size, whole blocks but at the end of the file.
         reader: The rank that reads it.
-        takers: The other ranks that want it, in order.
+        wanting: The ranks that want it, in order; the reader is one of them. One object for
+            all units of a plan that the same ranks want.
     """
 
     number: int
@@ -58,7 +65,16 @@ class Unit(NamedTuple):
     start: int
     nbytes: int
     reader: int
-    takers: tuple[int, ...]
+    wanting: tuple[int, ...]
+
+    @property
+    def takers(self) -> tuple[int, ...]:
+        """The other ranks that want it, in order.
+
+        Made when it is asked for: kept, it would be a number for each unit and rank.
+        """
+        place = self.wanting.index(self.reader)
+        return self.wanting[:place] + self.wanting[place + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +91,22 @@ class ExchangePlan:
     reasons: tuple[str, ...]
     num_ranks: int
 
-    def parts(self) -> list[list[list[Any]]]:
-        """Write what each rank has to know, for the network; `decode_part` reads it."""
-        parts: list[list[list[Any]]] = [[] for _ in range(self.num_ranks)]
+    def parts(self) -> list[Part]:
+        """Write what each rank has to know, for the network; `decode_part` reads it.
+
+        Ranks are named once for all units that they want, and ranks that want the same units
+        get one object, which is encoded once. With its takers beside each unit, what rank 0
+        sends grew by the square of the ranks: 4 GB to 1,024 of them that all want 16 GiB.
+        """
+        crews: dict[int, Crew] = {}
         for unit in self.units:
-            line = [*unit[:5], list(unit.takers)]
-            for rank in (unit.reader, *unit.takers):
-                parts[rank].append(line)
-        return parts
+            crews.setdefault(id(unit.wanting), (unit.wanting, []))[1].append(unit[:5])
+        shared_by: list[list[Crew]] = [[] for _ in range(self.num_ranks)]
+        for crew in crews.values():
+            for rank in crew[0]:
+                shared_by[rank].append(crew)
+        same: dict[tuple[int, ...], Part] = {}
+        return [same.setdefault(tuple(map(id, part)), part) for part in shared_by]
 
     def read_nbytes(self) -> list[int]:
         """Give the bytes that each rank reads."""
@@ -95,17 +119,17 @@ class ExchangePlan:
         """Give the bytes that each rank wants: what it reads if nothing is passed on."""
         wants = [0] * self.num_ranks
         for unit in self.units:
-            for rank in (unit.reader, *unit.takers):
+            for rank in unit.wanting:
                 wants[rank] += unit.nbytes
         return wants
 
     def shared_nbytes(self) -> int:
         """Give the bytes that are read for more than one rank."""
-        return sum(unit.nbytes for unit in self.units if unit.takers)
+        return sum(unit.nbytes for unit in self.units if len(unit.wanting) > 1)
 
     def sent_nbytes(self) -> int:
         """Give the bytes that go from rank to rank."""
-        return sum(unit.nbytes * len(unit.takers) for unit in self.units)
+        return sum(unit.nbytes * (len(unit.wanting) - 1) for unit in self.units)
 
 
 def block_runs(wanted: Iterable[Wanted], block_nbytes: int) -> Runs:
@@ -136,11 +160,29 @@ def decode_runs(message: Sequence[Any]) -> Runs:
 
 
 def decode_part(message: Sequence[Any]) -> tuple[Unit, ...]:
-    """Read the units of a rank that came over the network as JSON."""
-    return tuple(
-        Unit(number, file, start, nbytes, reader, tuple(takers))
-        for number, file, start, nbytes, reader, takers in message
-    )
+    """Read the units of a rank that came over the network as JSON, in the common order.
+
+    Raises:
+        PlanError: They are no part of a plan.
+    """
+    try:
+        part = msgspec.convert(message, Part)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"rank 0 sent what is no part of a plan: {error}") from None
+    units = []
+    for wanting, lines in part:
+        among = set(wanting)
+        for line in lines:
+            if min(line) < 0 or line[-1] not in among:
+                raise PlanError(f"rank 0 sent {line}, which is no unit for ranks {list(wanting)}")
+            units.append(Unit(*line, wanting))
+        if sorted(among) != list(wanting):
+            raise PlanError(f"rank 0 sent units for ranks {list(wanting)}, which are out of order")
+    units.sort()
+    for last, unit in itertools.pairwise(units):
+        if last.number == unit.number:
+            raise PlanError(f"rank 0 sent two units of number {unit.number}")
+    return tuple(units)
 
 
 class _Run(NamedTuple):
@@ -185,9 +227,7 @@ def plan_exchange(
     for number, (_, reader, run) in enumerate(units):
         start = run.first * block
         nbytes = min(run.stop * block, manifest.files[run.file].nbytes) - start
-        place = run.kind.wanting.index(reader)
-        takers = run.kind.wanting[:place] + run.kind.wanting[place + 1 :]
-        numbered.append(Unit(number, run.file, start, nbytes, reader, takers))
+        numbered.append(Unit(number, run.file, start, nbytes, reader, run.kind.wanting))
     reasons = tuple(_reason(run.kind, reader) for _, reader, run in units)
     return ExchangePlan(tuple(numbered), reasons, len(wants))
 
@@ -338,36 +378,3 @@ def _reason(kind: Kind, reader: int) -> str:
     if reader not in nearest:
         return BALANCE
     return SAME_HOST if kind.near else NO_NEARER
-
-
-#: Below this, making a link takes longer than reading the same bytes once more.
-MIN_SHARED_NBYTES = 16 << 20
-
-
-def is_worth_exchanging(plan: ExchangePlan, hosts: Sequence[str], cached: Sequence[bool]) -> bool:
-    """Decide for `exchange="auto"` whether to pass bytes on, or to let every rank read its own.
-
-    Within a host, passing on pays from the second rank on where bytes come from a disk, since
-    it goes on beside the reading; and never where they are in the page cache, which every
-    rank reads about as fast as shared memory and without waiting for another (the bench case
-    `replicated_load` has the figures of both). A link takes some 20 ms to make.
-
-    Between hosts, each has its own way to the storage, so two ranks that both read wait for
-    no longer than one that reads for two; Orbax reports 0.79 of the time for direct reads
-    with two replicas. From the third rank on, what hosts read at a time is more than most
-    shared storages give each of them. This was not measured: there was no second host.
-
-    Args:
-        plan: Who would read what for whom.
-        hosts: The host of each rank of the group.
-        cached: Whether what each of them wants is in the memory of its host.
-    """
-    shared = near = far = 0
-    for unit in plan.units:
-        takers = [rank for rank in unit.takers if not cached[rank]]
-        if takers:
-            shared += unit.nbytes
-            num_near = sum(hosts[rank] == hosts[unit.reader] for rank in takers)
-            near += num_near * unit.nbytes
-            far += (len(takers) - num_near) * unit.nbytes
-    return shared >= MIN_SHARED_NBYTES and (near >= far or far >= 2 * shared)

@@ -94,9 +94,7 @@ def _by_place(plan: ExchangePlan) -> list[tuple[Unit, str]]:
 def _by_rank(plan: ExchangePlan) -> Iterator[tuple[Unit, str]]:
     """Give what each rank reads if nothing is passed on, by rank, file and start."""
     units = [
-        unit._replace(reader=rank, takers=())
-        for unit in plan.units
-        for rank in (unit.reader, *unit.takers)
+        unit._replace(reader=rank, wanting=(rank,)) for unit in plan.units for rank in unit.wanting
     ]
     for unit in sorted(units, key=lambda unit: (unit.reader, unit.file, unit.start)):
         yield unit, APART

@@ -266,30 +266,28 @@ class _Merger:
             holders: Groups that have this node here, by bits.
             rank: Instead of these, the rank in whose `PerRank` value the node is.
         """
-        numbers, seen = self._numbers, self._holders
-
-        def number(name: str) -> int:
-            if holders:
-                seen.setdefault(name, []).append(holders)
-            elif self._owners.setdefault(name, rank) != rank:
-                self._owners[name] = -1
-            return numbers[name]
-
-        def visit(node: Json) -> Json:
-            if type(node) is not dict or TAG not in node:
-                return _with_children(node, visit)
+        if type(node) is dict and TAG in node:
             tag = node[TAG]
             if type(tag) is list:
                 if UNSURE in node:  # nobody is sure: what is there cannot be told
                     self._differences.add(f"{node[UNSURE]!r} has no elements on ranks that have it")
-                return {**unmarked(node), TAG: number(tag[0])}
+                return {**unmarked(node), TAG: self._refer(tag[0], holders, rank)}
             if "t" in node:
-                return {**unmarked(node), "t": number(node["t"])}
+                return {**unmarked(node), "t": self._refer(node["t"], holders, rank)}
             if tag == RANKS_TAG:
                 return self._join_values([(holders, node)])
-            return _with_children(node, visit)
+        elif type(node) is not dict and type(node) is not list:
+            return node
+        # no function that calls itself by its name: it would be garbage for the collector, a leaf
+        return _with_children(node, functools.partial(self._number, holders=holders, rank=rank))
 
-        return visit(node)
+    def _refer(self, name: str, holders: int, rank: int) -> int:
+        """Give a tensor's number, and note who refers to it; see `_number`."""
+        if holders:
+            self._holders.setdefault(name, []).append(holders)
+        elif self._owners.setdefault(name, rank) != rank:
+            self._owners[name] = -1
+        return self._numbers[name]
 
     def _differ(self, place: Place, branches: Branches, what: str = "is") -> None:
         """Note that ranks have different values at a place."""

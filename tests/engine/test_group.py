@@ -22,6 +22,7 @@ from ckptio.errors import (
 )
 from ckptio.events import ExchangePlanned, LoadStarted
 from ckptio.format.manifest import decode_manifest
+from ckptio.ranks.frames import encode_body
 from ckptio.testing import EventLog, MemoryStorage, fail_at, run_virtual
 from tests.job_rig import Job, MemoryLinker, assert_equal, blank_of, job, shards_of
 from tests.rig import SMALL, config_with
@@ -251,6 +252,34 @@ def test_with_exchange_each_byte_is_read_once_and_about_as_much_by_each(
         assert sum(network.sent_nbytes) == (loaded - 1) * sum(read)
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_what_all_want_is_said_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 encodes one answer, which names the ranks once and not with each unit."""
+    state = {f"w{i}": torch.zeros(40 * KiB // 4) for i in range(40)}
+    world_size, told = 16, list[bytes]()
+    config = config_with(exchange="on", slab_nbytes=4 * KiB, pool_nbytes=64 * KiB)
+
+    def note(value: Any) -> bytes:
+        body = encode_body(value)
+        if isinstance(value, dict) and value.get("units"):
+            told.append(body)
+        return body
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with job(world_size, config=config, observer=log) as ranks:
+            await save_states(ranks, [state] * world_size)
+            monkeypatch.setattr("ckptio.ranks.hub.encode_body", note)
+            await load_states(ranks, [state] * world_size)
+            (event,) = log.of(ExchangePlanned)
+            assert event.is_exchanged
+            num_units = sum(event.read_nbytes) // BLOCK
+        assert num_units >= 400
+        (body,) = told
+        assert len(body) <= 40 * num_units + 4 * world_size + 200
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_32_ranks_read_each_file_once_by_the_rank_that_wrote_it() -> None:

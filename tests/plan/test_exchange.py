@@ -18,12 +18,12 @@ from ckptio.plan.exchange import (
     block_runs,
     decode_part,
     decode_runs,
-    is_worth_exchanging,
     plan_exchange,
 )
 from ckptio.plan.explain import explain, explain_text
 from ckptio.plan.load import Wanted, plan_spans
 from ckptio.plan.places import choose_places
+from ckptio.plan.worth import is_worth_exchanging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -239,6 +239,49 @@ def test_parts_and_wants_survive_the_network(world: World) -> None:
         own = [unit for unit in plan.units if unit.reader == rank or rank in unit.takers]
         assert decode_part(part) == tuple(own)
     assert [decode_runs(json.loads(json.dumps(want))) for want in world.wants] == world.wants
+
+
+@given(world=worlds())
+def test_ranks_that_want_the_same_are_told_the_same(world: World) -> None:
+    """One object for all of them, which is encoded once."""
+    parts = world.plan().parts()
+    for a, b in itertools.combinations(range(len(parts)), 2):
+        if world.wants[a] == world.wants[b]:
+            assert parts[a] is parts[b]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 64, 512])
+def test_what_a_rank_is_told_grows_with_units_and_ranks_but_not_with_both(num_ranks: int) -> None:
+    """All want everything: 1,024 ranks were told 4 MB each, with all of them at each unit."""
+    plan = replicated([400 * BLOCK] * 8, num_ranks).plan()
+    parts = plan.parts()
+    assert len(plan.units) >= 800
+    assert len({id(part) for part in parts}) == 1
+    line = len("[1000,10,1000000,100000,100],")
+    assert len(json.dumps(parts[0], separators=(",", ":"))) <= line * len(plan.units) + (
+        4 * num_ranks + 100
+    )
+    assert len({id(unit.wanting) for unit in plan.units}) == 1, "nor does what each has in memory"
+
+
+def test_what_is_no_part_of_a_plan_is_refused() -> None:
+    """It comes from another process."""
+    line = [3, 0, 0, BLOCK, 1]
+    assert [u.number for u in decode_part([[[0, 1], [line]], [[1], [[2, *line[1:]]]]])] == [2, 3]
+    for message in [
+        {},
+        [line],
+        [[[0, 1], [line[:4]]]],
+        [[[0, 1], [[*line[:4], "1"]]]],
+        [[[0, 1], [[*line[:4], 2]]]],
+        [[[0, 1], [[3, -1, *line[2:]]]]],
+        [[[1, 0], [line]]],
+        [[[1, 1], [line]]],
+        [[[0, 1], [line, line]]],
+        [[[0, 1], [line]], [[1], [line]]],
+    ]:
+        with pytest.raises(PlanError, match="rank 0 sent"):
+            decode_part(message)  # type: ignore[arg-type]  # that is the point
 
 
 @given(world=worlds())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -322,6 +323,24 @@ def test_layers_of_a_pipeline_are_united_in_the_order_of_ranks() -> None:
         "groups": [{TAG: "dict", "v": [["lr", 1], [0, "a"], [1, "b"]]}],
     }
     assert list(merged["model"]) == ["wte", "h.0", "h.1"]
+
+
+def test_merging_leaves_nothing_to_the_collector() -> None:
+    """It is paused meanwhile, and what it alone can free would be memory for each leaf."""
+    layers: list[dict[str, Any]] = [
+        {f"s{rank}.{i}": [Tensor(f"{rank}.{i}"), (i, {"k": 2.5})] for i in range(50)}
+        for rank in range(3)
+    ]
+    trees = [take({"model": own, "own": PerRank([1, 2])}) for own in layers]
+    numbers = {f"{rank}.{i}": 50 * rank + i for rank in range(3) for i in range(50)}
+    merge_trees(trees, numbers)
+    gc.collect()
+    gc.disable()
+    try:
+        merge_trees(trees, numbers)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_plain_and_other_keys_meet_in_one_dict() -> None:
