@@ -212,9 +212,9 @@ class Checkpointer:
         for the last save. Does not wait, except for one message to rank 0 and back when
         ranks agree on a time or a signal.
 
-        The multiples of `SaveEvery(steps=)` count from the step that was loaded here; if none
-        was, from the highest step that `latest`, `steps` or `records` returned and that is not
-        above the first step asked for.
+        `SaveEvery(steps=)` is due if the step's number has reached or passed a multiple since the
+        step that was saved or loaded last here; if there is none, since the highest step that
+        `latest`, `steps` or `records` returned and that is not above the first step asked for.
 
         Args:
             step: The step that was just completed.
