@@ -30,7 +30,11 @@ def require_observer(observer: object) -> None:
     Raises:
         ConfigError: `observer` cannot be called, or would have to be awaited.
     """
-    if observer is not None and (not callable(observer) or inspect.iscoroutinefunction(observer)):
+    if observer is None:
+        return
+    call = getattr(type(observer), "__call__", None)  # noqa: B004  # of an object that is called
+    is_async = inspect.iscoroutinefunction(observer) or inspect.iscoroutinefunction(call)
+    if not callable(observer) or is_async:
         raise ConfigError(f"observer= is a plain function of one event, not {shown(observer)}")
 
 

@@ -264,6 +264,22 @@ async def test_an_observer_that_raises_is_harmless(
     assert caplog.text.count("the observer raised") == len(told)
 
 
+async def _ignore(event: object) -> None:
+    """Take an event, if somebody awaits it."""
+
+
+class _Awaitable:
+    async def __call__(self, event: object) -> None:
+        """Take an event, if somebody awaits it."""
+
+
+@pytest.mark.parametrize("observer", [3, _ignore, _Awaitable()])
+def test_an_observer_that_nobody_would_await_is_refused(observer: Any) -> None:
+    """It would be told nothing."""
+    with pytest.raises(ckptio.ConfigError, match="plain function"):
+        ckptio.Engine(SMALL, observer=observer)
+
+
 async def test_an_observer_cannot_wait_for_its_own_engine(tmp_path: Path) -> None:
     """On the engine's thread it is refused instead of waiting for ever; what is done is given."""
     ready = threading.Event()
