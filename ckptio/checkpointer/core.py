@@ -26,6 +26,7 @@ from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
 from ckptio.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
@@ -384,9 +385,13 @@ class CheckpointerCore:
                         raise
                     result = yield from load()
         except CheckpointNotFoundError as error:
-            if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
+            if steps or self.engine.context.ranks.world_size > 1:  # others may not ask
+                raise
+            try:
                 steps = yield self.asking(self.questions.steps)
-                error.add_note(missing(steps))
-            raise
+            except CheckpointError:  # that the step is not there is what is to be said
+                raise error from None
+            hint = f"{error.message}; {missing(steps)}"
+            raise CheckpointNotFoundError(self.path(step), hint) from None
         self._pace.loaded(step)
         return result
