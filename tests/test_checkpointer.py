@@ -241,8 +241,10 @@ async def test_an_engine_can_be_shared(tmp_path: Path) -> None:
             assert steps_in(tmp_path / "b") == [2]
         assert steps_in(tmp_path / "a") == [1]
         assert_same(await engine.load(tmp_path / "a" / step_name(1)), state_of(1))
-        with pytest.raises(EngineClosedError, match="checkpointer is not open"):
+        with pytest.raises(EngineClosedError, match="checkpointer is closed: it is used inside"):
             one.save(state_of(1), 2)
+        with pytest.raises(EngineClosedError, match="checkpointer is not open: open it with"):
+            Checkpointer(tmp_path / "c", engine=engine).save(state_of(1), 2)
         with pytest.raises(ConfigError, match="no effect with engine="):
             Checkpointer(tmp_path, engine=engine, config=SMALL)
 

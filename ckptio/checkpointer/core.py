@@ -35,6 +35,7 @@ from ckptio.errors import (
 from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
 from ckptio.plan.schedule import SaveEvery
+from ckptio.runtime.leaving import not_open
 from ckptio.runtime.refusal import refuse
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
@@ -121,7 +122,7 @@ class CheckpointerCore:
             EngineClosedError: It is not.
         """
         if self._engine is None:
-            raise EngineClosedError("the checkpointer is not open: use it inside its block")
+            raise not_open("checkpointer", was_open=self._upkeep is not None)
         return self._engine
 
     @property
