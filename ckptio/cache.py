@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio.errors import EngineClosedError, FormatError, StorageError
+from ckptio.errors import CheckpointNotFoundError, EngineClosedError, FormatError, StorageError
 from ckptio.format.manifest import decode_manifest
 
 if TYPE_CHECKING:
@@ -261,7 +261,13 @@ class MetadataCache:
         """Read a manifest; once more if it is damaged, which it may have been on its way."""
         for is_last in (False, True):
             self._num_reads += 1
-            version, data = await storage.read_manifest()
+            try:
+                version, data = await storage.read_manifest()
+            except CheckpointNotFoundError as error:
+                if below := await storage.find_below():
+                    hint = f"{error.message}, but below, as {below!r}"
+                    raise CheckpointNotFoundError(storage.path, hint) from None
+                raise
             if not isinstance(data, bytes):  # of a foreign checkpoint, made in memory
                 return version, data, len(data.tree)
             try:

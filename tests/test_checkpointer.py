@@ -33,7 +33,7 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import MAX_STEP, parse_name, step_name
 from ckptio.engine import group
-from ckptio.errors import EngineClosedError
+from ckptio.errors import EngineClosedError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed, Preempted, RetentionFailed
 from ckptio.runtime import flows
 from ckptio.testing import EventLog
@@ -62,22 +62,38 @@ def steps_in(root: Path) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "note"),
+    ("steps", "said"),
     [
-        ((), "no step is committed here"),
-        ((1, 20), "committed here: 1, 20"),
-        (tuple(range(1, 11)), "committed here: ..., 3, 4, 5, 6, 7, 8, 9, 10"),
+        ((), "the run has no committed step"),
+        ((1,), "the run has step 1"),
+        ((1, 20), "the run has steps 1, 20"),
+        (tuple(range(1, 11)), "the run has steps 3, 4, 5, 6, 7, 8, 9, 10, and 2 below them"),
     ],
 )
 async def test_a_step_that_is_not_there_names_those_that_are(
-    tmp_path: Path, steps: tuple[int, ...], note: str
+    tmp_path: Path, steps: tuple[int, ...], said: str
 ) -> None:
-    """The newest of them."""
+    """The newest of them, and how many more there are."""
     await save_steps(tmp_path / "run", *steps)
     async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
         with pytest.raises(CheckpointNotFoundError) as caught:
             await ckpt.load(step=77)
-    assert note in caught.value.__notes__
+    assert caught.value.message == f"there is nothing here; {said}"
+    assert caught.value.filename == str(tmp_path / "run" / step_name(77))
+
+
+async def test_a_step_is_not_there_though_nobody_can_list_those_that_are(tmp_path: Path) -> None:
+    """Whoever begins anew without it is not told of the list instead."""
+    await save_steps(tmp_path / "run", 1)
+    async with Checkpointer(tmp_path / "run", config=SMALL) as ckpt:
+        step = ckpt.path(2)
+        os.rename(tmp_path / "run", tmp_path / "moved")
+        (tmp_path / "run").write_text("in the way")
+        with pytest.raises(StorageError, match="list"):
+            await ckpt.steps()
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            await ckpt.load(step=2)
+    assert (caught.value.message, caught.value.filename) == ("there is nothing here", step)
 
 
 def flip_data(root: Path, step: int) -> None:
@@ -225,8 +241,10 @@ async def test_an_engine_can_be_shared(tmp_path: Path) -> None:
             assert steps_in(tmp_path / "b") == [2]
         assert steps_in(tmp_path / "a") == [1]
         assert_same(await engine.load(tmp_path / "a" / step_name(1)), state_of(1))
-        with pytest.raises(EngineClosedError, match="checkpointer is not open"):
+        with pytest.raises(EngineClosedError, match="checkpointer is closed: it is used inside"):
             one.save(state_of(1), 2)
+        with pytest.raises(EngineClosedError, match="checkpointer is not open: open it with"):
+            Checkpointer(tmp_path / "c", engine=engine).save(state_of(1), 2)
         with pytest.raises(ConfigError, match="no effect with engine="):
             Checkpointer(tmp_path, engine=engine, config=SMALL)
 

@@ -147,7 +147,7 @@ def test_the_classes_have_the_same_names(name: str) -> None:
 def test_an_engine_that_is_not_open_says_whether_it_was(tmp_path: Path) -> None:
     """In words that are right for both kinds of blocks."""
     engine = ckptio.sync.Engine(SMALL)
-    with pytest.raises(EngineClosedError, match="not open: use it inside its block"):
+    with pytest.raises(EngineClosedError, match=r"not open: open it with .async with. \(or .with."):
         engine.load(tmp_path)
     with engine:
         pass

@@ -689,7 +689,7 @@ async def test_a_copy_needs_memory_of_its_share_of_the_pool(tmp_path: Path) -> N
 
 
 async def test_a_copy_that_fails_is_an_event(tmp_path: Path) -> None:
-    """Where from, where to, and why; the error says that the checkpoint itself is there."""
+    """Where from, where to, and why; the error says what is there, and who makes the copy."""
     log = EventLog()
     (tmp_path / "file").write_text("in the way")
     async with ckptio.Engine(SMALL, observer=log) as engine:
@@ -698,7 +698,11 @@ async def test_a_copy_that_fails_is_an_event(tmp_path: Path) -> None:
         with pytest.raises(StorageError) as caught:
             await handle.durable
     (note,) = caught.value.__notes__
-    assert note == f"the checkpoint {str(tmp_path / 'a')!r} itself is committed, and stays"
+    assert note.startswith(f"the checkpoint {str(tmp_path / 'a')!r} itself is committed, and stays")
+    assert f"or ckptio.finish_copies({str(tmp_path / 'a')!r}), goes on with it" in note
     (event,) = log.of(CopyFailed)
     assert (event.path, event.to) == (str(tmp_path / "a"), str(tmp_path / "file" / "b"))
     assert isinstance(event.error, StorageError)
+    (tmp_path / "file").unlink()
+    assert sync.finish_copies(tmp_path / "a", config=SMALL) == (event.to,)
+    assert_same(sync.load(event.to, config=SMALL), STATE)

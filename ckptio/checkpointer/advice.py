@@ -40,6 +40,8 @@ class advice(contextlib.AbstractContextManager[None]):  # noqa: N801  # used as 
 def missing(steps: Sequence[int]) -> str:
     """Say which committed steps there are, lowest first, where one was asked for that is none."""
     if not steps:
-        return "no step is committed here"
-    newest = ", ".join(map(str, steps[-_NUM_SHOWN:]))
-    return f"committed here: {'..., ' if len(steps) > _NUM_SHOWN else ''}{newest}"
+        return "the run has no committed step"
+    shown = steps[-_NUM_SHOWN:]
+    named = f"{'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, shown))}"
+    num_more = len(steps) - len(shown)
+    return f"the run has {named}{f', and {num_more} below them' if num_more else ''}"

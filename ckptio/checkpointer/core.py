@@ -26,6 +26,7 @@ from ckptio.checkpointer.tiers import second_tier_of
 from ckptio.checkpointer.upkeep import Upkeep
 from ckptio.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     EngineClosedError,
@@ -34,6 +35,7 @@ from ckptio.errors import (
 from ckptio.events import Preempted
 from ckptio.plan.retention import Retention, require_seconds
 from ckptio.plan.schedule import SaveEvery
+from ckptio.runtime.leaving import not_open
 from ckptio.runtime.refusal import refuse
 from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.root import resolve_root
@@ -120,7 +122,7 @@ class CheckpointerCore:
             EngineClosedError: It is not.
         """
         if self._engine is None:
-            raise EngineClosedError("the checkpointer is not open: use it inside its block")
+            raise not_open("checkpointer", was_open=self._upkeep is not None)
         return self._engine
 
     @property
@@ -384,9 +386,13 @@ class CheckpointerCore:
                         raise
                     result = yield from load()
         except CheckpointNotFoundError as error:
-            if not steps and self.engine.context.ranks.world_size == 1:  # others may not ask
+            if steps or self.engine.context.ranks.world_size > 1:  # others may not ask
+                raise
+            try:
                 steps = yield self.asking(self.questions.steps)
-                error.add_note(missing(steps))
-            raise
+            except CheckpointError:  # that the step is not there is what is to be said
+                raise error from None
+            hint = f"{error.message}; {missing(steps)}"
+            raise CheckpointNotFoundError(self.path(step), hint) from None
         self._pace.loaded(step)
         return result

@@ -25,9 +25,8 @@ app = typer.Typer(
         " there, or it cannot be read; 3 a bug of ckptio; 130 interrupted. With several"
         " checkpoints damage (1) outranks the rest.\n\n"
         "With --json the result is one JSON document on stdout, and messages stay on stderr."
-        " Keys are always there; what is not known is null. If the arguments cannot be parsed,"
-        " error is the only key."
-        " Sizes are in bytes, and ranges exclude their stop."
+        " Every key is always there; what is not known is null. If the arguments cannot be parsed,"
+        " error is the only key. Sizes are in bytes. A range ends just before its stop."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -69,8 +68,8 @@ StorageOption = Annotated[
         default_factory=list,
         show_default=False,
         metavar="KEY=VALUE",
-        help="An option of the store at a URL, as fsspec takes it; several times. Better keep"
-        " secrets in the environment: others see this.",
+        help="An option of the store at a URL, as fsspec takes it; may be given several times."
+        " Better keep secrets in the environment: others can see a command line.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -101,10 +100,10 @@ def ls(
     *,
     show_all: Annotated[
         bool,
-        typer.Option("--all", help="Also what has no commit, and what is in hidden directories."),
+        typer.Option("--all", help="Also show what has no commit, or is in hidden directories."),
     ] = False,
-    sort: Annotated[Order, typer.Option(help="The order.")] = Order.newest,
-    depth: Annotated[int, typer.Option(min=0, help="Levels below ROOT to look into.")] = 4,
+    sort: Annotated[Order, typer.Option(help="Newest first, or by name.")] = Order.newest,
+    depth: Annotated[int, typer.Option(min=0, help="How many levels below ROOT to look into.")] = 4,
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,14 +111,14 @@ def ls(
 
     A link to a directory that is listed anyway is not listed again. A directory that a
     killed save left without a commit, or in which a save is still running, is shown with
-    --all. A ROOT without any checkpoint is fine (0). At a URL nothing is looked for below a
-    checkpoint.
+    --all. It is not an error if ROOT has no checkpoint (exit code 0). At a URL, nothing is
+    looked for below a checkpoint.
 
     JSON: root; checkpoints, a list of path (relative to root), state ("committed",
     "damaged", "unreadable", "no_commit"), committed (ISO 8601, UTC), nbytes and num_files
     (of data), num_tensors, format, writer, save_id, metrics (of a checkpointer's step), owed
-    (whether a copy to a second tier is still to be made), owed_to, error; error, if ROOT cannot
-    be listed.
+    (whether a copy to a second tier is still to be made), owed_to, error; and error, if ROOT
+    cannot be listed.
     """
     from ckptio.cli.ls import run  # noqa: PLC0415  # only what the command needs
 
@@ -139,33 +138,25 @@ def ls(
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint.")],
     *,
-    select: Annotated[
-        list[str],
-        typer.Option(
-            default_factory=list,
-            show_default=False,
-            metavar="GLOB",
-            help="Only these names: a glob or a dotted prefix; may be given several times.",
-        ),
-    ],
+    select: SelectOption,
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
     """Show the names in a checkpoint, with dtype, shape, bytes and file.
 
-    "= NAME" stands where a tensor is tied to another and stored once; "in NAME" where it
-    is a view. Behind the file that has a tensor, "+" and those that have copies of it. Values
-    that are no tensors are shown as short JSON. NAME~rank3 is what rank 3 had, where each
-    rank has its own; a rank that had none has no such line.
+    "= NAME" marks a tensor that is tied to another and stored once, "in NAME" one that is a
+    view of another. The file that has a tensor is followed by "+" and the files that have
+    copies of it. Values that are not tensors are shown as short JSON. Where each rank has a
+    value of its own, NAME~rank3 is the one of rank 3; a rank without one has no such line.
 
     JSON: path; state ("committed", "damaged", "missing", "unreadable"); committed, format,
-    writer, save_id (format and save_id are null of other programs' checkpoints); metrics (of
-    a checkpointer's step); owed (whether a copy to a second tier is still to be made),
-    owed_to; num_tensors and nbytes of what is selected, each stored tensor once; files, a
-    list of name and nbytes; entries, a list of name, kind ("tensor", "array", "bytes",
-    "value"), dtype, shape, nbytes, stored_as (its name in the files), tied_to, is_view,
-    chunks (file, start, stop, global_offset, local_shape, and copies, a list of file and
-    start), value (as the manifest has it); error. Exits with 2 if no name is selected.
+    writer, save_id (format and save_id are null for other programs' checkpoints); metrics (of a
+    checkpointer's step); owed (whether a copy to a second tier is still to be made), owed_to;
+    num_tensors and nbytes of what is selected (a stored tensor counts once); files, a list of
+    name and nbytes; entries, a list of name, kind ("tensor", "array", "bytes", "value"), dtype,
+    shape, nbytes, stored_as (its name in the files), tied_to, is_view, chunks (file, start,
+    stop, global_offset, local_shape, and copies, a list of file and start), value (as the
+    manifest has it); error. The exit code is 2 if no name is selected.
     """
     from ckptio.cli.show import run  # noqa: PLC0415  # only what the command needs
 
@@ -178,25 +169,25 @@ def verify(
     *,
     copies: Annotated[
         bool,
-        typer.Option("--copies", help="Also compare copies that ranks wrote of one tensor."),
+        typer.Option("--copies", help="Also compare the copies of a tensor that ranks wrote."),
     ] = False,
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every byte of checkpoints and compare it with its checksums.
+    """Read every byte of checkpoints, and compare it with its checksums.
 
-    Values that are no tensors are made once, too, and one that nobody can have saved is damage of
-    the manifest. Not looked at is what depends on who loads: classes, time zones, and what types
-    and devices torch has.
+    Values that are not tensors are also rebuilt once; one that no save can have written counts
+    as damage of the manifest. Anything that depends on the loader is not checked: classes, time
+    zones, and what types and devices torch has.
 
-    A damaged manifest is damage, and so is with --copies a copy that differs; a checkpoint
-    that is not there is not, nor is another program's manifest.json. CKPTIO_MAX_READS,
+    A damaged manifest counts as damage, and with --copies so does a copy that differs. A missing
+    checkpoint does not, nor does another program's manifest.json. CKPTIO_MAX_READS,
     CKPTIO_SLAB_NBYTES and the other options of ckptio.CheckpointConfig are taken from the
     environment.
 
     JSON: checkpoints, a list of path, state ("whole", "damaged", "missing", "unreadable"),
     save_id, num_files, nbytes (bytes read), damage (a list of file, start, stop, problem,
-    tensors), error; error, if an option is wrong. Damage of the manifest itself has no
+    tensors), error; and error, if an option is wrong. Damage of the manifest itself has no
     start and stop.
     """
     from ckptio.cli.verify import run  # noqa: PLC0415  # only what the command needs
@@ -209,27 +200,28 @@ def verify(
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, of any known format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     *,
     select: SelectOption,
     strip_a: Annotated[
-        str, typer.Option(metavar="NAME", help="Of A only what is below NAME, without it.")
+        str,
+        typer.Option(metavar="NAME", help="Of A, take what is below NAME; drop that prefix."),
     ] = "",
-    strip_b: Annotated[str, typer.Option(metavar="NAME", help="The same of B.")] = "",
+    strip_b: Annotated[str, typer.Option(metavar="NAME", help="The same for B.")] = "",
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Say in what two checkpoints differ: names, kinds, types, shapes, bits and values.
+    """Say how two checkpoints differ: in names, kinds, types, shapes, bits and values.
 
     Kinds of containers and of keys are not compared: not every format keeps them.
 
     Exit codes: 0 equal; 1 different; 2 one of them cannot be read, or is damaged.
 
     JSON: a; b; equal; only_a and only_b, lists of names; different, a list of name, reason
-    (the first of "kind", "dtype", "shape", "bits", "value"), a and b (in words; not of
-    bits), num_elements, num_different and largest (absolute difference; "nan" or "inf" as
-    strings) of bits; num_same; nbytes (compared, of one side); notes
-    (what lies beside one and was not compared); error.
+    (the first of "kind", "dtype", "shape", "bits", "value"), a and b (in words; not for
+    bits), and for bits num_elements, num_different and largest (the largest absolute
+    difference; "nan" and "inf" are strings); num_same; nbytes (compared, counted on one side);
+    notes (what lies beside a checkpoint and was not compared); error.
     """
     from ckptio.cli.diff import run  # noqa: PLC0415  # only what the command needs
 
@@ -247,7 +239,9 @@ def convert(
     strip: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Only what is below NAME, without it in the names; so in --select."
+            metavar="NAME",
+            help="Take only what is below NAME, and drop that prefix; --select then uses the"
+            " shortened names.",
         ),
     ] = "",
     drop_values: Annotated[
@@ -255,11 +249,15 @@ def convert(
     ] = False,
     max_shard_nbytes: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Bytes of a file of hf; 5 GB if not given."),
+        typer.Option(
+            min=1, show_default=False, help="Most bytes of an hf file; 5 GB if not given."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="Of all floats in safetensors or hf: bfloat16, say."),
+        typer.Option(
+            metavar="TYPE", help="The type of all floats in safetensors or hf: bfloat16, say."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     storage_options: StorageOption,
@@ -267,12 +265,12 @@ def convert(
 ) -> None:
     """Convert a checkpoint of any known format to another, in bounded memory.
 
-    Read are checkpoints of ckptio, safetensors files, Hugging Face folders, directories of
-    torch.distributed.checkpoint, and files of torch.save; nothing in them is run. Written
-    are ckptio; safetensors, one file; hf, a folder of files with an index; dcp, a directory
-    for torch.distributed.checkpoint. A conversion that was stopped goes on when it is run
-    again: safetensors and hf with the files that are missing, ckptio and dcp with the bytes
-    that are not there yet; in an object store it begins anew.
+    SRC is a checkpoint of ckptio, a safetensors file, a Hugging Face folder, a directory of
+    torch.distributed.checkpoint, or a file of torch.save; nothing in it is run. --to says what
+    DST is: ckptio; safetensors, one file; hf, a folder of files with an index; dcp, a directory
+    of torch.distributed.checkpoint. A conversion that was stopped goes on when it is run again:
+    safetensors and hf with the files that are missing, ckptio and dcp with the bytes that are
+    not there yet. In an object store it begins anew.
 
     JSON: source; path; to; state ("converted", "failed"); num_tensors; nbytes (of tensors);
     files, a list of name, nbytes and was_there; notes (what the format does not keep, and
@@ -306,7 +304,8 @@ def prune(
         typer.Option("--keep-last", min=1, metavar="K", help="Keep the K highest steps."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep multiples of N.")
+        int | None,
+        typer.Option("--keep-every", min=1, metavar="N", help="Keep multiples of N."),
     ] = None,
     best: Annotated[
         list[str],
@@ -315,7 +314,8 @@ def prune(
             default_factory=list,
             show_default=False,
             metavar="METRIC[:K]:min|max",
-            help="Keep the K steps with the lowest (max: highest) METRIC; several times.",
+            help="Keep the K steps with the lowest (with max: the highest) METRIC; may be given"
+            " several times.",
         ),
     ],
     pins: Annotated[
@@ -325,26 +325,27 @@ def prune(
             default_factory=list,
             show_default=False,
             metavar="STEP",
-            help="Keep this step, which has to be there; several times.",
+            help="Keep this step, which has to be there; may be given several times.",
         ),
     ],
     even_owed: Annotated[
         bool,
-        typer.Option("--even-owed", help="Also steps whose copy to a second tier is not made."),
+        typer.Option("--even-owed", help="Also remove steps whose copy to a second tier is owed."),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be removed.")] = False,
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove steps of a run that are not kept, as a Checkpointer saves them.
+    """Remove the steps of a run that no option keeps. A run is what a Checkpointer saves.
 
-    At least one --keep option is needed. What any of these options or --pin keeps is kept. The
-    highest step and the one committed last always stay. So does, without --even-owed, a step
-    that is still to be copied to a second tier: it is the only one there is. Steps whose
-    manifests cannot be read count for nothing and stay, as does everything that is not called
-    step-<number>. Whoever reads a step while it is removed ends with an error. Exits with 2 if
-    something could not be removed, and removes nothing where a manifest cannot be read now, no
-    step has a METRIC, or a step to pin is not there.
+    At least one --keep option is needed. A step stays if any of these options, or --pin, keeps
+    it. The highest step and the one committed last always stay. Without --even-owed, a step
+    whose copy to a second tier is still owed stays, too: it is the only one there is. Steps
+    whose manifests make no sense count for nothing and stay, as does everything that is not
+    called step-<number>. Reading a step while it is removed ends with an error.
+
+    The exit code is 2 if something could not be removed; and nothing is removed if a manifest
+    cannot be read now, no step has a METRIC, or a step to pin is not there.
 
     JSON: root; dry_run; removed, a list of step, path (relative to root), nbytes, error
     (why it is still there); owed, a list of step, path and owed_to (null if the note that
@@ -374,13 +375,13 @@ def doctor(
     storage_options: StorageOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what the file system or store at PATH can do for saves, and what dead ones left.
+    """Say what the file system or store at PATH can do for saves, and what dead saves left.
 
-    It is tried in a directory (or under a prefix) that is made at PATH and removed again;
+    That is tried in a directory (or under a prefix) that is made at PATH and removed again;
     nothing else is written. Exit codes: 0 fine; 2 saves cannot rely on it, or PATH cannot
     be written.
 
-    JSON: path; file_system (of a URL its protocol); free_nbytes (null of a URL); findings, a
+    JSON: path; file_system (for a URL, its protocol); free_nbytes (null for a URL); findings, a
     list of name, state ("yes", "slow" if a save does without it, "no") and detail; leftovers,
     a list of path, names and nbytes; error.
     """

@@ -103,8 +103,8 @@ async def fetch_manifest(
         require_alike([repr(message["path"]) for message in messages], "loads", "load")
         try:
             manifest = await context.cache.get(storage)
-        except CheckpointNotFoundError:  # raised as such on every rank: who resumes catches it
-            return Same({"save_id": None})
+        except CheckpointNotFoundError as error:  # raised as such on every rank: who resumes
+            return Same({"save_id": None, "hint": error.message})  # catches it
         context.received.put(storage.identity, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}
         if any(message["has"] != manifest.save_id for message in messages):
@@ -123,7 +123,7 @@ async def fetch_manifest(
         )
     if answer["save_id"] is None:
         course.next_session = ""
-        raise CheckpointNotFoundError(storage.path)
+        raise CheckpointNotFoundError(storage.path, answer["hint"])
     latest = context.received.get(storage.identity)
     if latest is None or latest.save_id != answer["save_id"]:
         latest = await run_blocking(

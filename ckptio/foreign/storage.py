@@ -105,6 +105,10 @@ class AnyStorage:
         """Read our manifest; see `storage.interface.Storage`."""
         return await self._inner.peek_manifest()
 
+    async def find_below(self) -> str:
+        """Look for checkpoints of ours below; see `storage.interface.Storage`."""
+        return await self._inner.find_below()
+
     async def _look(self, ask: Callable[[], Awaitable[T]]) -> T | _Other:
         """Ask for ours, and look for what others wrote where there is none.
 

@@ -161,6 +161,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: tuple[str, ...] = ()
     metadata: Metadata = {}
 
+    def __repr__(self) -> str:
+        """Name the save, and say how large it is: all tensors would be pages."""
+        return (
+            f"<Manifest of save {self.save_id}, {self.created}: num_tensors={len(self.tensors)},"
+            f" num_files={len(self.files)}, nbytes={self.nbytes}>"
+        )
+
     @property
     def num_ranks(self) -> int:
         """Ranks that took part in the save."""

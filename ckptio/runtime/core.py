@@ -24,7 +24,7 @@ from ckptio.errors import EngineClosedError
 from ckptio.events import notify
 from ckptio.runtime.engine_options import config_of, require_observer, require_ranks
 from ckptio.runtime.in_flight import InFlight
-from ckptio.runtime.leaving import leave_behind, unsettled
+from ckptio.runtime.leaving import leave_behind, not_open, unsettled
 from ckptio.runtime.make_context import make_context, meet_ranks
 from ckptio.runtime.running import (
     LoopThread,
@@ -110,8 +110,7 @@ class EngineCore:
             EngineClosedError: The engine is not open.
         """
         if self._context is None or (self._portal is None and not self._in_flight.flows):
-            how = "not open: use it" if self._portal_block is None else "closed: it is used"
-            raise EngineClosedError(f"the engine is {how} inside its block")
+            raise not_open("engine", was_open=self._portal_block is not None)
         if not self.is_here:
             raise EngineClosedError("the engine is the parent's, which forked: open one here")
         return self._context

@@ -16,12 +16,24 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from ckptio.errors import EngineClosedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptio.moments import SaveMoments
 
 _RETRY_S = 1.0
+
+
+def not_open(what: str, *, was_open: bool) -> EngineClosedError:
+    """Make the error of what is used outside of its block: before it, or behind it."""
+    if was_open:
+        return EngineClosedError(f"the {what} is closed: it is used inside its block")
+    return EngineClosedError(
+        f"the {what} is not open: open it with `async with` (or `with`, for ckptio.sync), and use"
+        " it inside that block"
+    )
 
 
 def is_breaking_off(error: BaseException | None) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
 from ckptio.engine.tiers import CopyJob, is_replaced, make_copy
-from ckptio.errors import EngineClosedError, SaveAbortedError
+from ckptio.errors import ConfigError, EngineClosedError, RankError, SaveAbortedError
 from ckptio.events import CopyFailed
 from ckptio.moments import CheckpointInfo
 from ckptio.runtime.owed_copies import parent_of, take_up
@@ -136,9 +136,26 @@ def _cause(job: CopyJob, error: BaseException) -> Exception:
     """Give what `durable` raises."""
     if isinstance(error, Exception):
         if not is_replaced(error):  # then it has gone
-            error.add_note(f"the checkpoint {job.source.path!r} itself is committed, and stays")
+            error.add_note(_what_stays(job, error))
         return error
     return SaveAbortedError(
         f"the copy of {job.source.path!r} to {job.target.path!r} was stopped; the checkpoint itself"
         " is untouched, and finish_copies or the next save with then= goes on with the copy"
+    )
+
+
+def _what_stays(job: CopyJob, error: Exception) -> str:
+    """Say what there is of a checkpoint whose copy failed, and who makes that.
+
+    Its note was left before the commit. A copy that was refused may be none that can be made: of
+    that, the error says what to do.
+    """
+    stays = f"the checkpoint {job.source.path!r} itself is committed, and stays"
+    if isinstance(error, ConfigError) or (
+        isinstance(error, RankError) and error.was_caused_by(ConfigError)
+    ):
+        return stays
+    return (
+        f"{stays}; its copy is owed: the next run that saves with then= there, or"
+        f" ckptio.finish_copies({job.source.path!r}), goes on with it"
     )

@@ -108,7 +108,7 @@ def optimizer_differs(
     if stored and (takes_groups or names_kept(state_fqn, state, keep)):
         found = _options_differ(optimizer, stored, takes_groups=takes_groups)
         if found:
-            return f"{kind} in the target, one {found} in the checkpoint"
+            return _another(kind, f"whose groups {found}")
     moments = dict(children(state_fqn, state)) if type(state) is dict else {}
     for name, parameter in parameters_by_name(fqn, optimizer, node, keep).items():
         if found := _moments_differ(name, parameter, moments.get(name), entries, keep, kind):
@@ -119,7 +119,7 @@ def optimizer_differs(
 def _options_differ(
     optimizer: torch.optim.Optimizer, stored: Sequence[dict[str, Json]], *, takes_groups: bool
 ) -> str:
-    """Say by which option groups are not those of the class of one of torch's optimizers.
+    """Say what options groups have or lack that are not of the class of one of torch's optimizers.
 
     Adamax and RAdam have all options of Adam's but "amsgrad" and "fused", and RAdam its moments.
     So Adam may lack the first where something else is known to be its own: "fused", or an option
@@ -135,19 +135,24 @@ def _options_differ(
     if "fused" in there or is_of_others or not _is_adam(optimizer):
         set_by_torch |= _EARLY_OPTIONS.get(type(optimizer).__name__, frozenset())
     if lacking := sorted(optimizer.defaults.keys() - set_by_torch - there):
-        return f"without {lacking[0]!r}"
+        return f"have no {lacking[0]!r}"
     here = optimizer.defaults.keys() | set[str]().union(*optimizer.param_groups)
     telling = _TELLING_OPTIONS
     if type(optimizer) is torch.optim.SparseAdam:
         telling |= _TELLING_OF_SPARSE
     if added := sorted((there & telling) - here):
-        return f"with {added[0]!r}"
+        return f"have {added[0]!r}"
     if takes_groups and _is_adam(optimizer):
         name, is_apart = "decoupled_weight_decay", type(optimizer) is torch.optim.AdamW
         saved = {group[name] for group in stored if type(group.get(name)) is bool}
         if saved and saved.isdisjoint(g.get(name, is_apart) for g in optimizer.param_groups):
-            return f"with {name}={saved.pop()}"
+            return f"have {name}={saved.pop()}"
     return ""
+
+
+def _another(kind: str, told_by: str) -> str:
+    """Say that the target is of one class, and what was saved of another."""
+    return f"the target is {kind}, and the checkpoint holds another optimizer, {told_by}"
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -286,7 +291,7 @@ def _moments_differ(
         if index is None or short not in _ELEMENTWISE or (keep is not None and not keep(part)):
             continue
         if short == _TELLING_MOMENTS.get(kind):
-            return f"{kind} in the target, one with {short!r} in the checkpoint"
+            return _another(kind, f"whose state has {short!r}")
         shape = entries[index].shape
         if item[TAG] != "view" and shape != tuple(parameter.shape):
             return (

@@ -185,6 +185,14 @@ class Storage(Protocol):
         """
         ...
 
+    async def find_below(self) -> str:
+        """Name a checkpoint directly below, for the error that here is none; empty if none is seen.
+
+        It is looked for only so far as costs little, and where reading the manifest has not
+        said it already. Never raises: there is an error to raise.
+        """
+        ...
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there, by who has its manifest already. Touches nothing."""
 

@@ -187,6 +187,10 @@ class LocalStorage:
         except OSError as error:
             raise storage_error(error, self._manifest, "cannot read the manifest") from error
 
+    async def find_below(self) -> str:
+        """Nothing: `read_manifest` says it; see `interface.Storage`."""
+        return ""
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 

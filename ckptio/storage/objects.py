@@ -20,7 +20,7 @@ from ckptio.errors import (
 )
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.file_names import NOTE_PREFIX
-from ckptio.storage.keys import join_key
+from ckptio.storage.keys import join_key, split_query
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
 from ckptio.storage.object_commit import read_commit
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ckptio.storage.store import ObjectStore
     from ckptio.storage.stores import OpenStore
 
+#: How many names are looked at for one that is a checkpoint, where here is none.
+_MAX_LOOKS_BELOW = 4
 #: What tells one manifest from another: its etag, size and time.
 Version = tuple[str, int, float]
 
@@ -118,6 +120,33 @@ class ObjectStorage:
     async def peek_manifest(self) -> bytes:
         """Read the manifest: that ends; see `interface.Storage`."""
         return (await self.read_manifest())[1]
+
+    async def find_below(self) -> str:
+        """List one level, and look at the last names in it; see `interface.Storage`.
+
+        Steps have numbers: the last name is the highest. All of it ends within ten seconds.
+        """
+        if split_query(self._url)[1]:
+            return ""  # a query asks for one object
+        try:
+            store, requests = await self._ready()
+            requests, prefix = requests.brief(), self._join("")
+            listed = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
+            names = (info.key[len(prefix) :] for info in listed if info.key.endswith("/"))
+            last = sorted(filter(None, (n.rstrip("/") for n in names)))[-_MAX_LOOKS_BELOW:]
+
+            async def is_one(name: str) -> bool:
+                key = join_key(prefix + name, MANIFEST_NAME)
+                try:
+                    await requests.run("look at", key, lambda: store.head(key))
+                except ObjectMissingError:
+                    return False
+                return True
+
+            are = await run_all((is_one(name) for name in last), "look below")
+        except Exception:  # the caller raises what it has in hand
+            return ""
+        return max((name for name, is_there in zip(last, are, strict=True) if is_there), default="")
 
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""

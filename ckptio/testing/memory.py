@@ -197,6 +197,10 @@ class MemoryStorage:
         """Read the manifest: that ends; see `interface.Storage`."""
         return (await self.read_manifest())[1]
 
+    async def find_below(self) -> str:
+        """Nothing; see `interface.Storage`."""
+        return ""
+
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""
 

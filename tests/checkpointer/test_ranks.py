@@ -68,6 +68,8 @@ def test_ranks_save_keep_and_load_together(tmp_path: Path, seed: int) -> None:
             await busy
             assert await ckpt.discard_after(9) == (12, 15)
             assert await ckpt.latest() == 9
+            with pytest.raises(CheckpointNotFoundError, match="but below, as 'step-00000009'"):
+                await engine.load(tmp_path)
         assert [event.step for event in log.of(CheckpointRemoved)] == [3, 6, 15, 12]
 
     async def scenario() -> None:

@@ -18,6 +18,7 @@ import torch
 from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.config import CheckpointConfig
+from ckptio.errors import CheckpointNotFoundError
 from ckptio.format.note import CopyNote, encode_note
 from ckptio.storage.file_names import NOTE_PREFIX
 from tests.cli.rig import make_state, run_json
@@ -117,6 +118,21 @@ def test_show_verify_and_diff_read_a_url(
     assert (code, document["equal"]) == (0, True)
     for argv in (("show", f"{url}-x"), ("verify", f"{url}-x"), ("diff", url, f"{url}-x")):
         assert run_json(capsys, *argv)[0] == 2
+
+
+def test_a_url_without_a_checkpoint_says_what_is_below(
+    run_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The highest step that was committed, as in a directory."""
+    put(f"{run_url}/step-00000009/data-{'c' * 32}-00000-00000.safetensors")
+    put(f"{run_url}/tensorboard/events")
+    put(f"{run_url}/zeros.txt")
+    below = f"there is no committed checkpoint here, but below, as {NAMES[3]!r}"
+    for command in ("show", "verify"):
+        assert main([command, run_url]) == 2
+        assert f"{run_url}: {below}" in capsys.readouterr().err
+    with pytest.raises(CheckpointNotFoundError, match=below):
+        sync.load(run_url, config=SMALL)
 
 
 def test_verify_finds_a_changed_byte(url: str, capsys: pytest.CaptureFixture[str]) -> None:

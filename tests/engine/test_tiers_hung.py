@@ -163,8 +163,9 @@ def test_that_it_is_the_first_by_a_link_is_said_by_the_copy_where_it_hung_before
 
     with sync.Engine(SMALL, observer=watch) as engine, mount.hanging():
         handle = engine.start_save(random_state(SIZES), near, then=far)
-        with pytest.raises(ConfigError, match="is the checkpoint itself"):
+        with pytest.raises(ConfigError, match="is the checkpoint itself") as caught:
             handle.durable.wait()
+        assert caught.value.__notes__[0].endswith("itself is committed, and stays")
         handle.result()
     with sync.Engine(SMALL) as engine:
         assert engine.finish_copies(near) == ()

@@ -74,6 +74,14 @@ def test_a_manifest_is_read_back() -> None:
     assert [t.nbytes for t in found.tensors] == [24, 1, 0, 16]
 
 
+def test_a_manifest_is_shown_in_a_line() -> None:
+    """However many tensors it has, and whatever its tree is."""
+    assert repr(decode_manifest(manifest())) == (
+        f"<Manifest of save {SAVE_ID}, 2025-01-01T00:00:00+00:00: num_tensors=4, num_files=2,"
+        " nbytes=9000>"
+    )
+
+
 def test_a_manifest_is_a_json_document() -> None:
     """Any tool reads it; the checksum is its last member and covers all before it."""
     data = manifest()

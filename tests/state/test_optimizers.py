@@ -35,8 +35,8 @@ def test_an_optimizer_takes_its_own_state(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (lambda: fresh("SGD", 4, 3, momentum=0.9), "SGD in the target, one without 'dampening'"),
-        (lambda: fresh("Adagrad", 4, 3), "Adagrad in the target, one without"),
+        (lambda: fresh("SGD", 4, 3, momentum=0.9), "is SGD, .* groups have no 'dampening'"),
+        (lambda: fresh("Adagrad", 4, 3), "target is Adagrad, .* whose groups have no"),
         (
             lambda: fresh("AdamW", 5, 3),
             r"'opt.state.0.exp_avg' is of a parameter of shape \(5, 3\)",
@@ -89,7 +89,7 @@ def test_of_a_class_of_ones_own_nothing_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (lambda: fresh("SGD", 4, 3, momentum=0.9), "SGD in the target, one without 'dampening'"),
+        (lambda: fresh("SGD", 4, 3, momentum=0.9), "is SGD, .* groups have no 'dampening'"),
         (lambda: fresh("AdamW", 5, 3), r"'opt.state.0.exp_avg' is of a parameter of shape"),
         (
             lambda: torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]),

@@ -12,6 +12,7 @@ from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.interface import Found
 from ckptio.storage.object_root import ObjectRoot
+from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.root import resolve_root
 from ckptio.storage.store import (
     ConditionFailedError,
@@ -24,7 +25,7 @@ from ckptio.storage.store import (
 from ckptio.storage.stores import Stores
 from ckptio.testing import Crash, EventLog, run_virtual
 from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of
-from tests.storage.object_rig import DictStore, Opened
+from tests.storage.object_rig import DictStore, OneStore, Opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -489,3 +490,36 @@ async def test_what_was_taken_up_meanwhile_is_not_swept(threads: Threads) -> Non
     await root_at(store, threads).sweep("a", 1)
     assert lists == 2
     assert before.items() <= store.objects.items()
+
+
+async def test_what_is_below_is_named_as_far_as_that_costs_little() -> None:
+    """One listing, and a look at its last names; whatever fails there is no error."""
+    store = DictStore()
+
+    def storage(url: str) -> ObjectStorage:
+        opened, prefix = OneStore(store).at(url)
+        return ObjectStorage(url, cast("Any", opened), prefix, SMALL, EventLog())
+
+    assert await storage("dict://run").find_below() == ""
+    for name in "abcdefg":
+        write(store, name)
+    begin(store, "h")
+    store.set("run/x", b"an object")
+    store.log.clear()
+    assert await storage("dict://run").find_below() == "g"
+    kinds = [kind for kind, _ in store.log]
+    assert (kinds.count("list"), kinds.count("head"), len(kinds)) == (1, 4, 5)
+    assert await storage("dict://run/g").find_below() == ""
+    for name in "klmn":
+        begin(store, name)
+    assert await storage("dict://run").find_below() == ""  # a listing says no more
+
+    write(store, "o")
+    for at, error in (("list", RefusedError("no")), ("list", OSError()), ("head", ValueError())):
+
+        def fail(kind: str, _: str, at: str = at, error: Exception = error) -> None:
+            if kind == at:
+                raise error
+
+        store.on_request = fail
+        assert await storage("dict://run").find_below() == ""
