@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking
+from ckptio._aio import run_blocking, shielded
 from ckptio.checkpointer.steps import parse_name, record_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
@@ -110,9 +110,11 @@ class Keeper:
     ) -> list[int]:
         """List the highest committed steps, lowest first.
 
-        From the highest name down, so that no more is looked at than has to be. Where none is
-        found, one may have been committed right after the look at it, and those below it have
-        gone before the looks at them: so all is listed and looked at again, until no name is new.
+        From the highest name down, so that no more is looked at than has to be. A step may have
+        been committed right after the look at it, and the one before it have gone for that, before
+        the look at that one: what is found then is much older than what was there all the time.
+        So names above the highest that is found are looked at once more, lowest first: what goes
+        meanwhile goes for one that is looked at later. That ends when no name is new, either.
 
         Args:
             count: How many, at the most.
@@ -128,11 +130,14 @@ class Keeper:
         if found is not None or above >= 0:  # there is another one at any rate
             return newest
         for _ in range(_MAX_TRIES):
-            if newest:
+            top = newest[-1] if newest else -1
+            higher = sorted(step for step in listed if step > top and step not in but)
+            if newest and not higher:
                 break
+            found_now = await self._committed(dict.fromkeys(higher))
+            newest = [*newest, *found_now][-count:]
             before, listed = listed, dict.fromkeys(await self.listed())
-            newest = await self._highest(count, listed, above, but)
-            if listed.keys() == before.keys():
+            if not found_now and listed.keys() == before.keys():
                 break
         return newest
 
@@ -144,8 +149,14 @@ class Keeper:
         for step in sorted(listed, reverse=True):
             if step <= above or len(newest) == count:
                 break
-            if step not in but:
+            if step in but:
+                continue
+            try:
                 newest += await self._committed({step: listed[step]})
+            except StorageError:
+                if not newest or above >= 0:
+                    raise
+                break  # the highest is known, and those below it were asked for as advice
         return newest[::-1]
 
     async def _committed(self, listed: Mapping[int, bool | None]) -> list[int]:
@@ -227,7 +238,13 @@ class Keeper:
             return 0
 
     async def remove(self, step: int) -> Removal:
-        """Remove a step. A failure is an event, not an error."""
+        """Remove a step. A failure is an event, not an error.
+
+        A cancellation is raised when it has gone and the event was sent.
+        """
+        return await shielded(self._remove(step))
+
+    async def _remove(self, step: int) -> Removal:
         name = step_name(step)
         try:
             nbytes = await self.root.remove(name)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all
+from ckptio._aio import run_all, without_frames
 from ckptio.checkpointer.keeper import MAX_REMOVALS
 from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
@@ -290,7 +290,7 @@ class Upkeep:
             if keeper is self._keeper and await self._owes(step):
                 return None
         except StorageError as error:
-            return error.with_traceback(None)  # it has this frame: no circle
+            return without_frames(error)  # it has this one: no circle
         if step not in self.exempt() and not self._is_in_a_hurry():
             await keeper.remove(step)
         return None

@@ -26,7 +26,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_all, run_blocking, run_some
+from ckptio._aio import run_all, run_blocking, run_some, without_frames
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
@@ -159,7 +159,7 @@ class ObjectRoot:
                 data = await self.read_manifest(name)
                 return await run_blocking(self._executor, decode, name, data)
             except (FormatError, StorageError) as error:
-                return error.with_traceback(None)  # it has this frame: no circle
+                return without_frames(error)  # it has this one: no circle
 
         return await run_some(read, names, _MAX_LOOKS, "read a manifest")
 

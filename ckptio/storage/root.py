@@ -27,7 +27,7 @@ import time
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_blocking, run_some
+from ckptio._aio import run_blocking, run_some, without_frames
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
@@ -174,7 +174,7 @@ class LocalRoot:
             try:
                 answers.append(decode(name, self._read(self.join(name))[1]))
             except (FormatError, StorageError) as error:
-                answers.append(error.with_traceback(None))  # it has this frame: no circle
+                answers.append(without_frames(error))  # it has this one: no circle
         return answers
 
     def _read(self, directory: str) -> tuple[bytes, bytes]:

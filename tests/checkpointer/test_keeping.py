@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio import CheckpointError, KeepLast, SaveAbortedError
-from ckptio._aio import Threads
+from ckptio._aio import Threads, outlive
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
@@ -28,7 +28,7 @@ from tests.rig import SMALL, config_with, filled_state, values_in
 from tests.storage.test_leftovers import stopped_save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptio import Checkpointer, Engine
     from ckptio.testing import Operation
@@ -517,3 +517,86 @@ def test_the_newest_step_of_a_directory_is_found_by_few_looks(
 
     few, many = (run_virtual(scenario(tmp_path / str(n), n), seed=0) for n in (5, 50))
     assert few == many
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """Threads of a keeper."""
+    made = Threads(1, "ckptio")
+    yield made
+    made.shutdown()
+
+
+def keeper_at(root: Path, threads: Threads) -> Keeper:
+    """Make what looks after the steps of a directory."""
+    log = EventLog()
+    return Keeper(LocalRoot(str(root), SMALL, threads, log), threads, log)
+
+
+def commit(root: Path, *steps: int) -> None:
+    """Put something in the place of the manifests of steps."""
+    for step in steps:
+        (root / step_name(step)).mkdir(exist_ok=True)
+        (root / step_name(step) / "manifest.json").touch()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_step_committed_between_looks_is_found(
+    count: int, tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that is much older, as the one between has gone for the new one."""
+    commit(tmp_path, 100, 200)
+    (tmp_path / step_name(300)).mkdir()
+    look = LocalRoot.look
+
+    async def late(self: LocalRoot, names: Sequence[str], accepts: Any = None) -> Any:
+        found = await look(self, names, accepts)
+        if [*names] == [step_name(300)]:
+            commit(tmp_path, 300)
+            shutil.rmtree(tmp_path / step_name(200), ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(LocalRoot, "look", late)
+    assert (await keeper_at(tmp_path, threads).newest(count))[-1] == 300
+
+
+async def test_a_step_that_nobody_can_look_at_hides_no_higher_one(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before the highest is asked for as advice; if it is the highest, that is an error."""
+    commit(tmp_path, 1, 2, 3)
+    refused = {step_name(2)}
+    stat = os.stat
+
+    def deny(path: Any, **options: Any) -> os.stat_result:
+        if any(name in str(path) for name in refused):
+            raise OSError(errno.EACCES, "not for you")
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", deny)
+    keeper = keeper_at(tmp_path, threads)
+    assert await keeper.newest(2) == [3]
+    refused.add(step_name(3))
+    with pytest.raises(StorageError):
+        await keeper.newest(2)
+
+
+def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> None:
+    """What has gone is an event."""
+    log = EventLog()
+
+    class SlowRoot(LocalRoot):
+        async def remove(self, name: str) -> int:  # noqa: ARG002  # as the root's own
+            await outlive(asyncio.ensure_future(asyncio.sleep(1)))  # as for its thread
+            return 10
+
+    async def scenario() -> None:
+        keeper = Keeper(SlowRoot("/run", SMALL, threads, log), threads, log)
+        removing = asyncio.ensure_future(keeper.remove(3))
+        await asyncio.sleep(0.5)
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+
+    run_virtual(scenario(), seed=0)
+    assert [event.step for event in log.of(CheckpointRemoved)] == [3]

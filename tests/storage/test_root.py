@@ -5,11 +5,12 @@ import errno
 import itertools
 import os
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptio._aio import Threads
+from ckptio._aio import Threads, run_blocking
 from ckptio.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -549,3 +550,16 @@ async def test_a_sweep_that_is_refused_is_an_event(tmp_path: Path, threads: Thre
         ATTEMPT_PREFIX,
         "data-" + SAVE_IDS[1][: len(ATTEMPT_PREFIX) - 5],
     }
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_why_manifests_cannot_be_read_is_let_go_of(tmp_path: Path, threads: Threads) -> None:
+    """Without a collection of garbage: the same step is read again after each commit."""
+    (tmp_path / "odd" / "manifest.json").mkdir(parents=True)
+    (tmp_path / "none").mkdir()
+    answers = await root_at(tmp_path, threads).read_manifests(["odd", "none"], lambda *_: None)
+    kept = [weakref.ref(answer) for answer in answers if isinstance(answer, Exception)]
+    assert len(kept) == 2
+    del answers
+    await run_blocking(threads, int)  # the thread has let go of what it did last
+    assert [ref() for ref in kept] == [None, None]
