@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ckptio.engine.asked import Asked
 from ckptio.engine.verify import VerifyReport, run_verify
+from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.core import EngineCore
 from ckptio.runtime.drive import drive_blocking
@@ -71,9 +72,10 @@ class Engine(Gauges):
         Raises:
             ConfigError: This is an observer on one of the engine's own threads.
         """
-        self._core.require_elsewhere()
         try:
             self._core.close(abort=is_breaking_off(error))
+        except ConfigError:
+            raise
         except BaseException:  # an interrupt: it may not have begun
             self._core.close(abort=True)
             raise

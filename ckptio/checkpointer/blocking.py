@@ -12,6 +12,7 @@ from ckptio.checkpointer.core import CheckpointerCore
 from ckptio.checkpointer.own_engine import engine_for
 from ckptio.checkpointer.steps import step_name
 from ckptio.engine.asked import Asked
+from ckptio.errors import ConfigError
 from ckptio.handle import SaveHandle
 from ckptio.runtime.drive import drive_blocking
 from ckptio.runtime.leaving import is_breaking_off
@@ -117,10 +118,24 @@ class Checkpointer:
         Raises:
             ConfigError: This is an observer on one of the engine's own threads.
         """
-        core = self._core
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return
-        self._engine._core.require_elsewhere()  # noqa: SLF001  # before anything is ended
+        try:
+            self._engine._core.require_elsewhere()  # noqa: SLF001  # before anything is ended
+        except ConfigError:
+            raise
+        except BaseException as interrupt:  # it leaves all the same
+            self._leave(type(interrupt), interrupt, traceback)
+            raise
+        self._leave(kind, error, traceback)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        core = self._core
         try:
             try:
                 if is_breaking_off(error):
