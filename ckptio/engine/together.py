@@ -270,7 +270,7 @@ class _JointSave:
         """Whether rank 0 is alive and its commit has failed."""
         if self._leads:
             return self._failure is not None
-        return told is not None and told.was_caused_by(StorageError, rank=0)
+        return told is not None and told.was_caused_by(StorageError, *_OF_THE_PATH, rank=0)
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
