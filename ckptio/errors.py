@@ -360,15 +360,17 @@ class CheckpointChangedError(StorageError):
 
 
 class CommitConflictError(StorageError):
-    """Another writer committed to the path first; its checkpoint stands."""
+    """Another writer committed to the path first; its checkpoint stands.
 
-    def __init__(self, path: str) -> None:
+    If `in_doubt` is set, a request of this save may still take effect, should that be removed.
+    """
+
+    def __init__(self, path: str, *, in_doubt: bool = False) -> None:
         """Say that another save won `path`."""
-        super().__init__(
-            "another save committed a checkpoint here while this one was running",
-            path=path,
-            code=errno.EEXIST,
-        )
+        said = "another save committed a checkpoint here while this one was running"
+        if in_doubt:
+            said += "; should that be removed just now, nobody knows whether this one's comes"
+        super().__init__(said, path=path, code=errno.EEXIST, in_doubt=in_doubt)
 
 
 def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:

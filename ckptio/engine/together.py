@@ -13,6 +13,12 @@ All ranks commit or none does. A failure anywhere before the manifest is written
 save on every rank, and each removes its own files when all have stopped. A rank that has
 given its receipt and does not hear what became of it looks for the manifest, and leaves
 its files alone where it finds none: rank 0 may be about to write it.
+
+A manifest that is found so makes a save that was committed, on two conditions. Rank 0 may have
+died before the name was on the disk, so whoever finds it makes that durable, and answers then.
+And rank 0 has not lived to say that its commit failed: then the save is in doubt on all ranks,
+as with one. To sync once more and believe that was rejected: a system that has told one program
+that a write was lost tells the next that all is well. Nobody hears of less than is there.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -42,6 +49,7 @@ from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
     RankError,
+    StorageError,
 )
 from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
@@ -49,7 +57,7 @@ from ckptio.plan.assign import Assignment
 from ckptio.plan.trees import take_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
@@ -97,6 +105,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
         CommitConflictError: Another job committed first; on every rank.
         RankError: It failed on some rank; nothing was committed, unless `in_doubt` says so.
         PeerLostError: A rank was lost.
+        StorageError: It was cancelled, and may have been committed: `in_doubt` is set.
     """
     save = _JointSave(job, context, my_turn)
     try:
@@ -133,12 +142,17 @@ class _JointSave:
         self._agreement: Agreement | None = None
         self._vouched = False
         self._session: Session | None = None
+        self._failure: StorageError | None = None  # this rank's own; of the commit, on rank 0
 
     async def run(self, session: Session) -> SaveReceipt:
         """Agree, write, commit."""
         self._decider.session = self._session = session
         async with place_for(self._job, self._context):
-            return await self._run()
+            try:
+                return await self._run()
+            except StorageError as error:
+                self._failure = error
+                raise
 
     async def _meet(self, phase: str, message: Json) -> Json:
         """Go into a round."""
@@ -207,6 +221,11 @@ class _JointSave:
 
         Returns:
             What was saved, if it was; `None` if it was not, or if nobody can tell.
+
+        Raises:
+            RankError: Its manifest is there, or may be, and nobody can tell whether for good:
+                `in_doubt` is set. `error`, or what the others were told if that is a cancellation.
+            StorageError: The same, where the others were not waited for.
         """
         attempt = self._attempt
         if attempt is None:
@@ -215,19 +234,43 @@ class _JointSave:
             await end_attempt(attempt, self._job, error)  # removes nothing of a commit
         elif not self._vouched:
             await attempt.abort()
+        if not self._vouched:
             return None
-        elif isinstance(error, RankError) and not error.in_doubt:
-            committed = await self._look_back()  # what it names stays, whatever anybody says
-            await (attempt.abort() if committed is None else attempt.leave())
-            return committed
-        else:
-            await attempt.leave()
-        if not self._vouched or not isinstance(error, (RankError, asyncio.CancelledError)):
-            return None
-        committed = await self._look_back()
-        if committed is not None and isinstance(error, asyncio.CancelledError):
+        found: SaveReceipt | None = None
+        problem: StorageError | None = None
+        if isinstance(error, (RankError, asyncio.CancelledError)):
+            found = await self._look_back()
+        if not self._leads:
+            if found is not None:
+                problem = await _problem_of(attempt.seal())  # rank 0 may not have got to it
+            failed = isinstance(error, RankError) and not error.in_doubt
+            # what a manifest names stays, whatever anybody says
+            await (attempt.abort() if found is None and failed else attempt.leave())
+        self._require_sure(error, found, problem)
+        if found is not None and isinstance(error, asyncio.CancelledError):
             take_back_cancel()
-        return committed
+        return found
+
+    def _require_sure(
+        self, error: BaseException, found: SaveReceipt | None, problem: StorageError | None
+    ) -> None:
+        """Raise that nobody can tell what became of a save, if that is so; see `clean_up`."""
+        told = error if isinstance(error, RankError) else error.__cause__
+        told = told if isinstance(told, RankError) else None
+        own = self._failure  # of which an abort may have found out late that it is in doubt
+        said = told or own or problem
+        is_unsure = problem is not None or self._is_unsure(told)
+        if said is None or not is_unsure:
+            return
+        if found is not None or said.in_doubt or (own is not None and own.in_doubt):
+            doubt = _in_doubt(said)
+            raise doubt from problem or doubt.__cause__
+
+    def _is_unsure(self, told: RankError | None) -> bool:
+        """Whether rank 0 is alive and its commit has failed."""
+        if self._leads:
+            return self._failure is not None
+        return told is not None and told.was_caused_by(StorageError, *_OF_THE_PATH, rank=0)
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""
@@ -316,3 +359,25 @@ class _JointSave:
             ],
             "tree": list(tree if agreement.sends_tree else tree.without_tree()),
         }
+
+
+async def _problem_of(sealing: Awaitable[None]) -> StorageError | None:
+    """Seal, and give what was wrong with that instead of raising it."""
+    try:
+        await sealing
+    except StorageError as error:
+        return error
+    return None
+
+
+def _in_doubt(error: RankError | StorageError) -> RankError | StorageError:
+    """Have an error say that what failed may have been committed."""
+    if error.in_doubt:
+        return error
+    doubt = "but it may stand: look whether the checkpoint is there"
+    if isinstance(error, StorageError):
+        text, path, code = f"{error.message}; {doubt}", str(error.filename), error.errno
+        return StorageError(text, path=path, code=code or errno.EIO, in_doubt=True)
+    error.args = (f"{error}; {doubt}",)
+    error.in_doubt = True
+    return error

@@ -95,10 +95,10 @@ class _Meeting:
         self.strangers: list[int] = []  # lost, or did not come
 
     def blame(self, rank: int, cause: str) -> None:
-        """Note a cause, of the first few ranks."""
+        """Note a cause, of the first few ranks, and of rank 0: it decides, or fails to."""
         if rank not in self.causes:
             self.num_causes += 1
-            if len(self.causes) < MAX_CAUSES:
+            if len(self.causes) < MAX_CAUSES or rank == 0:
                 self.causes[rank] = cause
 
 

@@ -165,7 +165,8 @@ class Ranks(Protocol):
                 block raised passes unchanged.
             PeerLostError: From the block: a rank was lost, or did not come.
             asyncio.CancelledError: From the block: it was cancelled here. Other ranks get
-                a `RankError`. Cancelling a second time stops waiting for the others.
+                a `RankError`; it is the `__cause__` here. Cancelling a second time stops waiting
+                for the others, and leaves no cause.
         """
 
     async def close(self) -> None:

@@ -319,8 +319,10 @@ class RankSession:
             verdict = await self._verdict
         finally:
             self._sessions.leave(self)
-        if not (is_outside and isinstance(error, asyncio.CancelledError)):
-            raise verdict.error(self._title) from (own if isinstance(own, Exception) else None)
+        if is_outside and isinstance(error, asyncio.CancelledError):
+            error.__cause__ = verdict.error(self._title)  # a commit may be in doubt all the same
+            return
+        raise verdict.error(self._title) from (own if isinstance(own, Exception) else None)
 
     def _tell(self, own: BaseException | None) -> None:
         """Tell the coordinator how the block ended, unless there is a verdict already."""

@@ -242,8 +242,12 @@ class LocalAttempt:
         except CommitConflictError:
             raise
         except OSError as error:
-            self._failure = storage_error(error, name.target, "cannot commit")
-            self._failure.in_doubt = name.may_stand
+            failure = storage_error(error, name.target, "cannot commit")
+            # here, not by who cleans up: who goes on later leaves, and others are told now
+            if not name.withdraw():
+                text, code = f"{failure.message}; but it may stand", failure.errno or errno.EIO
+                failure = StorageError(text, path=name.target, code=code, in_doubt=True)
+            self._failure = failure
             raise self._failure from error
         self._clean_up()
 
@@ -312,8 +316,6 @@ class LocalAttempt:
             with contextlib.suppress(OSError):  # the file goes next
                 writer.discard()
         if self._name.may_stand or not self._name.withdraw():
-            if self._failure is not None:
-                self._failure.in_doubt = True  # the name came late: after `commit` had looked
             self._drop_lock()
             return
         copies = [self._name.copy] if self._name.copy else []

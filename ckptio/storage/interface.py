@@ -76,7 +76,8 @@ class Attempt(Protocol):
         """Publish `manifest`. When this returns, the checkpoint exists; before, it does not.
 
         Raises:
-            CommitConflictError: Somebody else committed since the attempt began.
+            CommitConflictError: Somebody else committed since the attempt began. If its
+                `in_doubt` is set, this one may follow should the other's be removed.
             StorageError: It could not be published; what was there before still is. If its
                 `in_doubt` is set, it may have been published all the same.
         """

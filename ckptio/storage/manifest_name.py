@@ -12,12 +12,13 @@ An error does not say that it has not got the name. A client of NFS sends a requ
 the answer is lost, and is told that the name is taken, by itself, or that what it renames is
 gone (open(2), of O_EXCL: do not use the result of link); other mounts say that they do not
 know. So after every error the manifest that is there is read, and says whose it is. Inode
-numbers were rejected: some mounts in user space give each name of a file its own.
+numbers were rejected: some mounts in user space give each name of a file its own. A request
+that was given up may be served later yet: the file that it would name goes as the commit fails,
+so that what is said of the failure stays true for who leaves all other files to be taken up.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptio.errors import CommitConflictError, FormatError
@@ -71,6 +72,7 @@ class ManifestName:
         self._files = files
         self._config = config
         self._manifest = b""
+        self._is_sent = False  # something that gives the name has been asked for
 
     def give(self, manifest: bytes, *, overwrite: bool) -> None:
         """Make a manifest visible that is written, and its name durable; undo it if that fails.
@@ -96,11 +98,12 @@ class ManifestName:
         self.is_committed = True
 
     def withdraw(self) -> bool:
-        """Remove the manifest that has not got its name; false if it has it after all.
+        """Remove the manifest that has not got its name; false if it has it after all, or may.
 
-        A mount may serve a request late that it gave up. Without the file it cannot.
+        A mount may serve a request late that it gave up. Without the file it cannot; where the
+        file cannot be removed, nor can anything else in the directory, and it may be served yet.
         """
-        if not self._manifest:
+        if not self._is_sent:
             return True
         for _ in range(2):
             try:
@@ -109,8 +112,17 @@ class ManifestName:
                 self.may_stand = True
             if self.may_stand:
                 return False
-            with contextlib.suppress(OSError):  # whoever removes the other files says so
-                self._files.unlink(self.new)
+            self.may_stand = not self._is_gone()
+        return not self.may_stand
+
+    def _is_gone(self) -> bool:
+        """Remove the file at `new`; whether it is gone."""
+        try:
+            self._files.unlink(self.new)
+        except FileNotFoundError:
+            return True
+        except OSError:  # whoever removes the other files says so
+            return False
         return True
 
     def _give(self, *, overwrite: bool) -> str:
@@ -147,7 +159,7 @@ class ManifestName:
                 return self.new
         except FileNotFoundError:
             return ""
-        self.may_stand = False
+        self.may_stand = self._is_sent = False  # nothing was asked for that is not known here
         try:
             old = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
@@ -163,7 +175,7 @@ class ManifestName:
         Raises:
             OSError: It has not got it, or nobody can tell; then it may stand.
         """
-        self.may_stand = True
+        self.may_stand = self._is_sent = True
         try:
             return operation(self.new, self.target)
         except OSError as error:
@@ -224,4 +236,4 @@ class _InDoubtError(OSError):
 
 
 def _in_doubt(error: OSError) -> _InDoubtError:
-    return _InDoubtError(error.errno, f"{error.strerror}; but it may stand")
+    return _InDoubtError(error.errno, error.strerror)

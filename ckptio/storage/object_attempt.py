@@ -308,16 +308,15 @@ class ObjectAttempt:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
             self._published = commit.in_doubt_if_absent
-            raise CommitConflictError(self._url)
+            lost = CommitConflictError(self._url, in_doubt=self._published)
+            self._doubt = lost if lost.in_doubt else None
+            raise lost
 
     def _in_doubt(self, problem: Exception | None) -> StorageError:
         """Say that nobody knows."""
-        self._doubt = StorageError(
-            "nobody knows whether the checkpoint was committed"
-            f"{f': {problem}' if problem else ''}; its files were left there",
-            path=self._url,
-            in_doubt=True,
-        )
+        what = "nobody knows whether the checkpoint was committed"
+        said = f"{what}{f': {problem}' if problem else ''}; its files were left there"
+        self._doubt = StorageError(said, path=self._url, in_doubt=True)
         return self._doubt
 
     async def _clean_up(self, commit: Commit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from ckptio.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     ConfigError,
+    PeerLostError,
     RankError,
     SaveAbortedError,
     StorageError,
@@ -234,18 +236,63 @@ class _LostAttempt(MemoryAttempt):
         raise StorageError("cannot commit: Input/output error", path="memory", code=5)
 
 
-def test_a_commit_that_fails_when_the_manifest_is_out_is_found() -> None:
-    """Every rank is in doubt, looks, and finds what it wrote to be a checkpoint."""
+def test_a_commit_that_fails_when_the_manifest_is_out_leaves_all_in_doubt() -> None:
+    """As with one rank: it may not be there for good. What it names stays on every rank."""
 
     async def scenario() -> None:
         async with job(3) as ranks:
             give_place(ranks, 0, same_place(ranks, LosesItsVoice))
-            infos = [await handle for handle in begin_saves(ranks)]
-            assert len({(info.save_id, info.nbytes, info.num_files) for info in infos}) == 1
-            assert infos[0].num_files == 3
+            for error in await outcomes_of(begin_saves(ranks)):
+                assert isinstance(error, RankError)
+                assert error.in_doubt
             give_place(ranks, 0, ranks.storages[0])
             await check_saved(ranks)
             await check_goes_on(ranks)
+
+    run(scenario(), seed=0)
+
+
+class FailsSlowly(LosesItsVoice):
+    """Publishes a manifest, and takes a while to find out that it may not be there for good."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return _SlowFailure(self, save_id, overwrite=overwrite, leads=True)
+
+
+class _SlowFailure(_LostAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        try:
+            await super().commit(manifest)
+        except StorageError as error:
+            with contextlib.suppress(asyncio.CancelledError):
+                await shielded(asyncio.sleep(3.0))
+            error.in_doubt = True
+            raise
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("aborting", [0, 1])
+def test_who_aborts_a_save_in_doubt_is_told_of_the_doubt(aborting: int, times: int) -> None:
+    """Not that nothing has changed; nor that it was committed, where that may not last."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            give_place(ranks, 0, same_place(ranks, FailsSlowly))
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            for _ in range(times):
+                handles[aborting].abort()
+                await asyncio.sleep(1.0)
+            for rank, error in enumerate(await outcomes_of(handles)):
+                if rank == aborting == times - 1 == 1:
+                    continue  # it did not wait for what became of it
+                assert isinstance(error, (RankError, StorageError)), rank
+                assert error.in_doubt
+            give_place(ranks, 0, ranks.storages[0])
+            await check_saved(ranks)
 
     run(scenario(), seed=0)
 
@@ -317,6 +364,56 @@ class _SlowSayer(MemoryAttempt):
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
+
+
+class SealsOnce(MemoryStorage):
+    """Cannot make names durable after a commit, unless told that it can."""
+
+    num_seals = 0
+    fails = True
+
+    async def join(self, save_id: str) -> MemoryAttempt:
+        await super().join(save_id)
+        self.counts.num_open_attempts -= 1
+        return _SealedOnce(self, save_id, overwrite=True, leads=False)
+
+
+class _SealedOnce(MemoryAttempt):
+    async def seal(self) -> None:
+        await super().seal()
+        assert isinstance(self._storage, SealsOnce)
+        self._storage.num_seals += 1
+        if self._storage.manifest is not None and self._storage.fails:
+            raise StorageError("Input/output error", path="memory", code=5)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_finds_what_a_dead_rank_0_committed_makes_it_durable_first(*, fails: bool) -> None:
+    """It died before it could: what is not on the disk is in doubt, and its files stay."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            slow = same_place(ranks, SlowToSay)
+            give_place(ranks, 0, slow)
+            sealing = same_place(ranks, SealsOnce)
+            sealing.fails = fails
+            give_place(ranks, 1, sealing)
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            ranks.ranks.kill(0)
+            outcome = (await outcomes_of(handles))[1]
+            assert sealing.num_seals == 2
+            if fails:
+                assert isinstance(outcome, PeerLostError)
+                assert outcome.in_doubt
+                assert isinstance(outcome.__cause__, StorageError)
+            else:
+                assert not isinstance(outcome, BaseException)
+            found = decode_manifest(ranks.place.manifest)
+            assert {entry.name for entry in found.files} <= ranks.place.files.keys()
+
+    run(scenario(), seed=0)
 
 
 @pytest.mark.parametrize("silent", ["dead", "frozen"])

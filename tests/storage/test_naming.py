@@ -21,6 +21,7 @@ from tests.rig import (
     SMALL,
     committed,
     contents_of,
+    fill_attempt,
     manifest_of,
     names_in,
     write_files,
@@ -126,11 +127,100 @@ async def test_a_name_that_is_given_late_keeps_its_files(
     """The save failed; whichever checkpoint is there then is whole."""
     overwrite = await begun(tmp_path / "c", executor, operation)
     files = Mount(operation, errno.EIO, late=True)
-    with pytest.raises(StorageError, match="cannot commit"):
+    with pytest.raises(StorageError, match=r"cannot commit.*but it may stand") as caught:
         await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=overwrite)
+    assert caught.value.in_doubt
     assert committed(tmp_path / "c") == NEW
     await write_files(storage_at(tmp_path / "c", executor), C, OTHER, overwrite=True)
     assert names_in(tmp_path / "c") == sorted(["manifest.json", *OTHER])
+
+
+@pytest.mark.parametrize("operation", ["publish", "replace", "exchange"])
+async def test_who_leaves_a_commit_that_failed_knows_that_it_did(
+    tmp_path: Path, executor: Executor, operation: str
+) -> None:
+    """Whoever resumes removes nothing; a request that was given up finds nothing to name then."""
+    overwrite = await begun(tmp_path / "c", executor, operation)
+    files = Mount(operation, errno.EIO, late=True)
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=overwrite)
+    await fill_attempt(attempt, NEW)
+    with pytest.raises(StorageError, match="but it may stand") as caught:
+        await attempt.commit(manifest_of(B, NEW))
+    await attempt.leave()
+    assert caught.value.in_doubt
+    assert attempt.is_published
+    assert committed(tmp_path / "c") == NEW
+
+
+class Later(Mount):
+    """Gives the name when everybody has gone."""
+
+    def unlink(self, path: str) -> None:
+        RecordingFiles.unlink(self, path)
+
+
+@pytest.mark.parametrize("operation", ["publish", "replace", "exchange"])
+async def test_a_commit_that_failed_leaves_nothing_to_be_named_later(
+    tmp_path: Path, executor: Executor, operation: str
+) -> None:
+    """Nor does it for who means to go on with its files."""
+    overwrite = await begun(tmp_path / "c", executor, operation)
+    files = Later(operation, errno.EIO, late=True)
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=overwrite)
+    await fill_attempt(attempt, NEW)
+    with pytest.raises(StorageError) as caught:
+        await attempt.commit(manifest_of(B, NEW))
+    await attempt.leave()
+    assert not caught.value.in_doubt
+    (late,) = files.pending
+    with pytest.raises(FileNotFoundError):
+        late()
+    assert set(NEW) <= set(names_in(tmp_path / "c"))
+    if overwrite:
+        assert committed(tmp_path / "c") == OLD
+
+
+class Stuck(Later):
+    """Does not let the file be removed that may get the name."""
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(f"/.manifest-{B}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        super().unlink(path)
+
+
+async def test_what_may_get_its_name_later_is_in_doubt(tmp_path: Path, executor: Executor) -> None:
+    """Its files stay: a manifest that comes late finds them."""
+    files = Stuck("publish", errno.EIO, late=True)
+    with pytest.raises(StorageError, match="but it may stand") as caught:
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW)
+    assert caught.value.in_doubt
+    (late,) = files.pending
+    late()
+    assert committed(tmp_path / "c") == NEW
+
+
+class Unreadable(RecordingFiles):
+    """Does not let the manifest be read that is there."""
+
+    def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
+        if path.endswith("/manifest.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().open(path, direct=direct, writable=writable)
+
+
+async def test_a_name_that_was_never_asked_for_is_not_in_doubt(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Where names cannot be exchanged, and no copy can be made of what is there."""
+    await begun(tmp_path / "c", executor, "replace")
+    files = Unreadable(has_exchange=False)
+    with pytest.raises(StorageError, match="cannot commit") as caught:
+        await write_files(storage_at(tmp_path / "c", executor, files), B, NEW, overwrite=True)
+    assert not files.kinds("publish", "replace")
+    assert not caught.value.in_doubt
+    assert "may stand" not in str(caught.value)
+    assert names_in(tmp_path / "c") == sorted(["manifest.json", *OLD])
 
 
 class Blind(Mount):
@@ -233,6 +323,37 @@ class Unsynced(RecordingFiles):
         if path.endswith("/manifest.json"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         super().unlink(path)
+
+
+class SlowToFail(Mount):
+    """Takes its time to say that it did not give the name; and gives it late."""
+
+    def __init__(self) -> None:
+        super().__init__("publish", errno.EIO, late=True)
+        self.is_naming, self.go_on = threading.Event(), threading.Event()
+
+    def publish(self, source: str, target: str) -> None:
+        self.is_naming.set()
+        self.go_on.wait(30)
+        super().publish(source, target)
+
+
+async def test_who_cancels_a_commit_whose_name_comes_late_is_told_of_it(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """What is there then was not there before: it was not just cancelled."""
+    files = SlowToFail()
+    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
+    task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
+    await asyncio.to_thread(files.is_naming.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    files.go_on.set()
+    with pytest.raises(StorageError, match="but it may stand") as caught:
+        await task
+    assert caught.value.in_doubt
+    await attempt.abort()
+    assert committed(tmp_path / "c") == {}
 
 
 async def test_who_cancels_a_commit_in_doubt_is_told_of_the_doubt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -274,7 +275,7 @@ def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTrait
 def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
     """The winner may be removed before the loser's late request comes: then it is whole."""
 
-    async def scenario(*, removes: bool) -> None:
+    async def scenario(*, removes: bool, cancels: bool) -> None:
         bucket = MemoryBucket()
         store = MemoryStore(bucket, fault=late_once())
         attempt = await object_storage(store).begin(A, overwrite=False)
@@ -284,8 +285,11 @@ def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
         )
         await asyncio.sleep(0.05)
         await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
-        with pytest.raises(CommitConflictError):
+        if cancels:
+            other.cancel()
+        with pytest.raises(CommitConflictError, match="nobody knows whether") as caught:
             await other
+        assert caught.value.in_doubt
         assert attempt.is_published
         await attempt.abort()
         assert winner(bucket) == B
@@ -294,8 +298,24 @@ def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
         await asyncio.sleep(100)
         assert winner(bucket) == (A if removes else B)
 
-    for removes in (True, False):
-        run_virtual(scenario(removes=removes), seed=0)
+    for removes, cancels in itertools.product((True, False), repeat=2):
+        run_virtual(scenario(removes=removes, cancels=cancels), seed=0)
+
+
+def test_who_lost_and_never_asked_for_the_name_is_in_no_doubt() -> None:
+    """The other was there before the first request."""
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        attempt = await object_storage(MemoryStore(bucket)).begin(A, overwrite=False)
+        await write_files(object_storage(MemoryStore(bucket)), B, contents_of(B, 10))
+        with pytest.raises(CommitConflictError) as caught:
+            await attempt.commit(manifest_of(A, {}))
+        assert not caught.value.in_doubt
+        await attempt.abort()
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
 
 
 @pytest.mark.parametrize("traits", [ATOMIC, PLAIN], ids=["atomic", "none"])
