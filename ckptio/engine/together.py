@@ -55,6 +55,7 @@ from ckptio.format.checksum import pack_checksums
 from ckptio.format.manifest import decode_manifest
 from ckptio.plan.assign import Assignment
 from ckptio.plan.trees import take_tree
+from ckptio.ranks.interface import NOT_STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -260,6 +261,9 @@ class _JointSave:
         own = self._failure  # of which an abort may have found out late that it is in doubt
         said = told or own or problem
         is_unsure = problem is not None or self._is_unsure(told)
+        if said is None and found is not None and not self._leads:  # cancelled twice: no verdict
+            text = "the save was cancelled; its manifest is there, but rank 0 may take it back"
+            raise StorageError(text, path=self._job.storage.path, in_doubt=True)
         if said is None or not is_unsure:
             return
         if found is not None or said.in_doubt or (own is not None and own.in_doubt):
@@ -267,10 +271,13 @@ class _JointSave:
             raise doubt from problem or doubt.__cause__
 
     def _is_unsure(self, told: RankError | None) -> bool:
-        """Whether rank 0 is alive and its commit has failed."""
+        """Whether rank 0 is alive and its commit has failed, or may still fail."""
         if self._leads:
             return self._failure is not None
-        return told is not None and told.was_caused_by(StorageError, *_OF_THE_PATH, rank=0)
+        if told is None:
+            return False
+        has_failed = told.was_caused_by(StorageError, *_OF_THE_PATH, rank=0)
+        return has_failed or told.causes.get(0, "").startswith(NOT_STOPPED)
 
     async def _look_back(self) -> SaveReceipt | None:
         """Look whether the save was committed by a rank that did not live to say so."""

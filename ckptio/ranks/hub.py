@@ -36,7 +36,7 @@ from ckptio.ranks.frames import (
     loss,
     lost_cause,
 )
-from ckptio.ranks.interface import Same
+from ckptio.ranks.interface import NOT_STOPPED, Same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -319,7 +319,7 @@ class Hub:
         """End a session although ranks have not said that they stopped."""
         for rank in range(self._world_size):
             if rank not in meeting.ended:
-                meeting.blame(rank, f"has not stopped within {self._deadlines.meet_s:g} s")
+                meeting.blame(rank, f"{NOT_STOPPED} within {self._deadlines.meet_s:g} s")
         meeting.ended.update(range(self._world_size))
         self._settle(meeting)
 

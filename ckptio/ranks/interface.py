@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: None, bool, str, int of 64 bits, finite float, lists, and dicts with str keys. What is
 #: given to or by rank 0 may arrive as the same object, so nobody changes it afterwards.
 Json: TypeAlias = Any
+#: What the cause of a rank begins with that lives and has not said how it ended.
+NOT_STOPPED = "has not stopped"
 
 
 @dataclass(frozen=True, slots=True)
