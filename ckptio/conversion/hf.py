@@ -73,7 +73,8 @@ def write_folder(
         ConfigError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: A file of another conversion is there.
         CommitConflictError: Another conversion is writing the folder.
-        StorageError: It cannot be written; what was there is untouched.
+        StorageError: It cannot be written; what was there is untouched, unless it was the sync of
+            the directory that failed: then the new file has the name, but may lose it.
     """
     shards = [
         Shard(leaves, source.manifest.save_id)

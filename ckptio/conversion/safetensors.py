@@ -121,7 +121,8 @@ def write_file(
         ConfigError: There is more than tensors, and it may not be left out.
         CheckpointExistsError: Another file is there.
         CommitConflictError: Another conversion is writing it.
-        StorageError: It cannot be written; what was there is untouched.
+        StorageError: It cannot be written; what was there is untouched, unless it was the sync of
+            the directory that failed: then the new file has the name, but may lose it.
     """
     shard = Shard(tensors_of(source, drop_values=drop_values), source.manifest.save_id)
     try:
@@ -277,7 +278,8 @@ def replace_file(
     Raises:
         CheckpointExistsError: Somebody else gave it to a file meanwhile, which may not go.
         CommitConflictError: Another conversion is writing it.
-        StorageError: It cannot be written; what was there is untouched.
+        StorageError: It cannot be written; what was there is untouched, unless it was the sync of
+            the directory that failed: then the new file has the name, but may lose it.
     """
     folder, name = os.path.split(os.path.abspath(path))
     aside = f"{folder}/.{name}.partial"
