@@ -99,7 +99,7 @@ class Engine(Gauges):
 
         Cancelling the wait aborts what is in flight, and is raised when that has ended.
         """
-        self._core.require_elsewhere()
+        self._core.require_other_loop()
         await in_own_thread(
             lambda: self._core.close(abort=is_breaking_off(error)), self._core.abort_in_flight
         )

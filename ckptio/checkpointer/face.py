@@ -160,7 +160,7 @@ class Checkpointer:
         core = self._core
         if not self._engine._core.is_here:  # noqa: SLF001  # a forked child has nothing to end
             return
-        self._engine._core.require_elsewhere()  # noqa: SLF001  # a task on the engine's own loop
+        self._engine._core.require_other_loop()  # noqa: SLF001  # before anything is ended
         if is_breaking_off(error):
             core.abort(error)
         try:

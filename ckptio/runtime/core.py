@@ -320,6 +320,11 @@ class EngineCore:
         if threading.get_ident() == self.loop_thread.number or self._context.is_on_worker():
             raise cannot_leave()
 
+    def require_other_loop(self) -> None:
+        """Do the same for a task, in few calls: an interrupt in them leaves the engine open."""
+        if self._portal is not None and self.loop_thread.number == threading.get_ident():
+            raise cannot_leave()
+
     def close(self, *, abort: bool = False) -> None:
         """Wait for what is in flight, then give everything back. Blocks.
 

@@ -469,4 +469,5 @@ def test_whatever_lies_otherwise_than_it_was_saved_is_said(
         base = flat.sources[fill.stored].clone(memory_format=torch.contiguous_format)
         fill.memory().copy_(base if fill.view is None else view_of(base, fill.view))
     if not notes:
-        assert all(torch.equal(there.contiguous(), here.contiguous()) for there, here in pairs)
+        for there, here in pairs:  # by their bytes: some are nan
+            assert there.contiguous().numpy().tobytes() == here.contiguous().numpy().tobytes()
