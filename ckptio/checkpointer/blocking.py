@@ -135,6 +135,7 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Do what leaving the block does, on a thread that may wait."""
         core = self._core
         try:
             try:

@@ -6,6 +6,7 @@ Rank 0 lists, decides and deletes; the others are told. What follows a commit is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -388,11 +389,9 @@ class CheckpointerCore:
         except CheckpointNotFoundError as error:
             if steps or self.engine.context.ranks.world_size > 1:  # others may not ask
                 raise
-            try:
+            with contextlib.suppress(CheckpointError):  # that it is not there is what is to be said
                 steps = yield self.asking(self.questions.steps)
-            except CheckpointError:  # that the step is not there is what is to be said
-                raise error from None
-            hint = f"{error.message}; {missing(steps)}"
-            raise CheckpointNotFoundError(self.path(step), hint) from None
+                error.strerror = f"{error.message}; {missing(steps)}"  # the same: it may have notes
+            raise
         self._pace.loaded(step)
         return result

@@ -103,8 +103,9 @@ async def fetch_manifest(
         require_alike([repr(message["path"]) for message in messages], "loads", "load")
         try:
             manifest = await context.cache.get(storage)
-        except CheckpointNotFoundError as error:  # raised as such on every rank: who resumes
-            return Same({"save_id": None, "hint": error.message})  # catches it
+        except CheckpointNotFoundError as error:
+            # raised as such on every rank: who resumes catches it
+            return Same({"save_id": None, "hint": error.message})
         context.received.put(storage.identity, manifest)
         answer = {"save_id": manifest.save_id, "manifest": None}
         if any(message["has"] != manifest.save_id for message in messages):

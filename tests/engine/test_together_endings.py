@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -222,19 +222,21 @@ def test_an_abort_after_the_commit_comes_too_late() -> None:
     run(scenario(), seed=0)
 
 
-class LosesItsVoice(MemoryStorage):
-    """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _LostAttempt(self, save_id, overwrite=overwrite, leads=True)
-
-
 class _LostAttempt(MemoryAttempt):
     async def commit(self, manifest: bytes) -> None:
         await super().commit(manifest)
         raise StorageError("cannot commit: Input/output error", path="memory", code=5)
+
+
+class LosesItsVoice(MemoryStorage):
+    """Publishes manifests, and fails then: a disk that breaks in the sync of the directory."""
+
+    kind: ClassVar[type[MemoryAttempt]] = _LostAttempt
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return self.kind(self, save_id, overwrite=overwrite, leads=True)
 
 
 def test_a_commit_that_fails_when_the_manifest_is_out_leaves_all_in_doubt() -> None:
@@ -253,15 +255,6 @@ def test_a_commit_that_fails_when_the_manifest_is_out_leaves_all_in_doubt() -> N
     run(scenario(), seed=0)
 
 
-class FailsSlowly(LosesItsVoice):
-    """Publishes a manifest, and takes a while to find out that it may not be there for good."""
-
-    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
-        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
-        self.counts.num_open_attempts -= 1
-        return _SlowFailure(self, save_id, overwrite=overwrite, leads=True)
-
-
 class _SlowFailure(_LostAttempt):
     async def commit(self, manifest: bytes) -> None:
         try:
@@ -271,6 +264,12 @@ class _SlowFailure(_LostAttempt):
                 await shielded(asyncio.sleep(3.0))
             error.in_doubt = True
             raise
+
+
+class FailsSlowly(LosesItsVoice):
+    """Publishes a manifest, and takes a while to find out that it may not be there for good."""
+
+    kind = _SlowFailure
 
 
 @pytest.mark.parametrize("aborting", [0, 1])

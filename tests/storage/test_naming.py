@@ -310,11 +310,11 @@ class Unsynced(RecordingFiles):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_syncing, self.go_on = threading.Event(), threading.Event()
+        self.has_come, self.go_on = threading.Event(), threading.Event()
 
     def fsync_dir(self, path: str) -> None:
         if self.kinds("publish"):
-            self.is_syncing.set()
+            self.has_come.set()
             self.go_on.wait(30)
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         super().fsync_dir(path)
@@ -330,40 +330,23 @@ class SlowToFail(Mount):
 
     def __init__(self) -> None:
         super().__init__("publish", errno.EIO, late=True)
-        self.is_naming, self.go_on = threading.Event(), threading.Event()
+        self.has_come, self.go_on = threading.Event(), threading.Event()
 
     def publish(self, source: str, target: str) -> None:
-        self.is_naming.set()
+        self.has_come.set()
         self.go_on.wait(30)
         super().publish(source, target)
 
 
-async def test_who_cancels_a_commit_whose_name_comes_late_is_told_of_it(
-    tmp_path: Path, executor: Executor
-) -> None:
-    """What is there then was not there before: it was not just cancelled."""
-    files = SlowToFail()
-    attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
-    task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
-    await asyncio.to_thread(files.is_naming.wait, 30)
-    task.cancel()
-    await asyncio.sleep(0)
-    files.go_on.set()
-    with pytest.raises(StorageError, match="but it may stand") as caught:
-        await task
-    assert caught.value.in_doubt
-    await attempt.abort()
-    assert committed(tmp_path / "c") == {}
-
-
+@pytest.mark.parametrize("kind", [Unsynced, SlowToFail])
 async def test_who_cancels_a_commit_in_doubt_is_told_of_the_doubt(
-    tmp_path: Path, executor: Executor
+    tmp_path: Path, executor: Executor, kind: type[Unsynced | SlowToFail]
 ) -> None:
     """Not that it was committed; nor that it was cancelled, which changes nothing."""
-    files = Unsynced()
+    files = kind()
     attempt = await storage_at(tmp_path / "c", executor, files).begin(B, overwrite=False)
     task = asyncio.create_task(attempt.commit(manifest_of(B, {})))
-    await asyncio.to_thread(files.is_syncing.wait, 30)
+    await asyncio.to_thread(files.has_come.wait, 30)
     task.cancel()
     await asyncio.sleep(0)
     files.go_on.set()
