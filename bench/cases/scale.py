@@ -84,7 +84,7 @@ async def scale(bench: Bench) -> None:
     and written down by one core in some ten seconds. Then the first save, once: 90 bytes a
     block are gathered, and are decoded, planned and answered by one core; an unchanged state
     sends only receipts, 5.5 kB x n. Rounds as such come last: they cost rank 0 tens of
-    microseconds of CPU a rank, half a second for all; 16,384 connections are files and
+    microseconds of CPU a rank, a second for all; 16,384 connections are files and
     buffers that a process can have. What ranks want is no matter while each wants the files
     of a few. If all want everything, what each is told, some 30 bytes a unit and 5 a rank, is
     the same for all and encoded once; but each says what it wants, n x files in all, which
