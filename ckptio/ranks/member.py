@@ -103,7 +103,7 @@ class Member:
                 wire.send(self._hello)
                 reason = await asyncio.shield(self._knock)
         except TimeoutError:
-            reason = f"no answer within {timeout_s:g} s"
+            reason = f"no answer within {timeout_s:.2g} s"
         except OSError as error:
             reason = str(error)
         finally:

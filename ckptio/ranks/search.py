@@ -68,7 +68,8 @@ class Search:
             if state != (state := sight):
                 pause_s, since_s, trouble = _FIRST_PAUSE_S, loop.time(), None
             meeting = sight.meeting
-            if meeting.port:
+            # in no time nobody answers: what an earlier try found says more
+            if meeting.port and (trouble is None or loop.time() < self.until_s):
                 found = await self._enter(sight.number, meeting)
                 if isinstance(found, Member):
                     return found
@@ -169,7 +170,7 @@ class Search:
         def connect(make: Callable[[], Wire]) -> Awaitable[object]:
             return loop.create_connection(make, address, port)
 
-        left_s = max(0.0, round(self.until_s - loop.time(), 2))
+        left_s = max(0.0, self.until_s - loop.time())
         return await group.knock(connect, min(_KNOCK_S, self.deadlines.peer_s, left_s))
 
     async def _is_old(self, meeting: Meeting) -> bool:

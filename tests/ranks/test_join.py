@@ -22,6 +22,7 @@ from ckptio.ranks.discover import find_place, ranks_of
 from ckptio.ranks.host import addresses_towards, this_host
 from ckptio.ranks.interface import Deadlines
 from ckptio.ranks.join import Place, join
+from ckptio.ranks.member import Member
 from ckptio.ranks.solo import SoloRanks
 from tests.ranks.test_sessions import add
 
@@ -424,8 +425,26 @@ async def test_a_host_that_has_died_is_waited_for_no_longer_than_ranks_are(
     """However long it may take to answer."""
     async with dead_hosts(1) as (addresses, port):
         leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=addresses, port=port))
-        with pytest.raises(PeerLostError, match=r"127\.0\.0\.2: no answer within 0\.[45]"):
+        with pytest.raises(PeerLostError, match=r"127\.0\.0\.2: no answer within 0\.[1-5]"):
             await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+
+
+async def test_a_last_look_with_no_time_left_hides_nothing_found_before(
+    monkeypatch: pytest.MonkeyPatch, store: Any, threads: Executor
+) -> None:
+    """A knock in no time would say that nobody answered, where another program did."""
+    times_s = list[float]()
+
+    async def knock(_group: Member, _connect: object, timeout_s: float) -> str:
+        times_s.append(timeout_s)
+        await asyncio.sleep(0)
+        return "another program" if len(times_s) == 1 or timeout_s else "no answer within 0 s"
+
+    monkeypatch.setattr(Member, "knock", knock)
+    leave(store, 2, Meeting(process="p", at_s=time.time(), addresses=["a"], port=9))
+    with pytest.raises(PeerLostError, match="a: another program"):
+        await join(place(store, 1, 2), deadlines=SHORT, executor=threads)
+    assert all(times_s[1:])
 
 
 async def test_a_rank_that_is_cancelled_while_it_knocks_leaves_nothing_open(
