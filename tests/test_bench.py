@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SCALE = "0.005"
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1200
 #: What is a difference, and may be lost in the noise.
 _BELOW_ZERO = {"lost_s"}
 #: Why a subject may have no figures here.
