@@ -22,7 +22,7 @@ from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Collection, Coroutine
     from types import TracebackType
     from typing import Self
 
@@ -192,7 +192,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "raise",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> Coroutine[Any, Any, T]:
         """Load a state.
 
@@ -273,7 +273,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "report",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> Coroutine[Any, Any, LoadResult]:
         """Load a state and report what was found: `result.state` and `result.report`.
 

@@ -16,7 +16,7 @@ from ckptio.runtime.leaving import end_saves, is_breaking_off
 from ckptio.runtime.prewarm import prewarm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
     from types import TracebackType
     from typing import Self
 
@@ -136,7 +136,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = ...,
         select: Select | None = ...,
         strict: Strict = ...,
-        types: Sequence[type] = ...,
+        types: Collection[type] = ...,
     ) -> Any: ...
 
     @overload
@@ -150,7 +150,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = ...,
         select: Select | None = ...,
         strict: Strict = ...,
-        types: Sequence[type] = ...,
+        types: Collection[type] = ...,
     ) -> T: ...
 
     def load(
@@ -163,7 +163,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "raise",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> T:
         """Load a state; see `ckptio.Engine.load`."""
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch
@@ -183,7 +183,7 @@ class Engine(Gauges):
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "report",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> LoadResult:
         """Load a state and say what was found; see `ckptio.Engine.load_with_report`."""
         from ckptio.runtime import flows  # noqa: PLC0415  # imports torch

@@ -16,7 +16,7 @@ from ckptio.runtime.core import EngineCore
 from ckptio.runtime.currents import CallerCurrents
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Collection, Coroutine
 
     import torch
 
@@ -83,7 +83,7 @@ def load(
     dtype: torch.dtype | None = None,
     select: Select | None = None,
     strict: Strict = "raise",
-    types: Sequence[type] = (),
+    types: Collection[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
@@ -103,7 +103,7 @@ def load_with_report(
     dtype: torch.dtype | None = None,
     select: Select | None = None,
     strict: Strict = "report",
-    types: Sequence[type] = (),
+    types: Collection[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",

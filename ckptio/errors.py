@@ -143,9 +143,9 @@ class MismatchError(TargetError):
             mismatched: As the attribute.
             hint: What would make them agree, if that is known.
         """
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mismatched = tuple(mismatched)
+        self.missing: tuple[str, ...] = tuple(missing)
+        self.unexpected: tuple[str, ...] = tuple(unexpected)
+        self.mismatched: tuple[str, ...] = tuple(mismatched)
         self._path, self._hint = path, hint
         parts = [
             f"{len(names)} {kind} ({_some(names)})"
@@ -202,7 +202,7 @@ class RankError(CheckpointError):
     ) -> None:
         """Say `message`."""
         super().__init__(message)
-        self.causes = dict(causes or {})
+        self.causes: dict[int, str] = dict(causes or {})
         self.in_doubt = in_doubt
 
     def was_caused_by(self, *kinds: type[BaseException], rank: int | None = None) -> bool:
@@ -237,7 +237,7 @@ class PeerLostError(RankError, ConnectionError):
     ) -> None:
         """Say `message` about `ranks`."""
         super().__init__(message, causes=causes, in_doubt=in_doubt)
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 class FormatError(CheckpointError, ValueError):
@@ -294,7 +294,7 @@ class CorruptionError(FormatError):
         self.file = file
         self.start = start
         self.stop = stop
-        self.fqns = tuple(fqns)
+        self.fqns: tuple[str, ...] = tuple(fqns)
 
 
 class StorageError(CheckpointError, OSError):

@@ -31,6 +31,13 @@ class Milestone(Generic[T]):
         """
         self._moment = moment
 
+    def __repr__(self) -> str:
+        """Say whether it has come."""
+        state = "pending"
+        if self._moment.done():
+            state = "reached" if self._moment.error() is None else "failed"
+        return f"<Milestone {state}>"
+
     def __await__(self) -> Generator[object, None, T]:
         """Wait on the running loop, without stopping it."""
         return self._moment.come().__await__()
@@ -99,12 +106,12 @@ class SaveHandle:
         Args:
             moments: What the engine has of the save.
         """
-        self.path = moments.path
-        self.save_id = moments.save_id
-        self.submitted = Milestone(moments.submitted)
-        self.staged = Milestone(moments.staged)
-        self.committed = Milestone(moments.committed)
-        self.durable = self.committed
+        self.path: str = moments.path
+        self.save_id: str = moments.save_id
+        self.submitted: Milestone[None] = Milestone(moments.submitted)
+        self.staged: Milestone[None] = Milestone(moments.staged)
+        self.committed: Milestone[CheckpointInfo] = Milestone(moments.committed)
+        self.durable: Milestone[CheckpointInfo] = self.committed
         if moments.durable is not moments.committed:
             self.durable = Milestone(moments.durable)
         self._moments = moments

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from ckptio.blocking import Engine as Engine  # noqa: PLC0414  # the twin
-from ckptio.checkpointer.blocking import Checkpointer as Checkpointer  # noqa: PLC0414  # as above
+from ckptio.blocking import Engine
+from ckptio.checkpointer.blocking import Checkpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from ckptio.runtime.slices import Index
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
+
+__all__ = [
+    "Checkpointer",
+    "Engine",
+    "convert",
+    "finish_copies",
+    "inspect",
+    "load",
+    "load_slice",
+    "load_with_report",
+    "save",
+    "verify",
+]
 
 
 def save(
@@ -66,7 +79,7 @@ def load(
     dtype: torch.dtype | None = ...,
     select: Select | None = ...,
     strict: Strict = ...,
-    types: Sequence[type] = ...,
+    types: Collection[type] = ...,
     config: CheckpointConfig | None = ...,
     observer: Observer | None = ...,
     ranks: RanksLike = ...,
@@ -83,7 +96,7 @@ def load(
     dtype: torch.dtype | None = ...,
     select: Select | None = ...,
     strict: Strict = ...,
-    types: Sequence[type] = ...,
+    types: Collection[type] = ...,
     config: CheckpointConfig | None = ...,
     observer: Observer | None = ...,
     ranks: RanksLike = ...,
@@ -99,7 +112,7 @@ def load(
     dtype: torch.dtype | None = None,
     select: Select | None = None,
     strict: Strict = "raise",
-    types: Sequence[type] = (),
+    types: Collection[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",
@@ -128,7 +141,7 @@ def load_with_report(
     dtype: torch.dtype | None = None,
     select: Select | None = None,
     strict: Strict = "report",
-    types: Sequence[type] = (),
+    types: Collection[type] = (),
     config: CheckpointConfig | None = None,
     observer: Observer | None = None,
     ranks: RanksLike = "auto",

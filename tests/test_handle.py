@@ -92,6 +92,16 @@ async def test_a_moment_is_waited_for_across_threads_and_loops() -> None:
     assert found == ["now", "now"]
 
 
+def test_a_milestone_is_shown_with_how_far_it_is() -> None:
+    """In a notebook, that is what one asks it."""
+    moment, failed = Moment[int](), Moment[int]()
+    assert repr(Milestone(moment)) == "<Milestone pending>"
+    moment.reach(1)
+    failed.fail(ERROR)
+    assert repr(Milestone(moment)) == "<Milestone reached>"
+    assert repr(Milestone(failed)) == "<Milestone failed>"
+
+
 async def test_cancelling_a_wait_only_stops_waiting() -> None:
     """Others still wait, and the moment still comes."""
     moment: Moment[int] = Moment()

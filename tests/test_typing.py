@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, assert_type
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any, assert_type, get_type_hints
 
 import torch
 
 import ckptio
-from ckptio import sync
+from ckptio import events, sync
 from tests.rig import SMALL
 
 if TYPE_CHECKING:
@@ -63,3 +65,39 @@ async def test_blocking_twins_are_handed_to_threads(tmp_path: Path) -> None:
         ckpt.save(state, 1)
         assert_type(await asyncio.to_thread(ckpt.load), Any)
         assert_type(await asyncio.to_thread(ckpt.load, state), State)
+
+
+def test_what_callers_pass_need_not_be_the_narrowest_type(tmp_path: Path) -> None:
+    """Sets of names and classes, functions that return something else than a bool or None."""
+    seen = set[str]()
+
+    def watch(event: events.Event) -> bool:
+        seen.add(event.path)
+        return True
+
+    state: State = {"w": torch.zeros(3), "b": torch.zeros(1)}
+    with sync.Engine(SMALL, observer=watch) as engine:
+        engine.save(state, tmp_path / "a")
+        assert engine.load(tmp_path / "a", select={"w"}, types=frozenset[type]()).keys() == {"w"}
+        assert engine.load(tmp_path / "a", select=state.keys()).keys() == {"w", "b"}
+        assert engine.load(tmp_path / "a", select=re.compile("b").match).keys() == {"b"}
+    assert str(tmp_path / "a") in seen
+
+
+def test_the_types_of_fields_are_known_where_the_program_runs() -> None:
+    """Encoders and validators look at them. Not of what has a tensor: torch may not be there."""
+    public = [getattr(ckptio, name) for name in ckptio.__all__]
+    public += [getattr(events, name) for name in events.__all__]
+    kinds = [kind for kind in public if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    assert ckptio.StepRecord in kinds
+    for kind in kinds:
+        if kind is not ckptio.Shard:
+            assert get_type_hints(kind).keys() >= {field.name for field in dataclasses.fields(kind)}
+
+
+async def test_results_of_loads_can_be_compared(tmp_path: Path) -> None:
+    """By their reports: tensors have no one answer."""
+    path = tmp_path / "a"
+    await ckptio.save({"w": torch.zeros(3)}, path, config=SMALL)
+    first = await ckptio.load_with_report(path, config=SMALL)
+    assert first == await ckptio.load_with_report(path, config=SMALL)

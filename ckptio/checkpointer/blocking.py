@@ -19,7 +19,7 @@ from ckptio.runtime.leaving import is_breaking_off
 from ckptio.runtime.running import run_uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -212,7 +212,7 @@ class Checkpointer:
         dtype: torch.dtype | None = ...,
         select: Select | None = ...,
         strict: Strict = ...,
-        types: Sequence[type] = ...,
+        types: Collection[type] = ...,
     ) -> Any: ...
 
     @overload
@@ -225,7 +225,7 @@ class Checkpointer:
         dtype: torch.dtype | None = ...,
         select: Select | None = ...,
         strict: Strict = ...,
-        types: Sequence[type] = ...,
+        types: Collection[type] = ...,
     ) -> T: ...
 
     def load(
@@ -237,7 +237,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "raise",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> T:
         """Load the highest committed step, or the one given; see `ckptio.Checkpointer.load`."""
         asked = Asked(into, device, dtype, select, strict, types, reports=False)
@@ -254,7 +254,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "report",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> LoadResult:
         """Load a step, and say what was found; see `ckptio.Checkpointer.load_with_report`."""
         asked = Asked(into, device, dtype, select, strict, types, reports=True)

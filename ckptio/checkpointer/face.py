@@ -20,7 +20,7 @@ from ckptio.runtime.drive import drive
 from ckptio.runtime.leaving import is_breaking_off
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Collection, Coroutine, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 class Checkpointer:
     """Saves the steps of a run side by side, finds them again, and keeps some.
+
+    An example::
 
         async with Checkpointer("run", keep=KeepLast(3), every=SaveEvery(steps=100)) as ckpt:
             if await ckpt.latest() is not None:
@@ -265,7 +267,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "raise",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> Coroutine[Any, Any, T]:
         """Load the highest committed step, or the one given. See `Engine.load`.
 
@@ -298,7 +300,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         select: Select | None = None,
         strict: Strict = "report",
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
     ) -> Coroutine[Any, Any, LoadResult]:
         """Load a step, and say what was found; see `load` and `Engine.load_with_report`."""
         asked = Asked(into, device, dtype, select, strict, types, reports=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptio._own_thread import in_own_thread
 from ckptio.config import require_bool
 from ckptio.conversion.losses import left_by_wrappers, lost_in_dcp, lost_in_safetensors
+from ckptio.conversion.safetensors import Written  # noqa: TC001  # of a field of a report
 from ckptio.conversion.source import Source
 from ckptio.errors import CheckpointExistsError, ConfigError, SaveAbortedError, shown
 from ckptio.foreign.dcp import METADATA
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptio.config import CheckpointConfig
-    from ckptio.conversion.safetensors import Written
     from ckptio.conversion.source import Leaf
     from ckptio.format.encode import Json
     from ckptio.state.select import Select

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     import torch
     from typing_extensions import TypeVar  # torch needs it; here it is for type checkers alone
@@ -40,6 +40,6 @@ class Asked:
     dtype: torch.dtype | None
     select: Select | None
     strict: str
-    types: Sequence[type]
+    types: Collection[type]
     _: KW_ONLY
     reports: bool

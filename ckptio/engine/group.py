@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -299,20 +300,25 @@ class _Meeting:
         """Tell the observer, if there is one, who reads what."""
         if self._context.observer is None:
             return
-        manifest = self._reading.manifest
-
-        def explainer(names: Collection[str] | None) -> str:
-            return explain_text(explain(plan, manifest, names, is_exchanged=is_exchanged))
-
+        explained = functools.partial(
+            _explain, plan, self._reading.manifest, is_exchanged=is_exchanged
+        )
         self._context.emit(
             ExchangePlanned(
                 path=self._reading.storage.path,
                 is_exchanged=is_exchanged,
                 read_nbytes=tuple(plan.read_nbytes() if is_exchanged else plan.wanted_nbytes()),
                 sent_nbytes=plan.sent_nbytes() if is_exchanged else 0,
-                explainer=explainer,
+                explainer=explained,
             )
         )
+
+
+def _explain(
+    plan: ExchangePlan, manifest: Manifest, names: Collection[str] | None, *, is_exchanged: bool
+) -> str:
+    """Explain a plan; a function of the module, so that the event can be pickled."""
+    return explain_text(explain(plan, manifest, names, is_exchanged=is_exchanged))
 
 
 def _short(name: str) -> str:

@@ -26,8 +26,6 @@ from ckptio.state.select import make_predicate
 from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ckptio.engine.asked import Asked
     from ckptio.state.tree import Predicate
 
@@ -56,7 +54,7 @@ class LoadRequest:
     dtype: torch.dtype | None = None
     keep: Predicate | None = None
     strict: str = "raise"
-    types: Sequence[type] = ()
+    types: Collection[type] = ()
     rank: int = 0
     num_ranks: int = 1
 
@@ -149,7 +147,7 @@ def _is_device(value: Any) -> bool:
     return True
 
 
-def check_types(types: Sequence[type]) -> None:
+def check_types(types: Collection[type]) -> None:
     """Refuse what is no class, or none that a value could come back as.
 
     Raises:

@@ -16,13 +16,12 @@ from ckptio.config import require_bool
 from ckptio.engine.compare_copies import CopyDigests, report_differences
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
-from ckptio.errors import FormatError
+from ckptio.errors import CorruptionError, FormatError
 from ckptio.plan.load import LoadPlan, plan_load
 from ckptio.state.values import check_values
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
-    from ckptio.errors import CorruptionError
     from ckptio.storage.interface import Storage
 
 

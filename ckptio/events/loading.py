@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection  # noqa: TC003  # of a field of an event
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ckptio.events.observer import Event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class Event:
     path: str
 
 
-Observer = Callable[[Event], None]
+Observer = Callable[[Event], object]
 
 
 def notify(observer: Observer | None, event: Event) -> None:

@@ -23,7 +23,7 @@ from ckptio.format.fields import CONTEXT, restore
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.format.encode import Json
 
@@ -392,6 +392,6 @@ _SCALARS: dict[str, Callable[[Json], Any]] = {
 }
 
 
-def named_types(types: Sequence[type]) -> dict[str, type]:
+def named_types(types: Collection[type]) -> dict[str, type]:
     """Index classes by the name under which they are recorded."""
     return {class_name(cls): cls for cls in types}

@@ -164,8 +164,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __repr__(self) -> str:
         """Name the save, and say how large it is: all tensors would be pages."""
         return (
-            f"<Manifest of save {self.save_id}, {self.created}: num_tensors={len(self.tensors)},"
-            f" num_files={len(self.files)}, nbytes={self.nbytes}>"
+            f"<Manifest of save {self.save_id}, {self.created}: {len(self.tensors)} tensors in"
+            f" {len(self.files)} files, {self.nbytes} bytes>"
         )
 
     @property

@@ -9,16 +9,17 @@ the one that was committed last.
 
 from __future__ import annotations
 
+import datetime as dt  # noqa: TC003  # those who look at the types of fields need it, as below
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence  # noqa: TC003
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ckptio.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    import datetime as dt
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection
 
 Mode = Literal["min", "max"]
 
@@ -36,7 +37,7 @@ class StepRecord:
 
     step: int
     created: dt.datetime
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     save_id: str = ""
 
 
@@ -176,7 +177,7 @@ class KeepBest(Retention):
         return {step for _, step in sorted(measured)[-self.num_steps :]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class KeepSteps(Retention):
     """Keep these steps: pins.
 
@@ -191,6 +192,10 @@ class KeepSteps(Retention):
             if type(step) is not int or step < 0:
                 raise ConfigError(f"KeepSteps takes numbers of steps, not {step!r}")
         object.__setattr__(self, "steps", frozenset(steps))
+
+    def __repr__(self) -> str:
+        """Write it as it is called."""
+        return f"KeepSteps({', '.join(map(str, sorted(self.steps)))})"
 
     def kept(self, records: Sequence[StepRecord]) -> set[int]:
         """Name the steps to keep; see `Retention`."""

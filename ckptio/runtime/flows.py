@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptio.config import require_bool
@@ -68,7 +68,7 @@ class LoadResult:
         report: What was found.
     """
 
-    state: Any
+    state: Any = field(compare=False)  # tensors have no one answer to `==`
     report: LoadReport
 
 

@@ -20,7 +20,7 @@ from ckptio.state.tree import names_kept, orders_in, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ckptio.format.encode import Json
     from ckptio.state.rebuild import Rebuilder
@@ -44,7 +44,7 @@ class Noted:
     def __init__(
         self,
         keep: Predicate | None,
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
         device: torch.device | None = None,
     ) -> None:
         self._keep = keep

@@ -45,7 +45,7 @@ def _prune(fqn: str, node: Json, keep: Predicate) -> Json:
         if not _reaches(keep, fqn):
             return _MISSING
         items = [_prune(join_fqn(fqn, i), item, keep) for i, item in enumerate(node)]
-        return _in_place(items, kept_empty=not node and keep(fqn))
+        return _in_place(items, kept_empty=not node and bool(keep(fqn)))
     if type(node) is not dict or tensor_index(node) is not None:
         return node if keep(fqn) else _MISSING
     tag = node.get(TAG)
@@ -68,7 +68,7 @@ def _reaches(keep: Predicate, fqn: str) -> bool:
 def _prune_tagged(fqn: str, node: dict[str, Json], keep: Predicate) -> Json:
     """Prune a container that has a tag."""
     value = node["v"]
-    kept_empty = not value and keep(fqn)
+    kept_empty = not value and bool(keep(fqn))
     items = [_prune(name, item, keep) for name, item in children(fqn, node)]
     if node[TAG] == RANKS_TAG:
         kept = [ABSENT if item is _MISSING else item for item in items]

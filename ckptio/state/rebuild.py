@@ -128,7 +128,7 @@ class Rebuilder:
     """
 
     tensors: Mapping[int, torch.Tensor]
-    types: Sequence[type] = ()
+    types: Collection[type] = ()
     notes: list[str] = field(default_factory=list)
     dtype: torch.dtype | None = None
     kept: Collection[int] = ()

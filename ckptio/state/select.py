@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckptio.errors import ConfigError, shown
@@ -13,8 +13,7 @@ from ckptio.state.tree import Predicate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Matches = Callable[[str], object]
-Select = str | Predicate | Sequence[str]
+Select = str | Predicate | Collection[str]
 
 _GLOB_SIGN = re.compile(r"[*?[]")
 
@@ -61,7 +60,7 @@ class Patterns:
         self._prefixes: dict[str, list[str]] = {}
         self._below: dict[str, str] = {}
         #: By the length of their heads, and these.
-        self._globs: dict[int, dict[str, list[tuple[str, Matches]]]] = {}
+        self._globs: dict[int, dict[str, list[tuple[str, Predicate]]]] = {}
         for pattern in self._unmatched:
             head = _GLOB_SIGN.split(pattern, maxsplit=1)[0]
             if head == pattern:

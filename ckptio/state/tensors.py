@@ -28,7 +28,7 @@ from ckptio.state.sharded import Describer, is_dtensor, memory_of
 from ckptio.state.tree import is_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable
 
     from ckptio.format.encode import Json
     from ckptio.format.manifest import TensorEntry
@@ -63,7 +63,7 @@ class TensorMatcher(Noted):
         keep: Predicate | None = None,
         device: torch.device | None = None,
         resizes: bool = True,
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
         is_exact: bool = True,
         is_alone: bool = True,
     ) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptio.format.encode import Json
     from ckptio.format.manifest import Manifest
 
-Predicate = Callable[[str], bool]
+Predicate = Callable[[str], object]
 _MISSING = object()
 _DICT_TAGS = ("dict", "odict", "counter")
 MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")

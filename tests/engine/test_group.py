@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -577,6 +578,8 @@ def test_an_event_says_who_reads_what_and_why() -> None:
             some = event.explain(["w1"]).splitlines()
             assert 0 < len(some) <= len(lines)
             assert event.explain(["no such name"]) == ""
+            sent = pickle.loads(pickle.dumps(event))  # noqa: S301  # as to another process
+            assert sent.explain() == event.explain()
             started = log.of(LoadStarted)
             assert {event.nbytes for event in started} == {sum(ranks.read_nbytes())}
 

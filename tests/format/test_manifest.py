@@ -77,8 +77,7 @@ def test_a_manifest_is_read_back() -> None:
 def test_a_manifest_is_shown_in_a_line() -> None:
     """However many tensors it has, and whatever its tree is."""
     assert repr(decode_manifest(manifest())) == (
-        f"<Manifest of save {SAVE_ID}, 2025-01-01T00:00:00+00:00: num_tensors=4, num_files=2,"
-        " nbytes=9000>"
+        f"<Manifest of save {SAVE_ID}, 2025-01-01T00:00:00+00:00: 4 tensors in 2 files, 9000 bytes>"
     )
 
 

@@ -108,6 +108,17 @@ def test_pins_and_predicates_keep_what_others_let_go() -> None:
     assert policy == KeepLast(1) | (KeepSteps(999, 20) | policy.policies[2])
 
 
+def test_pins_are_shown_as_they_are_written() -> None:
+    """For a log that says what a run keeps."""
+    assert repr(KeepSteps(20, 3)) == "KeepSteps(3, 20)"
+    assert eval(repr(KeepSteps(20, 3))) == KeepSteps(3, 20)  # noqa: S307  # ours
+
+
+def test_records_can_be_in_a_set() -> None:
+    """Whatever was measured then."""
+    assert len({*RUN, *RUN, dataclasses.replace(RUN[0], metrics={"loss": 1.0})}) == len(RUN) + 1
+
+
 def test_what_is_in_use_stays() -> None:
     """Being written or read."""
     assert kept(KeepLast(1), *RUN, exempt=(30,)) == {30, 100}

@@ -40,7 +40,7 @@ from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.tree import indices_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
@@ -93,7 +93,7 @@ class RankLoad:
         storage: Storage,
         core: EngineCore,
         *,
-        types: Sequence[type],
+        types: Collection[type],
         allows_opaque: bool,
     ) -> None:
         self._opened = opened

@@ -34,7 +34,7 @@ from ckptio.runtime.solo import solo_engine
 from ckptio.state.rebuild import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -78,7 +78,7 @@ class StorageReader(dcp.StorageReader):
         path: PathLike | None = None,
         _extension_registry: Any = None,
         *,
-        types: Sequence[type] = (),
+        types: Collection[type] = (),
         allow_opaque: bool = False,
         config: CheckpointConfig | None = None,
         observer: Observer | None = None,
