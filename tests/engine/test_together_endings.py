@@ -292,10 +292,11 @@ def test_who_aborts_a_save_in_doubt_is_told_of_the_doubt(aborting: int) -> None:
     run(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("is_out", [True, False])
 def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, is_out: bool
 ) -> None:
-    """Rank 0 lives and is not through: that its manifest is there says nothing yet."""
+    """Rank 0 lives and is not through: that its manifest is there, or not, says nothing yet."""
     tasks: list[asyncio.Task[Any]] = []
     run_save = _JointSave.run
 
@@ -310,9 +311,11 @@ def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
 
     async def scenario() -> None:
         async with job(3) as ranks:
-            give_place(ranks, 0, same_place(ranks, FailsSlowly))
+            slow = same_place(ranks, FailsSlowly if is_out else SlowToPublish)
+            give_place(ranks, 0, slow)
             handles = begin_saves(ranks)
-            while ranks.place.manifest is None:
+            begun = "commit" if is_out else "publish"
+            while not any(operation.kind == begun for operation in slow.operations):
                 await asyncio.sleep(0.001)
             for _ in range(2):
                 for task in tasks:
