@@ -209,7 +209,7 @@ class ObjectAttempt:
         for tries in range(1, _MAX_SETTLING + 1):
             if not commit.is_sent:
                 await self._send(commit)
-            found = await self._read_back(commit)
+            found = await self._read_back()
             if found is not None and self._is_committed(found, commit):
                 await self._require_files(found)
                 self._committed = True
@@ -264,19 +264,16 @@ class ObjectAttempt:
             problem = error
         commit.note(problem, self._store.traits.conditional)
 
-    async def _read_back(self, commit: Commit) -> Present | None:
+    async def _read_back(self) -> Present | None:
         """Look which manifest is there.
 
         Raises:
-            StorageError: It cannot be told.
+            StorageError: It cannot be told: nobody knows, whatever was said of what was sent.
         """
         try:
             return await self._place.present()
         except StorageError as error:
-            if commit.is_sent or commit.in_doubt:
-                raise self._in_doubt(error) from error
-            self._published = False
-            raise
+            raise self._in_doubt(error) from error
 
     def _is_committed(self, found: Present | None, commit: Commit) -> bool:
         """Whether ours is there, or was, and another save has replaced it since."""
