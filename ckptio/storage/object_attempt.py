@@ -187,8 +187,14 @@ class ObjectAttempt:
 
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`; see `interface.Attempt`."""
+        await self.stay()
+        replaced = await self._place.present()
+        if replaced is not None and not self._overwrite:
+            raise CommitConflictError(self._url)
+        if len(manifest) > MAX_COMMIT_NBYTES:
+            manifest = await self._write_apart(manifest)
         try:
-            await shielded(self._commit(manifest))
+            await shielded(self._commit(Commit(manifest, replaced)))
         except asyncio.CancelledError:
             if self._doubt is not None:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
@@ -196,16 +202,9 @@ class ObjectAttempt:
                 raise
             take_back_cancel()
 
-    async def _commit(self, manifest: bytes) -> None:
-        await self.stay()
-        replaced = await self._place.present()
-        if replaced is not None and not self._overwrite:
-            raise CommitConflictError(self._url)
-        if len(manifest) > MAX_COMMIT_NBYTES:
-            manifest = await self._write_apart(manifest)
+    async def _commit(self, commit: Commit) -> None:
         # from here on it may be there, whatever the answers are
         self._published = True
-        commit = Commit(manifest, replaced)
         for tries in range(1, _MAX_SETTLING + 1):
             if not commit.is_sent:
                 await self._send(commit)
@@ -228,11 +227,9 @@ class ObjectAttempt:
     async def _write_apart(self, manifest: bytes) -> bytes:
         """Write a large manifest as data is written; gives what points to it."""
         sink = await self.create(pointed_name(self._save_id), len(manifest))
-        step = self._config.slab_nbytes
-        with memoryview(manifest) as view:
-            for start in range(0, len(view), step):
-                with view[start : start + step] as part:
-                    await sink.write(start, part)
+        step, view = self._config.slab_nbytes, memoryview(manifest)
+        for start in range(0, len(view), step):
+            await sink.write(start, view[start : start + step])
         await sink.close()
         return encode_pointer(self._save_id, manifest)
 
