@@ -10,7 +10,8 @@ An answer that says no, or that never came, does not tell who won: the request m
 been repeated by a proxy or a client, and the first one may have been carried out. So what
 is there is read back, and the save id in it decides. Only what is settled is acted on: as
 long as a request of ours may still make the manifest appear, nothing that it names is
-removed: not by this save, nor, by the mark that stays, by one that replaces it.
+removed: not by this save, nor, by the mark that stays, by one that replaces it, or by who
+removes the checkpoint.
 
 There are no locks here. A save that was killed leaves data, uploads and a mark; the next
 save to the path removes them once all of it has been quiet for an hour. So a save that
@@ -301,7 +302,7 @@ class ObjectAttempt:
             if not commit.is_sent and self._overwrite:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
-            self._published = commit.in_doubt_if_absent
+            self._published = commit.num_if_absent > 0
             lost = CommitConflictError(self._url, in_doubt=self._published)
             self._doubt = lost if lost.in_doubt else None
             raise lost
@@ -323,11 +324,13 @@ class ObjectAttempt:
         old = commit.replaced
         if old is not None and old.save_id != self._save_id and not await self._may_come_back(old):
             keys += [self._place.key(name) for name in old.names if old.save_id in name]
-        if not commit.in_doubt_anyhow:
+        if not commit.may_come_back:
             keys.append(self._mark)
         await self._place.delete(keys)
 
     async def _may_come_back(self, replaced: Present) -> bool:
+        # nothing comes back beside what is here now; that this is removed before it comes, too, is
+        # passed over: the mark of a save that is not through yet would leave files in every race
         if self._store.traits.conditional == "atomic" or not replaced.save_id:
             return False
         mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)

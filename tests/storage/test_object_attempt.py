@@ -278,6 +278,20 @@ def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTrait
     run_virtual(scenario(), seed=0)
 
 
+def test_a_commit_that_may_come_twice_leaves_its_mark() -> None:
+    """For who removes the checkpoint: a manifest that comes back needs its files."""
+
+    async def scenario() -> None:
+        bucket, mark = MemoryBucket(), f"{PREFIX}.attempt-{A}"
+        assert await save(bucket, A, 5000, fault=late_once()) == "won"
+        assert bucket.keys == sorted([*keys_of(A, 5000), mark])
+        await asyncio.sleep(7300)
+        assert await save(bucket, B, 10, overwrite=True) == "won"
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
     """The winner may be removed before the loser's late request comes: then it is whole."""
 
