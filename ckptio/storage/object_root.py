@@ -12,7 +12,10 @@ checkpoint or none, and what the next sweep knows to be the rest of one.
 Few stores remove an object on condition. So the manifest is looked at once more right
 before it goes, and one that another save put there since it was read stays. A save that
 replaces a checkpoint in the very moment of its removal may still be removed with it: let
-one process look after a run.
+one process look after a run. And so may one that is committed under that name afterwards, if
+a request to remove the manifest was not answered, another one was, and the store carries out
+the first one late, after that commit. To refuse a name for an hour was rejected: a run that goes
+back saves its steps anew, and a store that does this is rare.
 
 A manifest may come back after it went: by a request that the store carries out when the save
 that sent it had sent it anew, and was committed. That save has left its mark, and for an hour
