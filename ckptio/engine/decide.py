@@ -207,7 +207,7 @@ class Decider:
         session.decisive(is_on=True)
         try:
             await attempt.commit(manifest)
-        except Exception:
+        except BaseException:  # a cancellation that came before, too
             if not attempt.is_published:
                 session.decisive(is_on=False)
             raise

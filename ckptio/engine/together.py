@@ -260,9 +260,11 @@ class _JointSave:
         told = told if isinstance(told, RankError) else None
         own = self._failure  # of which an abort may have found out late that it is in doubt
         said = told or own or problem
-        is_unsure = problem is not None or self._is_unsure(told)
-        if said is None and found is not None and not self._leads:  # cancelled twice: no verdict
-            text = "the save was cancelled; its manifest is there, but rank 0 may take it back"
+        is_unseen = found is None and told is not None and told.in_doubt  # or never there
+        is_unsure = is_unseen or problem is not None or self._is_unsure(told)
+        is_cancel = isinstance(error, asyncio.CancelledError)
+        if said is None and is_cancel and not self._leads:  # twice, so that there is no verdict
+            text = "the save was cancelled; rank 0 may commit it, or take back what it committed"
             raise StorageError(text, path=self._job.storage.path, in_doubt=True)
         if said is None or not is_unsure:
             return

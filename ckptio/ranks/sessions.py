@@ -6,8 +6,9 @@ ends. So a block needs no checks, and cleans up as it does after any cancellatio
 that was cancelled from outside as well stays cancelled.
 
 How a block ends is always said before its verdict is waited for: nobody waits for a rank
-that waits. The wait ends with the verdict, with the loss of the coordinator, or with a
-further cancellation.
+that waits. The wait ends with the verdict, with the loss of the coordinator, or with a second
+cancellation from outside: who is cancelled once, be it before or meanwhile, has to hear whether
+what was decided is in doubt.
 """
 
 from __future__ import annotations
@@ -316,13 +317,32 @@ class RankSession:
             self._tell(None if is_cancel and not is_outside else own)
             if not (own is None or is_cancel or isinstance(own, Exception)):
                 return  # the process is about to end: no time for a verdict
-            verdict = await self._verdict
+            is_late = await self._wait(waits_on=not (is_cancel and is_outside))
+            verdict = self._verdict.result()
         finally:
             self._sessions.leave(self)
+        # of a cancellation, the cause: a commit may be in doubt all the same
         if is_outside and isinstance(error, asyncio.CancelledError):
-            error.__cause__ = verdict.error(self._title)  # a commit may be in doubt all the same
+            error.__cause__ = verdict.error(self._title)
             return
+        if is_late:
+            raise asyncio.CancelledError from verdict.error(self._title)
         raise verdict.error(self._title) from (own if isinstance(own, Exception) else None)
+
+    async def _wait(self, *, waits_on: bool) -> bool:
+        """Wait for the verdict; gives whether a cancellation came meanwhile.
+
+        Args:
+            waits_on: When cancelled, for the first time: only a further one ends the wait.
+        """
+        try:
+            await (asyncio.shield(self._verdict) if waits_on else self._verdict)
+        except asyncio.CancelledError:
+            if not waits_on:
+                raise
+            await self._verdict
+            return True
+        return False
 
     def _tell(self, own: BaseException | None) -> None:
         """Tell the coordinator how the block ended, unless there is a verdict already."""

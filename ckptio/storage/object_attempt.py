@@ -10,7 +10,8 @@ An answer that says no, or that never came, does not tell who won: the request m
 been repeated by a proxy or a client, and the first one may have been carried out. So what
 is there is read back, and the save id in it decides. Only what is settled is acted on: as
 long as a request of ours may still make the manifest appear, nothing that it names is
-removed: not by this save, nor, by the mark that stays, by one that replaces it.
+removed: not by this save, nor, by the mark that stays, by one that replaces it, or by who
+removes the checkpoint.
 
 There are no locks here. A save that was killed leaves data, uploads and a mark; the next
 save to the path removes them once all of it has been quiet for an hour. So a save that
@@ -187,8 +188,14 @@ class ObjectAttempt:
 
     async def commit(self, manifest: bytes) -> None:
         """Publish `manifest`; see `interface.Attempt`."""
+        await self.stay()
+        replaced = await self._place.present()
+        if replaced is not None and not self._overwrite:
+            raise CommitConflictError(self._url)
+        if len(manifest) > MAX_COMMIT_NBYTES:
+            manifest = await self._write_apart(manifest)
         try:
-            await shielded(self._commit(manifest))
+            await shielded(self._commit(Commit(manifest, replaced)))
         except asyncio.CancelledError:
             if self._doubt is not None:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
@@ -196,20 +203,13 @@ class ObjectAttempt:
                 raise
             take_back_cancel()
 
-    async def _commit(self, manifest: bytes) -> None:
-        await self.stay()
-        replaced = await self._place.present()
-        if replaced is not None and not self._overwrite:
-            raise CommitConflictError(self._url)
-        if len(manifest) > MAX_COMMIT_NBYTES:
-            manifest = await self._write_apart(manifest)
+    async def _commit(self, commit: Commit) -> None:
         # from here on it may be there, whatever the answers are
         self._published = True
-        commit = Commit(manifest, replaced)
         for tries in range(1, _MAX_SETTLING + 1):
             if not commit.is_sent:
                 await self._send(commit)
-            found = await self._read_back(commit)
+            found = await self._read_back()
             if found is not None and self._is_committed(found, commit):
                 await self._require_files(found)
                 self._committed = True
@@ -228,11 +228,9 @@ class ObjectAttempt:
     async def _write_apart(self, manifest: bytes) -> bytes:
         """Write a large manifest as data is written; gives what points to it."""
         sink = await self.create(pointed_name(self._save_id), len(manifest))
-        step = self._config.slab_nbytes
-        with memoryview(manifest) as view:
-            for start in range(0, len(view), step):
-                with view[start : start + step] as part:
-                    await sink.write(start, part)
+        step, view = self._config.slab_nbytes, memoryview(manifest)
+        for start in range(0, len(view), step):
+            await sink.write(start, view[start : start + step])
         await sink.close()
         return encode_pointer(self._save_id, manifest)
 
@@ -264,19 +262,16 @@ class ObjectAttempt:
             problem = error
         commit.note(problem, self._store.traits.conditional)
 
-    async def _read_back(self, commit: Commit) -> Present | None:
+    async def _read_back(self) -> Present | None:
         """Look which manifest is there.
 
         Raises:
-            StorageError: It cannot be told.
+            StorageError: It cannot be told: nobody knows, whatever was said of what was sent.
         """
         try:
             return await self._place.present()
         except StorageError as error:
-            if commit.is_sent or commit.in_doubt:
-                raise self._in_doubt(error) from error
-            self._published = False
-            raise
+            raise self._in_doubt(error) from error
 
     def _is_committed(self, found: Present | None, commit: Commit) -> bool:
         """Whether ours is there, or was, and another save has replaced it since."""
@@ -307,7 +302,7 @@ class ObjectAttempt:
             if not commit.is_sent and self._overwrite:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
-            self._published = commit.in_doubt_if_absent
+            self._published = commit.num_if_absent > 0
             lost = CommitConflictError(self._url, in_doubt=self._published)
             self._doubt = lost if lost.in_doubt else None
             raise lost
@@ -329,11 +324,13 @@ class ObjectAttempt:
         old = commit.replaced
         if old is not None and old.save_id != self._save_id and not await self._may_come_back(old):
             keys += [self._place.key(name) for name in old.names if old.save_id in name]
-        if not commit.in_doubt_anyhow:
+        if not commit.may_come_back:
             keys.append(self._mark)
         await self._place.delete(keys)
 
     async def _may_come_back(self, replaced: Present) -> bool:
+        # nothing comes back beside what is here now; that this is removed before it comes, too, is
+        # passed over: the mark of a save that is not through yet would leave files in every race
         if self._store.traits.conditional == "atomic" or not replaced.save_id:
             return False
         mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)

@@ -33,7 +33,7 @@ class Commit:
         is_sent: The store has said that it was written.
         is_decided: The store has judged the condition in one step with the last write.
         in_doubt: Nobody knows what became of a request.
-        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
+        num_if_absent: Nor of so many that take effect only where nothing is.
         in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
     """
 
@@ -43,8 +43,16 @@ class Commit:
     is_sent: bool = False
     is_decided: bool = False
     in_doubt: bool = False
-    in_doubt_if_absent: bool = False
+    num_if_absent: int = 0
     in_doubt_anyhow: bool = False
+
+    @property
+    def may_come_back(self) -> bool:
+        """Whether the manifest may appear once more after it was found to be there.
+
+        One of the requests brought it: if none was acknowledged, one of those in doubt.
+        """
+        return self.in_doubt_anyhow or self.num_if_absent > (not self.is_sent)
 
     def note(self, problem: StoreError | None, conditional: str) -> None:
         """Note how a request ended."""
@@ -54,7 +62,7 @@ class Commit:
         self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
         if isinstance(problem, TransientError):
             self.in_doubt = True
-            self.in_doubt_if_absent |= self.is_decided and absent
+            self.num_if_absent += self.is_decided and absent
             self.in_doubt_anyhow |= not self.is_decided
 
 

@@ -12,7 +12,14 @@ checkpoint or none, and what the next sweep knows to be the rest of one.
 Few stores remove an object on condition. So the manifest is looked at once more right
 before it goes, and one that another save put there since it was read stays. A save that
 replaces a checkpoint in the very moment of its removal may still be removed with it: let
-one process look after a run.
+one process look after a run. And so may one that is committed under that name afterwards, if
+a request to remove the manifest was not answered, another one was, and the store carries out
+the first one late, after that commit. To refuse a name for an hour was rejected: a run that goes
+back saves its steps anew, and a store that does this is rare.
+
+A manifest may come back after it went: by a request that the store carries out when the save
+that sent it had sent it anew, and was committed. That save has left its mark, and for an hour
+from then a removal leaves the files, so that what comes back is whole; a sweep removes them.
 
 What a dead save left goes when the store has seen nothing of it for an hour at least,
 however short a while was asked for: there are no locks that tell a living one. The hour is
@@ -263,23 +270,50 @@ class _Removal:
         return True
 
     async def _bury(self, tomb: str, summary: Summary, pointed: Sequence[str]) -> None:
-        """Remove the files of a checkpoint that was taken back, and what lists them."""
+        """Remove the files of a checkpoint that was taken back, and what lists them.
+
+        Unless its manifest may come back: then all of it is left to a sweep.
+        """
+        marks = await self._quiet_marks(tomb, summary.save_id)
+        if marks is None:
+            return
         keys = [self._prefix + f.name for f in summary.files if summary.save_id in f.name]
+        keys += marks
         if await self._is_there(NOTE_PREFIX + summary.save_id):
             keys.append(f"{self._prefix}{NOTE_PREFIX}{summary.save_id}")
         if len(await self._place.delete(keys)) == len(keys):
             for key in (*pointed, tomb):  # last: what they list is not forgotten
                 await self._place.delete([key])
 
+    async def _quiet_marks(self, tomb: str, save_id: str) -> list[str] | None:
+        """Give the mark of a committed save, if it has one; `None` if that has not been quiet yet.
+
+        It stands where a request that was never answered may bring the manifest back. By the time
+        of the store, as the tomb has it that was written just now.
+        """
+        mark = f"{self._prefix}{ATTEMPT_PREFIX}{save_id}"
+        try:
+            made = await self._requests.run("look at", mark, lambda: self._store.head(mark))
+            now = await self._requests.run("look at", tomb, lambda: self._store.head(tomb))
+        except ObjectMissingError:
+            return []
+        except StorageError as error:
+            self._place.cannot(mark, error)
+            return None
+        is_quiet = made.modified_s == 0.0 or made.modified_s + QUIET_S < now.modified_s
+        return [mark] if is_quiet else None
+
     async def sweep(self, quiet_s: float) -> None:
         """Remove what removals that were cut short left, and then what dead saves did.
 
+        Of a removal whose manifest may come back, its mark says so: it goes as a dead save does.
         What dead saves left is looked at twice: who goes on with one marks it first.
         """
         found = await self._found()
         if not any(owner_of(key) for key, _ in found.signs()):
             return
         tombs = [info.key for info in found.objects if TOMB.fullmatch(name_of(info.key))]
+        tombs = [tomb for tomb in tombs if not found.time_of(owner_of(tomb))]
         for tomb in tombs:
             await self._bury_found(tomb)
         buried = {owner_of(tomb) for tomb in tombs}

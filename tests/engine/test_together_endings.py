@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from ckptio._aio import shielded
+from ckptio._aio import shielded, take_back_cancel
 from ckptio.engine.together import _JointSave
 from ckptio.errors import (
     CheckpointExistsError,
@@ -292,10 +292,11 @@ def test_who_aborts_a_save_in_doubt_is_told_of_the_doubt(aborting: int) -> None:
     run(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("is_out", [True, False])
 def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, is_out: bool
 ) -> None:
-    """Rank 0 lives and is not through: that its manifest is there says nothing yet."""
+    """Rank 0 lives and is not through: that its manifest is there, or not, says nothing yet."""
     tasks: list[asyncio.Task[Any]] = []
     run_save = _JointSave.run
 
@@ -310,9 +311,11 @@ def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
 
     async def scenario() -> None:
         async with job(3) as ranks:
-            give_place(ranks, 0, same_place(ranks, FailsSlowly))
+            slow = same_place(ranks, FailsSlowly if is_out else SlowToPublish)
+            give_place(ranks, 0, slow)
             handles = begin_saves(ranks)
-            while ranks.place.manifest is None:
+            begun = "commit" if is_out else "publish"
+            while not any(operation.kind == begun for operation in slow.operations):
                 await asyncio.sleep(0.001)
             for _ in range(2):
                 for task in tasks:
@@ -321,6 +324,101 @@ def test_who_does_not_wait_for_the_verdict_acknowledges_nothing(
             error = (await outcomes_of(handles))[1]
             assert isinstance(error, StorageError)
             assert error.in_doubt
+
+    run(scenario(), seed=0)
+
+
+class CannotRead(MemoryStorage):
+    """Cannot tell a rank what is there."""
+
+    async def read_manifest(self) -> tuple[int, bytes]:
+        raise StorageError("the connection broke", path="memory", code=110)
+
+
+def test_who_aborts_and_cannot_see_the_manifest_is_not_told_that_there_is_none() -> None:
+    """The others are told that it was committed: what was there is not untouched."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            give_place(ranks, 1, same_place(ranks, CannotRead))
+            handles = begin_saves(ranks)
+            while ranks.place.manifest is None:
+                await asyncio.sleep(0.001)
+            handles[1].abort()
+            outcomes = await outcomes_of(handles)
+            error = outcomes.pop(1)
+            assert isinstance(error, RankError)
+            assert error.in_doubt
+            assert not any(isinstance(outcome, BaseException) for outcome in outcomes)
+            give_place(ranks, 1, ranks.storages[1])
+            await check_saved(ranks)
+
+    run(scenario(), seed=0)
+
+
+class SlowToPublish(MemoryStorage):
+    """Takes a while to publish a manifest, whatever happens meanwhile."""
+
+    async def begin(self, save_id: str, *, overwrite: bool, resumes: bool = False) -> MemoryAttempt:
+        await super().begin(save_id, overwrite=overwrite, resumes=resumes)
+        self.counts.num_open_attempts -= 1
+        return _SlowPublisher(self, save_id, overwrite=overwrite, leads=True)
+
+
+class _SlowPublisher(MemoryAttempt):
+    async def commit(self, manifest: bytes) -> None:
+        self._storage.step("publish")
+
+        async def late() -> None:
+            await asyncio.sleep(3.0)
+            await super(_SlowPublisher, self).commit(manifest)
+
+        try:
+            await shielded(late())
+        except asyncio.CancelledError:
+            take_back_cancel()
+
+
+def test_who_aborts_while_a_lost_rank_0_commits_is_in_doubt() -> None:
+    """As all others are: nothing is there yet, and may be in a moment."""
+
+    async def scenario() -> None:
+        async with job(3) as ranks:
+            slow = same_place(ranks, SlowToPublish)
+            give_place(ranks, 0, slow)
+            handles = begin_saves(ranks)
+            while not any(operation.kind == "publish" for operation in slow.operations):
+                await asyncio.sleep(0.001)
+            ranks.ranks.kill(0)
+            handles[1].abort()
+            for error in (await outcomes_of(handles))[1:]:
+                assert isinstance(error, PeerLostError)
+                assert error.in_doubt
+            assert ranks.place.manifest is not None
+            found = decode_manifest(ranks.place.manifest)
+            assert {entry.name for entry in found.files} <= ranks.place.files.keys()
+
+    run(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("aborting", [0, 1])
+def test_an_abort_before_anything_is_published_leaves_nobody_in_doubt(aborting: int) -> None:
+    """Rank 0 had begun to commit, and says that it has not got to it."""
+
+    async def scenario() -> None:
+        async with job(3, MemoryStorage("memory", max_delay_s=0.5)) as ranks:
+            operations = ranks.storages[0].operations
+            handles = begin_saves(ranks)
+            while not any(operation.kind == "commit" for operation in operations):
+                await asyncio.sleep(0.001)
+            handles[aborting].abort()
+            errors = await outcomes_of(handles)
+            assert isinstance(errors.pop(aborting), SaveAbortedError)
+            for error in errors:
+                assert isinstance(error, RankError)
+                assert not error.in_doubt
+            assert ranks.place.manifest is None
+            assert ranks.place.leftovers() == []
 
     run(scenario(), seed=0)
 

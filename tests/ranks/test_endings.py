@@ -438,6 +438,44 @@ def test_cancelling_twice_stops_waiting_for_others() -> None:
     run(scenario())
 
 
+def test_a_rank_that_is_cancelled_when_it_was_stopped_waits_for_the_verdict() -> None:
+    """Once: another rank had failed before, and who stops for that has to hear of a doubt."""
+
+    async def body(ranks: Ranks) -> float:
+        loop = asyncio.get_running_loop()
+        task: Any = asyncio.current_task()
+        if ranks.rank in (1, 3):
+            loop.call_later(2, task.cancel)
+        if ranks.rank == 3:
+            loop.call_later(3, task.cancel)
+        try:
+            async with ranks.session("save") as session:
+                decide_for_good(ranks, session)
+                if ranks.rank == 2:
+                    await asyncio.sleep(1)
+                    raise OSError(5, "no")
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0 if ranks.rank else 30)
+        except asyncio.CancelledError as error:
+            verdict = error.__cause__
+            assert (verdict is None) == (ranks.rank == 3)
+            assert verdict is None or (isinstance(verdict, RankError) and verdict.in_doubt)
+        except RankError:
+            assert ranks.rank in (0, 2)
+        assert task.cancelling() == {1: 1, 3: 2}.get(ranks.rank, 0)
+        return loop.time()
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes: Any = await world.run(body)
+            assert outcomes[3] < 4
+            assert min(outcomes[:3]) > 30
+
+    run(scenario())
+
+
 def test_a_timeout_around_a_session_is_a_timeout() -> None:
     """Scopes of asyncio and anyio around it see their own cancellation."""
 

@@ -238,6 +238,50 @@ def test_an_abort_does_not_wait_for_a_store_that_is_away(num_files: int) -> None
     assert run_virtual(abort_s(config, num_files), seed=0) < 11
 
 
+@pytest.mark.parametrize("kind", ["put", "get", "write", "complete"])
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_commit_that_has_sent_no_manifest_yet_is_aborted_soon(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, returns: bool
+) -> None:
+    """Beside a store that is away; of what it had written apart, nothing stays that can be removed.
+
+    Where it marks itself as alive, looks what is there, and writes a large manifest.
+    """
+    monkeypatch.setattr("ckptio.storage.object_attempt.MAX_COMMIT_NBYTES", 100)
+    config = config_with(request_timeout_s=60.0, retry_timeout_s=600.0, max_retries=8)
+
+    async def scenario() -> None:
+        bucket, is_away, clock = MemoryBucket(), asyncio.Event(), asyncio.get_running_loop().time
+
+        def fault(operation: Operation) -> FaultKind | None:
+            if begun and operation.kind == kind:
+                is_away.set()
+            return "stalled" if is_away.is_set() else None
+
+        begun = False
+        store = MemoryStore(bucket, fault=fault)
+        attempt = await object_storage(store, config=config).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 1))
+        manifest = manifest_of(A, contents_of(A, *[1] * 2000))
+        await asyncio.sleep(301)  # so that it is time to say that it is alive
+        begun = True
+        commit = asyncio.get_running_loop().create_task(attempt.commit(manifest))
+        await is_away.wait()
+        if returns:
+            store.fault = None
+        before_s = clock()
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        assert not attempt.is_published
+        await attempt.abort()
+        assert clock() - before_s < 75
+        assert MANIFEST not in bucket.keys
+        assert not returns or not (bucket.keys or bucket.open_uploads)
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("kind", ["after", "stalled_after"])
 def test_an_upload_whose_name_never_came_is_dropped(kind: str) -> None:
     """Another one was begun in its place: both are gone, or one is the object."""

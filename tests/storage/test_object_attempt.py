@@ -21,7 +21,13 @@ from ckptio.errors import (
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import decode_manifest
 from ckptio.storage.object_place import Listing
-from ckptio.storage.store import ObjectInfo, StoreTraits, UploadInfo
+from ckptio.storage.store import (
+    ConditionFailedError,
+    ObjectInfo,
+    RefusedError,
+    StoreTraits,
+    UploadInfo,
+)
 from ckptio.testing import EventLog, MemoryBucket, MemoryStore, hit, run_virtual
 from tests.manifests import block_checksums
 from tests.rig import (
@@ -272,6 +278,20 @@ def test_a_late_request_brings_back_no_manifest_without_files(traits: StoreTrait
     run_virtual(scenario(), seed=0)
 
 
+def test_a_commit_that_may_come_twice_leaves_its_mark() -> None:
+    """For who removes the checkpoint: a manifest that comes back needs its files."""
+
+    async def scenario() -> None:
+        bucket, mark = MemoryBucket(), f"{PREFIX}.attempt-{A}"
+        assert await save(bucket, A, 5000, fault=late_once()) == "won"
+        assert bucket.keys == sorted([*keys_of(A, 5000), mark])
+        await asyncio.sleep(7300)
+        assert await save(bucket, B, 10, overwrite=True) == "won"
+        assert bucket.keys == keys_of(B, 10)
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_who_lost_in_doubt_leaves_its_files_to_a_sweep() -> None:
     """The winner may be removed before the loser's late request comes: then it is whole."""
 
@@ -339,6 +359,36 @@ def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> 
         end = await save(bucket, A, 5000, traits=traits, fault=fault, overwrite=True)
         assert end == "in doubt"
         await asyncio.sleep(100)
+        assert winner(bucket) == A
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("answer", ["deny", "refuse"])
+def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: str) -> None:
+    """The denial may be of a second request, which a proxy made of the first one."""
+
+    class Proxy(MemoryStore):
+        is_sent = False
+
+        async def put(self, key: str, data: bytes | memoryview, **conditions: object) -> str:
+            etag = await super().put(key, data, **conditions)  # type: ignore[arg-type]  # passed on
+            if key == MANIFEST:
+                self.is_sent = True
+                raise {"deny": ConditionFailedError, "refuse": RefusedError}[answer]("no")
+            return etag
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        store = Proxy(bucket)
+        attempt = await object_storage(store).begin(A, overwrite=False)
+        await fill_attempt(attempt, contents_of(A, 10))
+        store.fault = lambda op: "before" if store.is_sent and op.kind == "get" else None
+        with pytest.raises(StorageError, match="nobody knows") as caught:
+            await attempt.commit(manifest_of(A, contents_of(A, 10)))
+        assert caught.value.in_doubt
+        assert attempt.is_published
+        await attempt.abort()
         assert winner(bucket) == A
 
     run_virtual(scenario(), seed=0)

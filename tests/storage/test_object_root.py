@@ -288,6 +288,40 @@ def test_a_removal_that_is_tried_again_looks_again(
     assert not [key for key in store.objects if key.endswith("-old")]
 
 
+@pytest.mark.parametrize("is_pointed", [False, True])
+async def test_what_a_late_request_may_bring_back_is_whole(
+    threads: Threads, *, is_pointed: bool
+) -> None:
+    """Its save left a mark: files go when that is quiet, and the manifest at once, each time."""
+    store = DictStore()
+    write(store, "a", is_pointed=is_pointed)
+    store.set(f"run/a/.attempt-{SAVE_IDS[0]}", b"")
+    files = dict(store.objects)
+    root = root_at(store, threads)
+    for _ in range(2):
+        assert await root.remove("a") == sum(map(len, CONTENTS.values()))
+        await root.sweep("a", 1)
+        assert (await root.find())[0].version is None
+        store.set("run/a/manifest.json", files["run/a/manifest.json"])  # it comes back
+        await root.sweep("a", 1)
+        assert files.items() <= store.objects.items()
+        assert await root.read_manifest("a") == manifest_of(SAVE_IDS[0], CONTENTS)
+    await root.remove("a")
+    store.age(OLD)
+    await root.sweep("a", 1)
+    assert not store.objects
+
+
+async def test_what_can_come_back_no_more_goes_at_once(threads: Threads) -> None:
+    """The mark of a save of long ago goes with it."""
+    store = DictStore()
+    write(store, "a")
+    store.set(f"run/a/.attempt-{SAVE_IDS[0]}", b"")
+    store.age(OLD)
+    await root_at(store, threads).remove("a")
+    assert not store.objects
+
+
 async def test_of_two_removals_one_is_the_first(threads: Threads) -> None:
     """The other is told that there is nothing, and nothing is left."""
     store = DictStore()

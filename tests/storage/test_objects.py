@@ -122,7 +122,7 @@ def assert_tidy(bucket: MemoryBucket) -> None:
 
 def marks(bucket: MemoryBucket, traits: StoreTraits, *, fresh: bool) -> set[str]:
     """Give the marks that may stay: of a commit of which something may still be under way."""
-    if traits is ATOMIC or (traits is CREATES and fresh):
+    if traits is ATOMIC and not fresh:
         return set()
     return {key for key in bucket.keys if ".attempt-" in key}
 
