@@ -25,6 +25,7 @@ from ckptio._aio import outlive
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 
+    from ckptio.engine.tiers import CopyJob
     from ckptio.storage.interface import Storage
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ _SHARE = 4
 
 
 class CopyLine:
-    """The copies of an engine. Used from its loop, but for `under_way`.
+    """The copies of an engine. Used from its loop.
 
     Args:
         max_copies: Copies under way at a time.
@@ -58,6 +59,7 @@ class CopyLine:
         self.owing: dict[str, bool] = {}
         self.silent: Storage | None = None
         self._max_copies = max_copies
+        self._num_tickets = 0
         self._places = asyncio.Semaphore(max_copies)
         self._first = 1  # the lowest number that has not ended
         self._ended: set[int] = set()  # numbers above `_first`
@@ -68,6 +70,12 @@ class CopyLine:
         self._targets: dict[str, asyncio.Future[None]] = {}
         self._watching: list[asyncio.Future[None]] = []
         self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
+
+    def enter(self, job: CopyJob) -> None:
+        """Take the next place in the line for a copy, which `part` and `end` give back."""
+        self._num_tickets += 1
+        job.ticket = self._num_tickets
+        self.under_way.add(job.name)
 
     async def stoppable(self, name: tuple[str, str], copy: Coroutine[Any, Any, T]) -> T | None:
         """Make a copy that an earlier run owed; gives nothing if `parted` stopped it."""

@@ -25,10 +25,7 @@ from ckptio.engine.save import SaveJob
 from ckptio.engine.selected import require_selected
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
-from ckptio.errors import (
-    CheckpointError,
-    EngineClosedError,
-)
+from ckptio.errors import CheckpointError
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
 from ckptio.moments import SaveMoments
@@ -127,6 +124,8 @@ def begin_save(
         return moments
 
     async def save_and_say(context: EngineContext) -> Say:
+        if copy is not None:  # here, where no interrupt comes: a save that begins has its copy
+            begin_copy(core.begin_beside, core, copy, moments, copying)
         say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
@@ -140,13 +139,6 @@ def begin_save(
             job.source.watch.drop()  # what is kept refers to it
             core.forget(moments)  # which never end
         raise
-    if copy is not None:
-        try:
-            begin_copy(core, copy, moments, copying)
-        except EngineClosedError:  # by another thread, just now; the save goes on, or has failed
-            moments.durable.fail_unless_done(
-                EngineClosedError("the engine was closed before the copy began")
-            )
     return moments
 
 

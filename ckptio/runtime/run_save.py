@@ -157,7 +157,7 @@ def _close_after(
     # something to copy, that would wait for its end, and the copy for the word
     if copy is not None:
         with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
-            begin_copy(core, copy, moments, copying, begins)
+            begin_copy(core.submit, core, copy, moments, copying, begins)
         if copying.is_aborted:  # before there was anything to stop
             core.abort_in_flight()
     running.wait_ended()
