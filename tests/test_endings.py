@@ -237,6 +237,20 @@ def test_the_log_tells_of_a_failure_when_the_next_save_begins(
     assert f"and the save to '{tmp_path}/a' failed" in caught.value.__notes__[0]
 
 
+def test_leaving_names_some_of_very_many_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has all of them."""
+    sync.save(FULL, tmp_path / "a", config=SMALL)
+    with pytest.raises(CheckpointExistsError) as caught, sync.Engine(SMALL) as engine:
+        for _ in range(20):
+            engine.start_save(FULL, tmp_path / "a").committed.wait_done()
+    *others, last = caught.value.__notes__
+    assert len(others) == 8
+    assert last == "and 11 others failed; the log has them all"
+    assert caplog.text.count("failed and nobody waited for it") == 20
+
+
 @pytest.mark.parametrize(
     ("error", "level"),
     [(SaveAbortedError("it was aborted"), logging.WARNING), (StateError("it is"), logging.ERROR)],

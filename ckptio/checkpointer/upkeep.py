@@ -15,7 +15,8 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all, without_frames
+from ckptio._aio import run_all
+from ckptio._failures import without_frames
 from ckptio.checkpointer.keeper import MAX_REMOVALS
 from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptio._failures import without_frames
 from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
@@ -266,7 +267,7 @@ def load_flow(
                 yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)
             ):
                 raise
-            _forget_frames(error)
+            without_frames(error)  # which have all that was made to be filled
             storage = second
             manifest = yield functools.partial(_fetch, storage, course)
             load, nbytes = yield from _read(core, storage, manifest, request, course)
@@ -307,13 +308,6 @@ def _read(
     load = yield from _prepare(core, storage, manifest, request)
     nbytes: int = yield lambda context: load.read(context, course)
     return load, nbytes
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of a failure hold: all that was made to be filled."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
+from ckptio._failures import without_locals
 from ckptio.engine.tiers import CopyJob, is_replaced, make_copy
 from ckptio.errors import ConfigError, RankError, SaveAbortedError
 from ckptio.events import CopyFailed
@@ -106,7 +107,7 @@ async def _copied(
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
         copies.owing[parent] = False
-        return functools.partial(_fail, moments, _cause(job, error))
+        return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
         copies.part(job.name)
         copies.end(job.ticket or 0)

@@ -27,7 +27,8 @@ import time
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_blocking, run_some, without_frames
+from ckptio._aio import run_blocking, run_some
+from ckptio._failures import without_frames
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
