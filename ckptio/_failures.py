@@ -1,4 +1,4 @@
-"""What errors keep of the frames that they came by, where they are kept as values.
+"""Errors that are told by a log, or kept as values: what they say, and what they keep of frames.
 
 A traceback has the frames, and these have all that the program had there: a state, its plan and
 its manifest, and the error itself, which would stay in memory until Python collects garbage.
@@ -17,6 +17,16 @@ E = TypeVar("E", bound=BaseException)
 
 #: What says where a module's lines are to be read, for those that lie in an archive.
 _SOURCE = ("__name__", "__loader__", "__spec__")
+
+
+def described(error: BaseException, *, with_notes: bool = True) -> str:
+    """Say what kind of error it is, and its text and notes.
+
+    Not its `repr`: that of an `OSError` has no file name, and none has notes.
+    """
+    kind, text = type(error).__name__, str(error)
+    notes = getattr(error, "__notes__", ()) if with_notes else ()
+    return "; ".join([f"{kind}: {text}" if text else kind, *notes])
 
 
 def without_frames(error: E) -> E:

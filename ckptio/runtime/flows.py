@@ -180,6 +180,7 @@ def _take_apart(
         stop=aborts[0],
         fence=None if streams is None else streams.fence,
         stop_copy=None if target is None else aborts[1],
+        copy_to="" if target is None else target.path,
         require_elsewhere=core.loop_thread.require_elsewhere,
     )
     copy = None

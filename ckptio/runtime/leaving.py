@@ -16,6 +16,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from ckptio._failures import described
 from ckptio.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def end_saves(saves: Iterable[SaveMoments], error: BaseException | None) -> None
     first = failed[0].error()
     assert first is not None  # noqa: S101  # it has failed
     for other in failed[1 : 1 + _MAX_NAMED]:
-        first.add_note(f"and the save to {other.path!r} failed: {other.error()!r}")
+        if (failure := other.error()) is not None:
+            why = described(failure, with_notes=False)
+            first.add_note(f"and {other.what_failed()} failed: {why}")
     if (num_more := len(failed) - 1 - _MAX_NAMED) > 0:
         first.add_note(f"and {num_more} others failed; the log has them all")
     raise first

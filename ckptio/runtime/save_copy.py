@@ -106,6 +106,8 @@ async def _copied(
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
+        if context.observer is None:
+            moments.was_told()  # by the event, which the log has then
         copies.owing[parent] = False
         return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
