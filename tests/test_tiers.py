@@ -280,6 +280,41 @@ def test_an_engine_that_is_closed_while_a_copy_begins_gives_a_handle(
     assert (tmp_path / "b").exists() == is_committed
 
 
+@pytest.mark.parametrize("way", ["next saves", "finish_copies", "another engine", "overwritten"])
+def test_a_copy_that_failed_and_was_made_after_all_fails_no_run(tmp_path: Path, way: str) -> None:
+    """The second tier was away for a while. Who waits for the failed copy hears of it still."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.write_text("in the way")
+    with sync.Engine(SMALL, observer=EventLog()) as engine:
+        handle = engine.start_save(STATE, near / "a", then=far / "a")
+        handle.durable.wait_done()
+        far.unlink()
+        match way:
+            case "finish_copies":
+                assert engine.finish_copies(near) == (str(far / "a"),)
+            case "overwritten":
+                newer = engine.start_save(STATE, near / "a", then=far / "a", overwrite=True)
+                newer.durable.wait()
+            case "next saves" | "another engine":
+                if way == "another engine":
+                    assert sync.finish_copies(near) == (str(far / "a"),)
+                for name in "bc":  # the first of them finds that the second tier is back
+                    engine.start_save(STATE, near / name, then=far / name).durable.wait()
+    assert is_same(sync.load(far / "a"), STATE)
+    with pytest.raises(StorageError):
+        handle.durable.wait()
+
+
+def test_a_copy_that_is_still_owed_fails_the_run(tmp_path: Path) -> None:
+    """Another one was made since; this one was refused again."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    sync.save(filled_state([10], 1), far / "a", config=SMALL)
+    with pytest.raises(CheckpointExistsError), sync.Engine(SMALL, observer=EventLog()) as engine:
+        engine.start_save(STATE, near / "a", then=far / "a").durable.wait_done()
+        for name in "bc":
+            engine.start_save(STATE, near / name, then=far / name).durable.wait()
+
+
 NAMES = ("a", "b", "c", "d")
 
 

@@ -79,7 +79,14 @@ def _take_up_beside(core: EngineCore, parent: str, context: EngineContext) -> No
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
-        core.begin_beside(functools.partial(take_up, parent), f"take up copies of {parent}")
+
+        async def take_up_and_follow(context: EngineContext) -> None:
+            await take_up(parent, context)
+            follow = copies.followers.get(parent, _nothing)()
+            if follow is not None:
+                await follow()
+
+        core.begin_beside(take_up_and_follow, f"take up copies of {parent}")
 
 
 async def _copied(
@@ -93,6 +100,7 @@ async def _copied(
             await shielded(begins.ended())
             if begins.error() is not None:
                 return _nothing  # the handle says so
+            copies.has_replaced(job.name, list(copies.unmade))  # later saves commit later
             note = context.notes.take(job.name)  # on rank 0
         except BaseException as error:
             if begins.error() is not None:
@@ -109,6 +117,7 @@ async def _copied(
         if context.observer is None:
             moments.was_told()  # by the event, which the log has then
         copies.owing[parent] = False
+        copies.unmade[job.name] = moments
         return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
         copies.part(job.name)
