@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 import weakref
+from typing import NoReturn
 
 import pytest
 
@@ -22,12 +23,12 @@ def fail(kept: list[weakref.ref[Held]]) -> None:
     kept.append(weakref.ref(held))
     nothing: dict[str, int] = {}
     try:
-        nothing["x"]
+        kept.pop(nothing["x"])
     except KeyError as error:
         raise ValueError("y") from error
 
 
-def caught(kept: list[weakref.ref[Held]]) -> Exception:
+def caught(kept: list[weakref.ref[Held]]) -> BaseException:
     """Give a group of errors, one of which has a cause."""
     held = Held()
     kept.append(weakref.ref(held))
@@ -38,7 +39,7 @@ def caught(kept: list[weakref.ref[Held]]) -> Exception:
         except ValueError as error:
             errors.append(error)
 
-    def raise_all() -> None:
+    def raise_all() -> NoReturn:
         raise ExceptionGroup("all", errors)
 
     try:
