@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 S = TypeVar("S")
-E = TypeVar("E", bound=BaseException)
 P = ParamSpec("P")
 F = TypeVar("F", bound="Callable[..., Coroutine[Any, Any, Any]]")
 
@@ -270,22 +269,6 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     they were cut in the middle.
     """
     return await outlive(asyncio.ensure_future(coroutine))
-
-
-def without_frames(error: E) -> E:
-    """Give an error that is kept as a value, without the frames that it and its causes came by.
-
-    These may have the error, so that it would stay in memory until Python collects garbage.
-    """
-    rest: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while rest:
-        each = rest.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            rest += (each.__cause__, each.__context__)
-    return error
 
 
 def take_back_cancel() -> None:

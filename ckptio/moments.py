@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+from ckptio._failures import described
 from ckptio._outcome import Outcome
 from ckptio.errors import ConfigError, EngineClosedError, SaveAbortedError, shown
 
@@ -202,6 +203,7 @@ class SaveMoments:
     Attributes:
         path: What is being written.
         save_id: The save's own id.
+        copy_to: Where it is copied to when it is committed; empty for nowhere.
         submitted: Every copy has begun: it was made, or its device was told to make it.
         staged: Every byte is copied; the source may change.
         committed: The checkpoint exists.
@@ -222,6 +224,7 @@ class SaveMoments:
         stop: Callable[[], None] | None = None,
         fence: Callable[[], None] | None = None,
         stop_copy: Callable[[], None] | None = None,
+        copy_to: str = "",
         require_elsewhere: Callable[[], object] | None = None,
     ) -> None:
         """Of a save that is about to begin.
@@ -233,10 +236,12 @@ class SaveMoments:
             fence: Orders the calling thread's current streams behind the copies. Not for a
                 state on the CPU, which has none: once it is copied, nothing is left to order.
             stop_copy: Asks for the end of the copy to a second tier, if there is one.
+            copy_to: Where that is.
             require_elsewhere: Raises on the engine's own thread; called before one blocks.
         """
         self.path = path
         self.save_id = save_id
+        self.copy_to = copy_to
         self.submitted: Moment[None] = Moment(require_elsewhere)
         self.staged: Moment[None] = Moment(require_elsewhere)
         self.committed: Moment[CheckpointInfo] = Moment(require_elsewhere)
@@ -262,10 +267,21 @@ class SaveMoments:
         if not self._is_told and self.durable.done() and self.is_unsettled():
             self._is_told = True
             error = self.error()
+            assert error is not None  # noqa: S101  # it is unsettled
             # somebody wanted an end of it, or an exception of theirs has left the block
             level = logging.WARNING if isinstance(error, SaveAbortedError) else logging.ERROR
-            told = "the save to %r failed and nobody waited for it: %r"
-            _log.log(level, told, self.path, error)
+            words = "%s failed and nobody waited for it: %s"
+            _log.log(level, words, self.what_failed(), described(error))
+
+    def was_told(self) -> None:
+        """The log has its error already."""
+        self._is_told = True
+
+    def what_failed(self) -> str:
+        """Name what has failed: the save, or the copy of what it has committed."""
+        if self.committed.error() is None:
+            return f"the copy of {self.path!r} to {self.copy_to!r}"
+        return f"the save to {self.path!r}"
 
     def is_unsettled(self) -> bool:
         """Whether the save, or its copy, is under way, or failed and nobody has seen that."""

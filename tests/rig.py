@@ -252,6 +252,7 @@ class InlineCore(EngineCore):
         self._context = context
         self.use_storages(storages)
         self.tasks: set[asyncio.Task[None]] = set()
+        self._last_began: asyncio.Event | None = None
 
     def use_storages(self, storages: Mapping[str, Storage]) -> None:
         """Find other places from now on."""
@@ -272,12 +273,27 @@ class InlineCore(EngineCore):
     ) -> Running[T]:
         del in_flow
         running = running or Running()
-        task = asyncio.get_running_loop().create_task(
-            self._in_flight.run(step, self.context, running), name=name
-        )
+        before, began = self._last_began, asyncio.Event()
+        self._last_began = began
+
+        async def run() -> None:
+            if before is not None:  # in order, as on an engine's own loop, which shuffles nothing
+                await before.wait()
+            began.set()
+            await self._in_flight.run(step, self.context, running)
+
+        task = asyncio.get_running_loop().create_task(run(), name=name)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return running
+
+    def begin_beside(
+        self,
+        step: Callable[[EngineContext], Awaitable[T]],
+        name: str,
+        running: Running[T] | None = None,
+    ) -> None:
+        self.submit(step, name, running)
 
     def _require_open(self, *, in_flow: bool = False) -> None:
         del in_flow

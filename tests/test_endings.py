@@ -24,7 +24,7 @@ from ckptio import (
     save,
     sync,
 )
-from ckptio.errors import ConfigError, EngineClosedError
+from ckptio.errors import ConfigError, EngineClosedError, StorageError
 from ckptio.events import (
     Event,
     LeftoversRemoved,
@@ -37,6 +37,7 @@ from ckptio.events import (
 )
 from ckptio.moments import SaveMoments
 from ckptio.storage.leftovers import boot_id
+from ckptio.testing import EventLog
 from tests.rig import SMALL, assert_same, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -235,6 +236,48 @@ def test_the_log_tells_of_a_failure_when_the_next_save_begins(
             assert caplog.text.count("failed and nobody waited for it") == num_told
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
     assert f"and the save to '{tmp_path}/a' failed" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("observer", [None, EventLog()])
+def test_a_copy_that_failed_is_told_once_as_what_it_is(
+    observer: EventLog | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save is committed; and the file that could not be written is named."""
+    (tmp_path / "far").touch()
+    paths = [(tmp_path / "near" / name, tmp_path / "far" / name) for name in "ab"]
+    with pytest.raises(StorageError) as caught, sync.Engine(SMALL, observer=observer) as engine:
+        for near, far in paths:
+            engine.start_save(FULL, near, then=far).durable.wait_done()
+        engine.start_save(FULL, tmp_path / "c").result()
+    for (near, far), record in zip(paths, caplog.records, strict=True):
+        text = record.getMessage()
+        assert f"[Errno {errno.ENOTDIR}]" in text
+        assert text.count(str(far)) == 2  # where to, and what cannot be made
+        if observer is None:
+            assert record.levelno == logging.WARNING
+            assert text.startswith("CopyFailed(")
+        else:
+            assert record.levelno == logging.ERROR
+            assert text.startswith(f"the copy of '{near}' to '{far}' failed and nobody waited")
+            assert "its copy is owed" in text
+    near, far = paths[1]
+    assert (
+        f"and the copy of '{near}' to '{far}' failed: StorageError: " in caught.value.__notes__[-1]
+    )
+
+
+def test_leaving_names_some_of_very_many_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has all of them."""
+    sync.save(FULL, tmp_path / "a", config=SMALL)
+    with pytest.raises(CheckpointExistsError) as caught, sync.Engine(SMALL) as engine:
+        for _ in range(20):
+            engine.start_save(FULL, tmp_path / "a").committed.wait_done()
+    *others, last = caught.value.__notes__
+    assert len(others) == 8
+    assert last == "and 11 others failed; the log has them all"
+    assert caplog.text.count("failed and nobody waited for it") == 20
 
 
 @pytest.mark.parametrize(

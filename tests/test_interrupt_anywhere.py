@@ -102,6 +102,23 @@ def test_a_save_can_be_interrupted_anywhere(tmp_path: Path, face: str) -> None:
     assert point > 100
 
 
+def test_a_save_that_is_to_be_copied_can_be_interrupted_anywhere(tmp_path: Path) -> None:
+    """The copy of the next one does not stand in line behind one that nobody makes."""
+    point, went_on = 0, True
+    with sync.Engine(CONFIG, ranks="solo", observer=lambda _: None) as engine:
+        while went_on:
+            point += 1
+            near, far = tmp_path / f"near-{point}", tmp_path / f"far-{point}"
+
+            def save(near: Path = near, far: Path = far) -> object:
+                return engine.start_save(STATE, near, then=far)
+
+            went_on = interrupt_at(point, save, ("/ckptio/runtime/",))
+            next_one = engine.start_save(STATE, tmp_path / "a", then=tmp_path / "b", overwrite=True)
+            assert next_one.durable.wait(60).path == str(tmp_path / "b")
+    assert point > 20
+
+
 def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
     """No slab is taken then, and the engine goes on."""
     sync.save(STATE, tmp_path / "a")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,24 @@ def test_the_engine_keeps_no_save_whose_failure_was_seen_later(path: Path) -> No
         with pytest.raises(CheckpointError):
             handle.result()
         assert not engine._core.saves
+
+
+@pytest.mark.parametrize("then", [None, "file/x"])
+def test_a_failure_that_nobody_has_seen_keeps_no_values(path: Path, then: str | None) -> None:
+    """Those of a flaky store come to thousands; each had the plan and the manifest."""
+    to = path / "a" if then else path_for(path, "no directory")
+    path_for(path, "no directory")
+    with ckptio.sync.Engine(SMALL, observer=lambda _: None) as engine:
+        handle = engine.start_save({"t": torch.ones(3)}, to, then=then and path / then)
+        handle.durable.wait_done()
+        (moments,) = engine._core.saves
+        error = moments.error()
+        assert error is not None
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        assert any(frame.f_code.co_name == "begin" for frame in frames)
+        assert not any(frame.f_locals for frame in frames)
+        with pytest.raises(CheckpointError):
+            handle.durable.wait()
 
 
 async def test_a_closed_engine_keeps_nothing_of_what_it_has_saved(tmp_path: Path) -> None:

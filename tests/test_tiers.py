@@ -252,60 +252,67 @@ def test_a_directory_that_is_not_there_owes_nobody_knows_what(tmp_path: Path) ->
     assert sync.finish_copies("memory://nothing-owed/here") == ()
 
 
-def test_an_engine_that_is_closed_before_a_copy_begins_owes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another thread: the save has begun by then, and whoever asked for it has its handle."""
-    closers: list[threading.Thread] = []
-    next_number = EngineCore.next_number
-
-    def close_first(core: EngineCore, kind: str) -> int:
-        if kind == "copy":
-            closers.append(begin_close(core))
-        return next_number(core, kind)
-
-    monkeypatch.setattr(EngineCore, "next_number", close_first)
-    with sync.Engine(SMALL) as engine:
-        handle = engine.start_save(STATE, tmp_path / "a", then=tmp_path / "b")
-        handle.result()
-        with pytest.raises(EngineClosedError, match="before the copy began"):
-            handle.durable.wait()
-        closers[0].join()
-    assert sync.finish_copies(tmp_path) == (str(tmp_path / "b"),)
-    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
-
-
 @pytest.mark.parametrize("abort", [False, True])
 @pytest.mark.parametrize("ahead", ["copy ", "take up "])
 def test_an_engine_that_is_closed_while_a_copy_begins_gives_a_handle(
     ahead: str, *, abort: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the copy's task, or behind it: what is under way goes on, and says how it ends."""
-    submit = EngineCore.submit
-    closed = threading.Event()
+    """By another thread: a save that began has its copy, which goes on, and says how it ends."""
+    closers: list[threading.Thread] = []
+    begin_beside = EngineCore.begin_beside
 
-    def close_first(core: EngineCore, step: Any, name: str, *args: Any, **options: Any) -> Any:
-        if name.startswith(ahead) and not closed.is_set():
-            closed.set()
-            closer = threading.Thread(target=core.close, kwargs={"abort": abort})
-            closer.start()
-            closer.join()
-        return submit(core, step, name, *args, **options)
+    def close_first(core: EngineCore, step: Any, name: str, *args: Any) -> None:
+        if name.startswith(ahead) and not closers:
+            closers.append(begin_close(core, abort=abort))
+        begin_beside(core, step, name, *args)
 
-    monkeypatch.setattr(EngineCore, "submit", close_first)
+    monkeypatch.setattr(EngineCore, "begin_beside", close_first)
     with sync.Engine(SMALL) as engine:
         handle = engine.start_save(STATE, tmp_path / "a", then=tmp_path / "b")
-        assert closed.is_set()
-        with contextlib.suppress(SaveAbortedError):
-            handle.result()
-        if ahead == "take up " and not abort:
-            assert handle.durable.wait().path == str(tmp_path / "b")
-        else:
-            with pytest.raises(CheckpointError):
+        if abort:
+            with contextlib.suppress(CheckpointError):
                 handle.durable.wait()
+        else:
+            assert handle.durable.wait().path == str(tmp_path / "b")
+        closers[0].join()
     is_committed = (tmp_path / "a" / "manifest.json").exists()
     sync.finish_copies(tmp_path)
     assert (tmp_path / "b").exists() == is_committed
+
+
+@pytest.mark.parametrize("way", ["next saves", "finish_copies", "another engine", "overwritten"])
+def test_a_copy_that_failed_and_was_made_after_all_fails_no_run(tmp_path: Path, way: str) -> None:
+    """The second tier was away for a while. Who waits for the failed copy hears of it still."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.write_text("in the way")
+    with sync.Engine(SMALL, observer=EventLog()) as engine:
+        handle = engine.start_save(STATE, near / "a", then=far / "a")
+        handle.durable.wait_done()
+        far.unlink()
+        match way:
+            case "finish_copies":
+                assert engine.finish_copies(near) == (str(far / "a"),)
+            case "overwritten":
+                newer = engine.start_save(STATE, near / "a", then=far / "a", overwrite=True)
+                newer.durable.wait()
+            case "next saves" | "another engine":
+                if way == "another engine":
+                    assert sync.finish_copies(near) == (str(far / "a"),)
+                for name in "bc":  # the first of them finds that the second tier is back
+                    engine.start_save(STATE, near / name, then=far / name).durable.wait()
+    assert is_same(sync.load(far / "a"), STATE)
+    with pytest.raises(StorageError):
+        handle.durable.wait()
+
+
+def test_a_copy_that_is_still_owed_fails_the_run(tmp_path: Path) -> None:
+    """Another one was made since; this one was refused again."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    sync.save(filled_state([10], 1), far / "a", config=SMALL)
+    with pytest.raises(CheckpointExistsError), sync.Engine(SMALL, observer=EventLog()) as engine:
+        engine.start_save(STATE, near / "a", then=far / "a").durable.wait_done()
+        for name in "bc":
+            engine.start_save(STATE, near / name, then=far / name).durable.wait()
 
 
 NAMES = ("a", "b", "c", "d")

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio._aio import outlive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 
+    from ckptio.engine.tiers import CopyJob
+    from ckptio.moments import SaveMoments
     from ckptio.storage.interface import Storage
 
 T = TypeVar("T")
@@ -33,7 +36,7 @@ _SHARE = 4
 
 
 class CopyLine:
-    """The copies of an engine. Used from its loop, but for `under_way`.
+    """The copies of an engine. Used from its loop.
 
     Args:
         max_copies: Copies under way at a time.
@@ -46,6 +49,8 @@ class CopyLine:
         seen: Directories whose unfinished copies this engine has looked for.
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
+        unmade: Saves whose copies failed here, by the names of these, while somebody has them.
+        followers: Gives, by directory, what is to be done there when copies were taken up.
         silent: A second tier that was waited for in vain, before a commit: no other commit waits
             for one until it has answered.
     """
@@ -56,8 +61,13 @@ class CopyLine:
         self.under_way: set[tuple[str, str]] = set()
         self.seen: set[str] = set()
         self.owing: dict[str, bool] = {}
+        self.unmade: weakref.WeakValueDictionary[tuple[str, str], SaveMoments] = (
+            weakref.WeakValueDictionary()
+        )
+        self.followers: dict[str, Callable[[], Callable[[], Awaitable[object]] | None]] = {}
         self.silent: Storage | None = None
         self._max_copies = max_copies
+        self._num_tickets = 0
         self._places = asyncio.Semaphore(max_copies)
         self._first = 1  # the lowest number that has not ended
         self._ended: set[int] = set()  # numbers above `_first`
@@ -68,6 +78,12 @@ class CopyLine:
         self._targets: dict[str, asyncio.Future[None]] = {}
         self._watching: list[asyncio.Future[None]] = []
         self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
+
+    def enter(self, job: CopyJob) -> None:
+        """Take the next place in the line for a copy, which `part` and `end` give back."""
+        self._num_tickets += 1
+        job.ticket = self._num_tickets
+        self.under_way.add(job.name)
 
     async def stoppable(self, name: tuple[str, str], copy: Coroutine[Any, Any, T]) -> T | None:
         """Make a copy that an earlier run owed; gives nothing if `parted` stopped it."""
@@ -82,6 +98,26 @@ class CopyLine:
             return None
         finally:
             del self._owed[name]
+
+    def is_owed_no_more(self, name: tuple[str, str]) -> None:
+        """Take note that a copy was made after all, or is wanted no more.
+
+        That it failed before is for whoever waited for it, and no reason to fail a run that ends.
+        """
+        moments = self.unmade.pop(name, None)
+        if moments is not None:
+            moments.seen()
+
+    def has_replaced(self, name: tuple[str, str], others: Collection[tuple[str, str]]) -> None:
+        """Take note that a checkpoint is where others were, whose copies are owed no more.
+
+        Args:
+            name: The checkpoint.
+            others: Some of `unmade`, of any places, from before it was seen to be there.
+        """
+        for other in others:
+            if other[0] == name[0] and other != name:
+                self.is_owed_no_more(other)
 
     def part(self, name: tuple[str, str]) -> None:
         """Take note that a copy is under way no more, however it ended."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
+
+from ckptio._failures import described
 
 _log = logging.getLogger("ckptio")
 
@@ -35,7 +37,7 @@ def notify(observer: Observer | None, event: Event) -> None:
     """
     if observer is None:
         if event.is_trouble:
-            _log.warning("%s", event)
+            _log.warning("%s", _shown(event))
         return
     try:
         observer(event)
@@ -44,3 +46,13 @@ def notify(observer: Observer | None, event: Event) -> None:
         if is_main and isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise  # the program's, which can end it there
         _log.exception("the observer raised on %r", event)
+
+
+def _shown(event: Event) -> str:
+    """Show an event as its `repr` does, but an error in it with all that it says."""
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
+    shown = {
+        name: described(value) if isinstance(value, BaseException) else repr(value)
+        for name, value in values.items()
+    }
+    return f"{type(event).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ckptio.storage.resolve import PathLike
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    Step = Callable[[EngineContext], Awaitable[T]]
 
 
 class EngineCore:
@@ -175,11 +177,7 @@ class EngineCore:
 
     def next_key(self, kind: str) -> str:
         """Name the next save or load. The same on all ranks that call them in one order."""
-        return f"{kind} {self.next_number(kind)}"
-
-    def next_number(self, kind: str) -> int:
-        """Number the next of a kind, from 1."""
-        return next(self._numbers.setdefault(kind, itertools.count(1)))
+        return f"{kind} {next(self._numbers.setdefault(kind, itertools.count(1)))}"
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer, on the calling thread."""
@@ -194,12 +192,7 @@ class EngineCore:
         return self.context.resolver.own_storage(path)
 
     def submit(
-        self,
-        step: Callable[[EngineContext], Awaitable[T]],
-        name: str,
-        running: Running[T] | None = None,
-        *,
-        in_flow: bool = False,
+        self, step: Step[T], name: str, running: Running[T] | None = None, *, in_flow: bool = False
     ) -> Running[T]:
         """Start a coroutine on the engine's loop. An interrupt meanwhile stops it first.
 
@@ -222,6 +215,14 @@ class EngineCore:
             self._in_flight.stop(running)
             raise
         return running
+
+    def begin_beside(self, step: Step[T], name: str, running: Running[T] | None = None) -> None:
+        """Do as `submit` from a step that is under way, on the loop, also while the engine closes.
+
+        Steps begin in the order in which they were handed over, by whichever of the two.
+        """
+        assert self._context is not None  # noqa: S101  # it is open, or closing
+        self._in_flight.begin(running or Running(), step, self._context, name, engine=self)
 
     def begin_flow(self, driver: Driver) -> None:
         """Have a flow waited for when the engine closes, until `end_flow`. Raises as `submit`."""
@@ -274,9 +275,7 @@ class EngineCore:
         if torch is not None and torch.cuda.is_initialized():
             self.side_streams(torch.device("cuda", torch.cuda.current_device()), saving=True)
 
-    async def call(
-        self, step: Callable[[EngineContext], Awaitable[T]], name: str, *, in_flow: bool = False
-    ) -> T:
+    async def call(self, step: Step[T], name: str, *, in_flow: bool = False) -> T:
         """Run a coroutine on the engine's loop and await it from another.
 
         Raises:
@@ -288,9 +287,7 @@ class EngineCore:
         finally:
             del running  # an error that it has keeps this frame: a circle
 
-    def call_blocking(
-        self, step: Callable[[EngineContext], Awaitable[T]], name: str, *, in_flow: bool = False
-    ) -> T:
+    def call_blocking(self, step: Step[T], name: str, *, in_flow: bool = False) -> T:
         """Run a coroutine on the engine's loop and block until it has ended.
 
         An interrupt (`KeyboardInterrupt`) aborts the step and waits for its end.

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptio._failures import without_frames
 from ckptio.config import require_bool
 from ckptio.engine.group import Course, fetch_manifest, read_together
 from ckptio.engine.landing import Reading
@@ -25,10 +26,7 @@ from ckptio.engine.save import SaveJob
 from ckptio.engine.selected import require_selected
 from ckptio.engine.tiers import CopyJob
 from ckptio.engine.together import save_id_of
-from ckptio.errors import (
-    CheckpointError,
-    EngineClosedError,
-)
+from ckptio.errors import CheckpointError
 from ckptio.events import LoadFinished
 from ckptio.foreign.interface import notes_of
 from ckptio.moments import SaveMoments
@@ -127,6 +125,8 @@ def begin_save(
         return moments
 
     async def save_and_say(context: EngineContext) -> Say:
+        if copy is not None:  # here, where no interrupt comes: a save that begins has its copy
+            begin_copy(core.begin_beside, core, copy, moments, copying)
         say = await saved(job, context)
         say()
         return _said  # not `say`, which has the handle, and that has what returns it: a circle
@@ -140,13 +140,6 @@ def begin_save(
             job.source.watch.drop()  # what is kept refers to it
             core.forget(moments)  # which never end
         raise
-    if copy is not None:
-        try:
-            begin_copy(core, copy, moments, copying)
-        except EngineClosedError:  # by another thread, just now; the save goes on, or has failed
-            moments.durable.fail_unless_done(
-                EngineClosedError("the engine was closed before the copy began")
-            )
     return moments
 
 
@@ -187,6 +180,7 @@ def _take_apart(
         stop=aborts[0],
         fence=None if streams is None else streams.fence,
         stop_copy=None if target is None else aborts[1],
+        copy_to="" if target is None else target.path,
         require_elsewhere=core.loop_thread.require_elsewhere,
     )
     copy = None
@@ -274,7 +268,7 @@ def load_flow(
                 yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)
             ):
                 raise
-            _forget_frames(error)
+            without_frames(error)  # which have all that was made to be filled
             storage = second
             manifest = yield functools.partial(_fetch, storage, course)
             load, nbytes = yield from _read(core, storage, manifest, request, course)
@@ -315,13 +309,6 @@ def _read(
     load = yield from _prepare(core, storage, manifest, request)
     nbytes: int = yield lambda context: load.read(context, course)
     return load, nbytes
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of a failure hold: all that was made to be filled."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True, slots=True)

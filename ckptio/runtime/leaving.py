@@ -16,6 +16,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from ckptio._failures import described
 from ckptio.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ckptio.moments import SaveMoments
 
 _RETRY_S = 1.0
+#: Failures beside the first that the error names where a block is left.
+_MAX_NAMED = 8
 
 
 def not_open(what: str, *, was_open: bool) -> EngineClosedError:
@@ -72,18 +75,22 @@ def end_saves(saves: Iterable[SaveMoments], error: BaseException | None) -> None
         error: What the block is left by. With one, the log gets the failures.
 
     Raises:
-        BaseException: Without one: the first failure that nobody has seen, with notes of the
-            others.
+        BaseException: Without one: the first failure that nobody has seen, with notes of some
+            others, and of how many more there are; the log has those.
     """
     failed = [save for save in saves if save.durable.done() and save.is_unsettled()]
-    for save in failed:
-        if error is not None:
+    for index, save in enumerate(failed):
+        if error is not None or index > _MAX_NAMED:
             save.tell()
         save.seen()
     if error is not None or not failed:
         return
     first = failed[0].error()
     assert first is not None  # noqa: S101  # it has failed
-    for other in failed[1:]:
-        first.add_note(f"and the save to {other.path!r} failed: {other.error()!r}")
+    for other in failed[1 : 1 + _MAX_NAMED]:
+        if (failure := other.error()) is not None:
+            why = described(failure, with_notes=False)
+            first.add_note(f"and {other.what_failed()} failed: {why}")
+    if (num_more := len(failed) - 1 - _MAX_NAMED) > 0:
+        first.add_note(f"and {num_more} others failed; the log has them all")
     raise first

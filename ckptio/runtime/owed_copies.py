@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking, shielded
 from ckptio.engine.heads import read_head
 from ckptio.engine.tiers import CopyJob, make_copy
-from ckptio.errors import CheckpointError, CheckpointNotFoundError
+from ckptio.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckptio.events import CopyFailed
 from ckptio.format.note import decode_note
 from ckptio.storage.root import LocalRoot
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
-    from ckptio.errors import StorageError
     from ckptio.storage.interface import Note, Storage
     from ckptio.storage.resolve import PathLike
 
@@ -96,7 +95,8 @@ def _tell(context: EngineContext, path: str, error: Exception, save_id: str = ""
 
 async def _finish(path: str, context: EngineContext) -> str | None:
     """Make the copy of a checkpoint, if one is owed; gives where to."""
-    save_id = ""
+    save_id, copies = "", context.copies
+    unmade = list(copies.unmade)  # before what is there is looked at
     try:
         storage = context.resolver.storage(path)
         head = await read_head(storage, context)
@@ -105,25 +105,36 @@ async def _finish(path: str, context: EngineContext) -> str | None:
         _tell(context, path, error)
         raise
     name = storage.identity, save_id
-    if not save_id or name in context.copies.under_way:
+    copies.has_replaced(name, unmade)
+    if not save_id or name in copies.under_way:
         return None
-    context.copies.under_way.add(name)
+    copies.under_way.add(name)
     try:
         try:
             owed = await _take_owed(storage, save_id, context)
         except CheckpointError as error:
             _tell(context, path, error, save_id)
             raise
-        if owed is None:
-            return None
-        job, note = owed
-        try:
-            sent_nbytes = await context.copies.stoppable(name, make_copy(job, context, note))
-        finally:
-            await shielded(note.release())  # where it was stopped before it could do so
-        return None if sent_nbytes is None else job.target.path
+        made: str | None = None
+        if owed is not None:
+            job, note = owed
+            try:
+                sent_nbytes = await copies.stoppable(name, make_copy(job, context, note))
+            finally:
+                await shielded(note.release())  # where it was stopped before it could do so
+            made = None if sent_nbytes is None else job.target.path
+        if name in copies.unmade and (made or await _has_no_note(storage, save_id)):
+            copies.is_owed_no_more(name)
+        return made
     finally:
-        context.copies.part(name)
+        copies.part(name)
+
+
+async def _has_no_note(storage: Storage, save_id: str) -> bool:
+    """Whether a copy is owed no more: it was overtaken, or somebody else has made it."""
+    with contextlib.suppress(StorageError):
+        return not await storage.has_note(save_id)
+    return False
 
 
 async def _take_owed(

@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from ckptio._failures import without_locals
 from ckptio.engine.save import save_alone
 from ckptio.engine.together import save_together
 from ckptio.engine.turns import place_for, turn
@@ -96,7 +97,7 @@ def _failed(
     context.emit(SaveFailed(path=moments.path, save_id=moments.save_id, error=error))
     if begins is not None:
         begins.fail(ended)
-    return functools.partial(moments.fail, ended)
+    return functools.partial(moments.fail, without_locals(ended))
 
 
 def stop_alone(core: EngineCore, copying: Running[Say]) -> Callable[[], None]:
@@ -157,7 +158,7 @@ def _close_after(
     # something to copy, that would wait for its end, and the copy for the word
     if copy is not None:
         with contextlib.suppress(EngineClosedError):  # the program ends: the copy is owed
-            begin_copy(core, copy, moments, copying, begins)
+            begin_copy(core.submit, core, copy, moments, copying, begins)
         if copying.is_aborted:  # before there was anything to stop
             core.abort_in_flight()
     running.wait_ended()

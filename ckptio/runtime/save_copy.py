@@ -6,20 +6,20 @@ engine waits for both, and aborts both.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import shielded
+from ckptio._failures import without_locals
 from ckptio.engine.tiers import CopyJob, is_replaced, make_copy
-from ckptio.errors import ConfigError, EngineClosedError, RankError, SaveAbortedError
+from ckptio.errors import ConfigError, RankError, SaveAbortedError
 from ckptio.events import CopyFailed
 from ckptio.moments import CheckpointInfo
 from ckptio.runtime.owed_copies import parent_of, take_up
 from ckptio.runtime.refusal import say_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from ckptio.engine.context import EngineContext
     from ckptio.moments import Moment, SaveMoments
@@ -27,21 +27,29 @@ if TYPE_CHECKING:
     from ckptio.runtime.running import Running
 
     Say = Callable[[], None]
+    HandOver = Callable[[Callable[[EngineContext], Awaitable[Say]], str, Running[Say]], object]
 
 
 def begin_copy(
+    hand_over: HandOver,
     core: EngineCore,
     job: CopyJob,
     moments: SaveMoments,
     running: Running[Say],
     begins: Moment[None] | None = None,
 ) -> None:
-    """Have a checkpoint copied when it is committed. On the caller's thread.
+    """Have a checkpoint copied when it is committed.
+
+    Its place in the line is taken by its task, first of all: copies begin there in the order in
+    which they are handed over, and one that was aborted before begins all the same, and gives
+    its place back. On the caller's thread, an interrupt between the two would keep the place for
+    ever, and all later copies behind it.
 
     The first copy from a directory also takes up what earlier runs owed there; and so does
     the next one after copies have failed, and one was made again.
 
     Args:
+        hand_over: Hands the task to the engine's loop: `submit`, or `begin_beside` on the loop.
         core: The engine.
         job: The copy; gets its place in the line.
         moments: The save's.
@@ -51,29 +59,34 @@ def begin_copy(
 
     Raises:
         EngineClosedError: The engine was closed since the save began, which goes on. The copy
-            is owed.
+            is owed. Not from `begin_beside`.
     """
-    copies = core.context.copies
-    job.ticket = core.next_number("copy")
-    copies.under_way.add(job.name)
 
     async def copy_and_say(context: EngineContext) -> Say:
+        _take_up_beside(core, parent_of(job.source.path), context)
+        context.copies.enter(job)
         say = await _copied(job, moments, begins or moments.committed, context)
         if begins is None:
             say()
         return say
 
-    try:
-        core.submit(copy_and_say, f"copy {job.source.path}", running)
-    except EngineClosedError:
-        copies.under_way.discard(job.name)
-        raise
-    parent = parent_of(job.source.path)
+    hand_over(copy_and_say, f"copy {job.source.path}", running)
+
+
+def _take_up_beside(core: EngineCore, parent: str, context: EngineContext) -> None:
+    """Make what is owed in a directory, unless that was seen to and no copy has failed since."""
+    copies = context.copies
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
-        with contextlib.suppress(EngineClosedError):  # as above; this copy is under way
-            core.submit(functools.partial(take_up, parent), f"take up copies of {parent}")
+
+        async def take_up_and_follow(context: EngineContext) -> None:
+            await take_up(parent, context)
+            follow = copies.followers.get(parent, _nothing)()
+            if follow is not None:
+                await follow()
+
+        core.begin_beside(take_up_and_follow, f"take up copies of {parent}")
 
 
 async def _copied(
@@ -87,6 +100,7 @@ async def _copied(
             await shielded(begins.ended())
             if begins.error() is not None:
                 return _nothing  # the handle says so
+            copies.has_replaced(job.name, list(copies.unmade))  # later saves commit later
             note = context.notes.take(job.name)  # on rank 0
         except BaseException as error:
             if begins.error() is not None:
@@ -100,8 +114,11 @@ async def _copied(
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
+        if context.observer is None:
+            moments.was_told()  # by the event, which the log has then
         copies.owing[parent] = False
-        return functools.partial(_fail, moments, _cause(job, error))
+        copies.unmade[job.name] = moments
+        return functools.partial(_fail, moments, without_locals(_cause(job, error)))
     finally:
         copies.part(job.name)
         copies.end(job.ticket or 0)

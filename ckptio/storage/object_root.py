@@ -33,7 +33,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_all, run_blocking, run_some, without_frames
+from ckptio._aio import run_all, run_blocking, run_some
+from ckptio._failures import without_frames
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME

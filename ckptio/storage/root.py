@@ -27,7 +27,8 @@ import time
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import run_blocking, run_some, without_frames
+from ckptio._aio import run_blocking, run_some
+from ckptio._failures import without_frames
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
@@ -222,8 +223,23 @@ class LocalRoot:
         except OSError as error:
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
         self._bury(directory, tomb)
+        self._remove_attempt(directory, summary.save_id)
         self._remove_dir(directory)
         return summary.nbytes
+
+    def _remove_attempt(self, directory: str, save_id: str) -> None:
+        """Remove what a save that was killed right after its commit left beside that.
+
+        If its lock says that it is dead; else it is left to a sweep, as other leftovers are.
+        """
+        if not os.path.lexists(f"{directory}/{ATTEMPT_PREFIX}{save_id}"):
+            return
+        with contextlib.suppress(OSError):  # then it stays
+            dead = find_leftovers(self._files, directory, "", lambda: 0.0)  # nothing is quiet
+            ours = [name for name in dead if save_id in name]
+            with held_leftovers(self._files, directory, ours) as free:
+                for name in free:
+                    self._unlink(directory, name)
 
     def _take_back(self, directory: str, tomb: str, data: bytes) -> None:
         """Make a checkpoint none, in one step; undo that if it is another one by now."""

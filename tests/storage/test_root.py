@@ -22,6 +22,7 @@ from ckptio.format.pointer import encode_pointer
 from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.storage.files import PosixFiles
 from ckptio.storage.interface import Found
+from ckptio.storage.leftovers import boot_id
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
@@ -309,6 +310,27 @@ async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, thread
     assert files.kinds("unlink")[-1][1] == f".manifest-{SAVE_IDS[0]}-old"
     with pytest.raises(CheckpointNotFoundError):
         await root.remove("a")
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+async def test_what_a_save_left_that_was_killed_after_its_commit_goes_with_it(
+    tmp_path: Path, threads: Threads, *, is_alive: bool
+) -> None:
+    """Unless its lock says that it lives, and is just about to remove that itself."""
+    await write(tmp_path / "a", threads)
+    beside = [f"{ATTEMPT_PREFIX}{SAVE_IDS[0]}", f".manifest-{SAVE_IDS[0]}"]
+    (tmp_path / "a" / beside[0]).write_bytes(boot_id())
+    (tmp_path / "a" / beside[1]).write_bytes((tmp_path / "a" / "manifest.json").read_bytes())
+    files = PosixFiles()
+    held = files.open(str(tmp_path / "a" / beside[0]), direct=False, writable=True)
+    if is_alive:
+        assert files.lock(held)
+    await root_at(tmp_path, threads).remove("a")
+    files.close(held)
+    if is_alive:
+        assert names_in(tmp_path / "a") == beside
+    else:
+        assert names_in(tmp_path) == []
 
 
 async def test_other_peoples_files_stay(tmp_path: Path, threads: Threads) -> None:

@@ -1,0 +1,95 @@
+"""Errors that are told by a log, or kept as values: what they say, and what they keep of frames.
+
+A traceback has the frames, and these have all that the program had there: a state, its plan and
+its manifest, and the error itself, which would stay in memory until Python collects garbage.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+E = TypeVar("E", bound=BaseException)
+
+#: What says where a module's lines are to be read, for those that lie in an archive.
+_SOURCE = ("__name__", "__loader__", "__spec__")
+
+
+def described(error: BaseException, *, with_notes: bool = True) -> str:
+    """Say what kind of error it is, and its text and notes.
+
+    Not its `repr`: that of an `OSError` has no file name, and none has notes.
+    """
+    kind, text = type(error).__name__, str(error)
+    notes = getattr(error, "__notes__", ()) if with_notes else ()
+    return "; ".join([f"{kind}: {text}" if text else kind, *notes])
+
+
+def without_frames(error: E) -> E:
+    """Give an error that is kept for a moment, without any of the frames."""
+    for each in _family(error):
+        each.__traceback__ = None
+    return error
+
+
+def without_locals(error: E) -> E:
+    """Give an error that somebody may raise later; it says where it came by, and keeps no values.
+
+    Frames that look alike stand for those that were. To clear the frames themselves, as
+    `traceback.clear_frames` does, was rejected: one may belong to a coroutine that goes on, where
+    a library raised one error in two of them, and Python 3.12 ends that coroutine.
+    """
+    for each in _family(error):
+        each.__traceback__ = _bare(each.__traceback__)
+    return error
+
+
+def _family(error: BaseException) -> Iterator[BaseException]:
+    """Give an error, what it came of, and the members of groups, each once."""
+    rest: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while rest:
+        each = rest.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            rest += (each.__cause__, each.__context__)
+            if isinstance(each, BaseExceptionGroup):
+                rest += each.exceptions
+
+
+def _bare(trace: TracebackType | None) -> TracebackType | None:
+    """Give a traceback with the same files, functions and lines."""
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    bare: TracebackType | None = None
+    for entry in reversed(entries):
+        bare = TracebackType(bare, _empty(entry), 0, entry.tb_lineno)
+    return bare
+
+
+def _never_run() -> Iterator[None]:
+    yield
+
+
+def _empty(entry: TracebackType) -> FrameType:
+    """Give a frame that looks like that of a traceback where it is shown, at this line.
+
+    Of a generator that does not begin: that of a function that was called keeps its caller's.
+    """
+    frame = entry.tb_frame
+    code = _never_run.__code__.replace(
+        co_filename=frame.f_code.co_filename,
+        co_name=frame.f_code.co_name,
+        co_qualname=frame.f_code.co_qualname,
+        co_firstlineno=entry.tb_lineno,
+    )
+    names = {name: frame.f_globals[name] for name in _SOURCE if name in frame.f_globals}
+    empty: FrameType = FunctionType(code, names)().gi_frame
+    return empty

@@ -1,0 +1,110 @@
+"""Errors that are kept: what they say stays, and what the program had where they came by goes."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+import weakref
+from typing import NoReturn
+
+import pytest
+
+from ckptio._failures import without_frames, without_locals
+
+pytestmark = pytest.mark.usefixtures("no_collections")
+
+
+class Held:
+    """Something of the program."""
+
+
+def fail(kept: list[weakref.ref[Held]]) -> None:
+    held = Held()
+    kept.append(weakref.ref(held))
+    nothing: dict[str, int] = {}
+    try:
+        kept.pop(nothing["x"])
+    except KeyError as error:
+        raise ValueError("y") from error
+
+
+def caught(kept: list[weakref.ref[Held]]) -> BaseException:
+    """Give a group of errors, one of which has a cause."""
+    held = Held()
+    kept.append(weakref.ref(held))
+    errors: list[Exception] = []
+    for _ in range(2):
+        try:
+            fail(kept)
+        except ValueError as error:
+            errors.append(error)
+
+    def raise_all() -> NoReturn:
+        raise ExceptionGroup("all", errors)
+
+    try:
+        raise_all()
+    except ExceptionGroup as group:
+        return group
+    finally:
+        errors = []
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """Give what is shown of an error, but for the marks below its lines."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return [line for line in lines if not {*line} <= {*" |~^"}]
+
+
+def test_a_kept_error_says_where_it_came_by_and_keeps_no_values() -> None:
+    """Files, functions and lines, of its causes and of a group's members, too."""
+    kept: list[weakref.ref[Held]] = []
+    error = caught(kept)
+    shown = lines_of(error)
+    assert [held() is None for held in kept] == [False] * 3
+    assert without_locals(error) is error
+    assert [held() for held in kept] == [None] * 3
+    assert lines_of(error) == shown
+    assert any("in fail" in line for line in shown)
+
+
+def test_a_kept_error_can_be_raised_again() -> None:
+    """What it comes by then is shown behind the rest."""
+    kept: list[weakref.ref[Held]] = []
+    error = without_locals(caught(kept))
+    num_lines = len(lines_of(error))
+    with pytest.raises(ExceptionGroup) as raised:
+        raise error
+    assert len(lines_of(raised.value)) == num_lines + 2
+
+
+def test_frames_that_were_let_go_of_are_not_shown() -> None:
+    """Of no error of the family."""
+    kept: list[weakref.ref[Held]] = []
+    error = without_frames(caught(kept))
+    assert [held() for held in kept] == [None] * 3
+    assert not any("in fail" in line for line in lines_of(error))
+
+
+async def test_a_coroutine_that_caught_a_kept_error_goes_on() -> None:
+    """A library raises one error in two of them, where both waited for it."""
+    error = ConnectionError("lost")
+    shared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    go_on = asyncio.Event()
+
+    async def handle_it() -> str:
+        try:
+            await shared
+        except ConnectionError:
+            await go_on.wait()
+        return "went on"
+
+    handling = asyncio.create_task(handle_it())
+    await asyncio.sleep(0)
+    shared.set_exception(error)
+    with pytest.raises(ConnectionError):
+        await shared
+    await asyncio.sleep(0)
+    without_locals(error)
+    go_on.set()
+    assert await handling == "went on"
