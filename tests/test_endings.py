@@ -450,6 +450,33 @@ def test_a_limit_of_open_files_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     sync.save(FULL, tmp_path / "a")
 
 
+STEP_HANDLER = """
+import signal, sys, torch, ckptio.sync
+from ckptio.checkpointer.losses import Losses
+
+state, note = {"t": torch.ones(3)}, Losses.note
+
+def interrupted(self, saves):
+    Losses.note = note
+    signal.raise_signal(signal.SIGUSR1)
+    note(self, saves)
+
+def save(*_):
+    ckpt.start_save(state, 2).result()
+
+signal.signal(signal.SIGUSR1, save)
+with ckptio.sync.Checkpointer(sys.argv[1] + "/run") as ckpt:
+    Losses.note = interrupted
+    ckpt.save(state, 1)
+    assert ckpt.steps() == (1, 2)
+"""
+
+
+def test_a_signals_handler_may_save_a_step(tmp_path: Path) -> None:
+    """Where it interrupts the checkpointer as that takes a step in, too."""
+    subprocess.run([sys.executable, "-c", STEP_HANDLER, tmp_path], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("program", [HANDLER, WAITING_HANDLER], ids=["start", "wait"])
 def test_a_signals_handler_may_save(tmp_path: Path, program: str) -> None:
     """Wherever it interrupts the saves and loads of the thread that it runs on; it may wait."""

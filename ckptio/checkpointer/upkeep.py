@@ -90,7 +90,7 @@ class Upkeep:
         self.passes: list[Running[None]] = []
         self.busy: dict[object, int] = {}
         self._losses = Losses()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may save, too
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
