@@ -6,6 +6,7 @@ its manifest, and the error itself, which would stay in memory until Python coll
 
 from __future__ import annotations
 
+import contextlib
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,10 +30,15 @@ def described(error: BaseException, *, with_notes: bool = True) -> str:
     return "; ".join([f"{kind}: {text}" if text else kind, *notes])
 
 
-def without_frames(error: E) -> E:
-    """Give an error that is kept for a moment, without any of the frames."""
-    for each in _family(error):
-        each.__traceback__ = None
+def without_frames(error: E, but: BaseException | None = None) -> E:
+    """Give an error that is kept for a moment, without any of the frames.
+
+    Args:
+        error: The error, and what it came of.
+        but: What was handled already as the work began: its frames are its handler's.
+    """
+    for each in _family(error, but):
+        BaseException.with_traceback(each, None)  # where its class lets no attribute be set, too
     return error
 
 
@@ -43,15 +49,16 @@ def without_locals(error: E) -> E:
     `traceback.clear_frames` does, was rejected: one may belong to a coroutine that goes on, where
     a library raised one error in two of them, and Python 3.12 ends that coroutine.
     """
-    for each in _family(error):
-        each.__traceback__ = _bare(each.__traceback__)
+    with contextlib.suppress(Exception):  # of odd classes: the failure is told all the same
+        for each in _family(error):
+            BaseException.with_traceback(each, _bare(each.__traceback__))
     return error
 
 
-def _family(error: BaseException) -> Iterator[BaseException]:
+def _family(error: BaseException, but: BaseException | None = None) -> Iterator[BaseException]:
     """Give an error, what it came of, and the members of groups, each once."""
     rest: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen = {id(but)}
     while rest:
         each = rest.pop()
         if each is not None and id(each) not in seen:
@@ -70,25 +77,31 @@ def _bare(trace: TracebackType | None) -> TracebackType | None:
         trace = trace.tb_next
     bare: TracebackType | None = None
     for entry in reversed(entries):
-        bare = TracebackType(bare, _empty(entry), 0, entry.tb_lineno)
+        line = _line_of(entry)
+        bare = TracebackType(bare, _empty(entry.tb_frame, line), 0, line)
     return bare
+
+
+def _line_of(entry: TracebackType) -> int:
+    """Give the line; code that was made by a program may have none."""
+    line: int | None = entry.tb_lineno
+    return max(1, line or entry.tb_frame.f_code.co_firstlineno)
 
 
 def _never_run() -> Iterator[None]:
     yield
 
 
-def _empty(entry: TracebackType) -> FrameType:
-    """Give a frame that looks like that of a traceback where it is shown, at this line.
+def _empty(frame: FrameType, line: int) -> FrameType:
+    """Give a frame that looks like one of a traceback where it is shown, at this line.
 
     Of a generator that does not begin: that of a function that was called keeps its caller's.
     """
-    frame = entry.tb_frame
     code = _never_run.__code__.replace(
         co_filename=frame.f_code.co_filename,
         co_name=frame.f_code.co_name,
         co_qualname=frame.f_code.co_qualname,
-        co_firstlineno=entry.tb_lineno,
+        co_firstlineno=line,
     )
     names = {name: frame.f_globals[name] for name in _SOURCE if name in frame.f_globals}
     empty: FrameType = FunctionType(code, names)().gi_frame

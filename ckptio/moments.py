@@ -273,10 +273,6 @@ class SaveMoments:
             words = "%s failed and nobody waited for it: %s"
             _log.log(level, words, self.what_failed(), described(error))
 
-    def was_told(self) -> None:
-        """The log has its error already."""
-        self._is_told = True
-
     def what_failed(self) -> str:
         """Name what has failed: the save, or the copy of what it has committed."""
         if self.committed.error() is None:

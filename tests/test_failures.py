@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 import weakref
+from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
@@ -76,6 +77,39 @@ def test_a_kept_error_can_be_raised_again() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         raise error
     assert len(lines_of(raised.value)) == num_lines + 2
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Takes no attribute: not even a traceback, where that is set as one."""
+
+
+def test_odd_errors_are_kept_as_well() -> None:
+    """A failure that cannot be told would leave whoever waits for it waiting for ever."""
+    no_lines = compile("raise error", "made", "exec").replace(co_linetable=b"")
+    for error in (FrozenError(), ValueError("x")):
+        with pytest.raises(type(error)) as caught:
+            exec(no_lines, {"error": error})  # noqa: S102  # as a program that makes code
+        for keep in (without_locals, without_frames):
+            assert keep(caught.value) is error
+            traceback.format_exception(error)
+
+
+def test_what_was_handled_already_keeps_its_frames() -> None:
+    """They are those of who handles it, and shows it later."""
+    try:
+        try:
+            fail([])
+        except ValueError as handled:
+            before = lines_of(handled)
+            try:
+                raise KeyError("x")  # noqa: TRY301  # inside
+            except KeyError as error:
+                without_frames(error, handled)
+                assert error.__traceback__ is None
+            raise
+    except ValueError as handled:
+        assert lines_of(handled)[: len(before) - 1] == before[:-1]
 
 
 def test_frames_that_were_let_go_of_are_not_shown() -> None:

@@ -305,6 +305,18 @@ def test_a_copy_that_failed_and_was_made_after_all_fails_no_run(tmp_path: Path, 
         handle.durable.wait()
 
 
+def test_a_copy_that_nobody_makes_any_more_fails_the_run(tmp_path: Path) -> None:
+    """What replaced its checkpoint has a copy nowhere, or elsewhere."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.write_text("in the way")
+    for then in (None, tmp_path / "elsewhere"):
+        with pytest.raises(StorageError), sync.Engine(SMALL, observer=EventLog()) as engine:
+            engine.start_save(STATE, near / "a", then=far / "a", overwrite=True).result()
+            engine.save(STATE, near / "a", then=then and then / "a", overwrite=True)
+            for name in "bc":
+                engine.save(STATE, near / name, then=tmp_path / "good" / name, overwrite=True)
+
+
 def test_a_copy_that_is_still_owed_fails_the_run(tmp_path: Path) -> None:
     """Another one was made since; this one was refused again."""
     near, far = tmp_path / "near", tmp_path / "far"

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import logging
 import threading
-import weakref
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -104,7 +103,6 @@ class Upkeep:
         """Make the copies that are owed, and sweep."""
         second, path = self._second, self._keeper.root.path
         if second is not None:
-            self._context.copies.followers[path] = weakref.WeakMethod(self._tidy_both)  # no circle
             taking = self._engine.submit(lambda _: self._take_up(second, path), f"take up {path}")
             self.passes.append(taking)
         if self._sweep_after_s is not None:
@@ -168,12 +166,8 @@ class Upkeep:
         Not before a step of this run is committed: which one it is about to load, nobody knows.
         """
         await second.take_up(path)
-        await self._tidy_both()
-
-    async def _tidy_both(self) -> None:
-        """Look after both tiers, when copies that were owed have been made."""
-        if self._second is not None and self._last() is not None:
-            await self._tidy(self._second.keeper, is_after_save=True)
+        if self._last() is not None:
+            await self._tidy(second.keeper, is_after_save=True)
             await self._tidy(self._keeper, is_after_save=True)
 
     async def _pass(self, moments: SaveMoments | None) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptio._aio import outlive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 
     from ckptio.engine.tiers import CopyJob
     from ckptio.moments import SaveMoments
@@ -50,7 +50,6 @@ class CopyLine:
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
         unmade: Saves whose copies failed here, by the names of these, while somebody has them.
-        followers: Gives, by directory, what is to be done there when copies were taken up.
         silent: A second tier that was waited for in vain, before a commit: no other commit waits
             for one until it has answered.
     """
@@ -64,7 +63,6 @@ class CopyLine:
         self.unmade: weakref.WeakValueDictionary[tuple[str, str], SaveMoments] = (
             weakref.WeakValueDictionary()
         )
-        self.followers: dict[str, Callable[[], Callable[[], Awaitable[object]] | None]] = {}
         self.silent: Storage | None = None
         self._max_copies = max_copies
         self._num_tickets = 0
@@ -108,15 +106,18 @@ class CopyLine:
         if moments is not None:
             moments.seen()
 
-    def has_replaced(self, name: tuple[str, str], others: Collection[tuple[str, str]]) -> None:
-        """Take note that a checkpoint is where others were, whose copies are owed no more.
+    def has_replaced(self, job: CopyJob, others: Collection[tuple[str, str]]) -> None:
+        """Take note that a copy was made where those of others were to be, which it replaces.
 
         Args:
-            name: The checkpoint.
-            others: Some of `unmade`, of any places, from before it was seen to be there.
+            job: The copy.
+            others: Some of `unmade`, of any places, from before its checkpoint was seen to be
+                there.
         """
         for other in others:
-            if other[0] == name[0] and other != name:
+            moments = self.unmade.get(other)
+            is_same_way = moments is not None and moments.copy_to == job.target.path
+            if is_same_way and other[0] == job.name[0] and other != job.name:
                 self.is_owed_no_more(other)
 
     def part(self, name: tuple[str, str]) -> None:

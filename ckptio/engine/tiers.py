@@ -377,7 +377,7 @@ class _Copy:
         assert attempt is not None  # noqa: S101  # it has sent its files
         try:
             await attempt.commit(self._manifest)
-        except Exception:
+        except BaseException:  # a cancellation that came before, too
             if not attempt.is_published:
                 session.decisive(is_on=False)
             raise

@@ -75,7 +75,8 @@ class Search:
                     return found
                 if found is None:
                     continue
-                trouble = found
+                if trouble is None or loop.time() < self.until_s:  # else it was cut short
+                    trouble = found
             is_news = sight.number > heard and meeting.at_s >= began_s
             end_s = self.until_s
             if is_news:

@@ -6,9 +6,9 @@ ends. So a block needs no checks, and cleans up as it does after any cancellatio
 that was cancelled from outside as well stays cancelled.
 
 How a block ends is always said before its verdict is waited for: nobody waits for a rank
-that waits. The wait ends with the verdict, with the loss of the coordinator, or with a second
-cancellation from outside: who is cancelled once, be it before or meanwhile, has to hear whether
-what was decided is in doubt.
+that waits. The wait ends with the verdict, with the loss of the coordinator, or with a
+cancellation from outside. For a rank that gave a message and has no answer, that is the second
+one: once cancelled, be it before or meanwhile, it has to hear whether what was decided is in doubt.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class RankSession:
             self._tell(None if is_cancel and not is_outside else own)
             if not (own is None or is_cancel or isinstance(own, Exception)):
                 return  # the process is about to end: no time for a verdict
-            is_late = await self._wait(waits_on=not (is_cancel and is_outside))
+            is_late = await self._wait(waits_on=self.is_owed and not (is_cancel and is_outside))
             verdict = self._verdict.result()
         finally:
             self._sessions.leave(self)

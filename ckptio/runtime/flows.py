@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -243,7 +244,7 @@ def load_flow(
         EngineClosedError: The engine is not open, or was left meanwhile.
         RankError: It failed on another rank, or ranks were lost.
     """
-    started = time.perf_counter()
+    started, handled = time.perf_counter(), sys.exception()
     course = Course(core.next_key("load"), path)
     if then is not None:
         course.next_session = course.of("tier")
@@ -268,7 +269,7 @@ def load_flow(
                 yield functools.partial(makes_up_for, second, storage, manifest.save_id, error)
             ):
                 raise
-            without_frames(error)  # which have all that was made to be filled
+            without_frames(error, handled)  # which have all that was made to be filled
             storage = second
             manifest = yield functools.partial(_fetch, storage, course)
             load, nbytes = yield from _read(core, storage, manifest, request, course)

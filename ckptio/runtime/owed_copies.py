@@ -105,7 +105,6 @@ async def _finish(path: str, context: EngineContext) -> str | None:
         _tell(context, path, error)
         raise
     name = storage.identity, save_id
-    copies.has_replaced(name, unmade)
     if not save_id or name in copies.under_way:
         return None
     copies.under_way.add(name)
@@ -122,7 +121,9 @@ async def _finish(path: str, context: EngineContext) -> str | None:
                 sent_nbytes = await copies.stoppable(name, make_copy(job, context, note))
             finally:
                 await shielded(note.release())  # where it was stopped before it could do so
-            made = None if sent_nbytes is None else job.target.path
+            if sent_nbytes is not None:
+                made = job.target.path
+                copies.has_replaced(job, unmade)
         if name in copies.unmade and (made or await _has_no_note(storage, save_id)):
             copies.is_owed_no_more(name)
         return made

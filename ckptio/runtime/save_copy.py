@@ -80,13 +80,7 @@ def _take_up_beside(core: EngineCore, parent: str, context: EngineContext) -> No
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
 
-        async def take_up_and_follow(context: EngineContext) -> None:
-            await take_up(parent, context)
-            follow = copies.followers.get(parent, _nothing)()
-            if follow is not None:
-                await follow()
-
-        core.begin_beside(take_up_and_follow, f"take up copies of {parent}")
+        core.begin_beside(functools.partial(take_up, parent), f"take up copies of {parent}")
 
 
 async def _copied(
@@ -100,7 +94,7 @@ async def _copied(
             await shielded(begins.ended())
             if begins.error() is not None:
                 return _nothing  # the handle says so
-            copies.has_replaced(job.name, list(copies.unmade))  # later saves commit later
+            unmade = list(copies.unmade)  # of earlier saves: later ones commit later
             note = context.notes.take(job.name)  # on rank 0
         except BaseException as error:
             if begins.error() is not None:
@@ -114,8 +108,6 @@ async def _copied(
             raise
         await make_copy(job, context, note)
     except BaseException as error:  # the handle raises it
-        if context.observer is None:
-            moments.was_told()  # by the event, which the log has then
         copies.owing[parent] = False
         copies.unmade[job.name] = moments
         return functools.partial(_fail, moments, without_locals(_cause(job, error)))
@@ -123,6 +115,7 @@ async def _copied(
         copies.part(job.name)
         copies.end(job.ticket or 0)
         await context.notes.let_go(job.name)  # of a save that was not committed
+    copies.has_replaced(job, unmade)
     if parent in copies.owing:  # the second tier is back
         copies.owing[parent] = True
     first = moments.committed.wait(0)

@@ -302,7 +302,7 @@ class ObjectAttempt:
             if not commit.is_sent and self._overwrite:
                 commit.replaced = found  # the condition was out of date
         elif not commit.in_doubt_anyhow:
-            self._published = commit.num_if_absent > 0
+            self._published = commit.in_doubt_if_absent
             lost = CommitConflictError(self._url, in_doubt=self._published)
             self._doubt = lost if lost.in_doubt else None
             raise lost

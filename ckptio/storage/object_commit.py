@@ -33,7 +33,9 @@ class Commit:
         is_sent: The store has said that it was written.
         is_decided: The store has judged the condition in one step with the last write.
         in_doubt: Nobody knows what became of a request.
-        num_if_absent: Nor of so many that take effect only where nothing is.
+        in_doubt_if_absent: Nor of one that takes effect only where nothing is.
+        num_late: So many of those may take effect late. Not those that a store has put off: it
+            asked for fewer of them, and throttles commits every day.
         in_doubt_anyhow: Nor of one that the store carries out whatever is there by then.
     """
 
@@ -43,7 +45,8 @@ class Commit:
     is_sent: bool = False
     is_decided: bool = False
     in_doubt: bool = False
-    num_if_absent: int = 0
+    in_doubt_if_absent: bool = False
+    num_late: int = 0
     in_doubt_anyhow: bool = False
 
     @property
@@ -52,7 +55,7 @@ class Commit:
 
         One of the requests brought it: if none was acknowledged, one of those in doubt.
         """
-        return self.in_doubt_anyhow or self.num_if_absent > (not self.is_sent)
+        return self.in_doubt_anyhow or self.num_late > (not self.is_sent)
 
     def note(self, problem: StoreError | None, conditional: str) -> None:
         """Note how a request ended."""
@@ -62,7 +65,9 @@ class Commit:
         self.is_decided = conditional == "atomic" or (conditional == "create" and absent)
         if isinstance(problem, TransientError):
             self.in_doubt = True
-            self.num_if_absent += self.is_decided and absent
+            is_if_absent = self.is_decided and absent
+            self.in_doubt_if_absent |= is_if_absent
+            self.num_late += is_if_absent and not problem.slow_down
             self.in_doubt_anyhow |= not self.is_decided
 
 

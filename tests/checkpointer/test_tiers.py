@@ -345,21 +345,6 @@ async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path
     assert await steps_in(near) == (5,)
 
 
-async def test_copies_that_were_made_after_all_go_as_the_policy_says(tmp_path: Path) -> None:
-    """They come behind the copy of the step that was saved last, which is what is tidied for."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    async with Checkpointer(near, then=far, keep=KeepLast(1), config=SMALL) as ckpt:
-        far.write_text("not mounted")
-        for step in range(6):
-            with pytest.raises(StorageError):
-                await ckpt.save(state_of(step), step).durable
-        far.unlink()
-        for step in (6, 7):
-            await ckpt.save(state_of(step), step).durable
-    for root in (near, far):
-        assert await steps_in(root) == (7,)
-
-
 async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
     tmp_path: Path, far: str
 ) -> None:

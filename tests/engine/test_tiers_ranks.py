@@ -391,6 +391,34 @@ def test_a_copy_that_is_stopped_in_line_stops_on_all_ranks() -> None:
     run_virtual(scenario(), seed=0)
 
 
+@pytest.mark.parametrize("aborting", [0, 1])
+def test_an_abort_before_a_copy_is_published_leaves_nobody_in_doubt(aborting: int) -> None:
+    """Rank 0 had begun to commit it, and says that it has not got to it."""
+    far = MemoryStorage("far")
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS, far=far) as ranks:
+            place = ranks.engines[0]._core.storage("far")
+            assert isinstance(place, MemoryStorage)
+            place._max_delay_s = 0.5
+
+            async def body(rank: int, engine: Engine) -> None:
+                handle = engine.save(state_of(rank), "memory", then="far")
+                if rank == aborting:
+                    while not any(operation.kind == "commit" for operation in place.operations):
+                        await asyncio.sleep(0.001)
+                    handle.abort()
+                await handle
+                with pytest.raises(SaveAbortedError if rank == aborting else RankError) as caught:
+                    await handle.durable
+                assert not getattr(caught.value, "in_doubt", False)
+
+            await ranks.all(body)
+            assert far.manifest is None
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
     """However many wait in line: their number is not limited, that of meetings is."""
     far = MemoryStorage("far")

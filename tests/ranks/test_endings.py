@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -455,7 +456,7 @@ def test_a_rank_that_is_cancelled_when_it_was_stopped_waits_for_the_verdict() ->
                     await asyncio.sleep(1)
                     raise OSError(5, "no")
                 try:
-                    await asyncio.Event().wait()
+                    await session.round("commit", 1, never)
                 finally:
                     await asyncio.sleep(0 if ranks.rank else 30)
         except asyncio.CancelledError as error:
@@ -472,6 +473,30 @@ def test_a_rank_that_is_cancelled_when_it_was_stopped_waits_for_the_verdict() ->
             outcomes: Any = await world.run(body)
             assert outcomes[3] < 4
             assert min(outcomes[:3]) > 30
+
+    run(scenario())
+
+
+def test_a_rank_that_gave_no_message_is_not_held() -> None:
+    """Nothing that was decided with it can be in doubt: a timeout around it ends its wait."""
+
+    async def body(ranks: Ranks) -> float:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(RankError, TimeoutError):
+            async with asyncio.timeout(1 if ranks.rank == 1 else None), ranks.session("load"):
+                if ranks.rank == 1:
+                    raise OSError(5, "no")
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(30)
+        return loop.time()
+
+    async def scenario() -> None:
+        async with group() as world:
+            outcomes: Any = await world.run(body)
+            assert outcomes[1] < 2
+            assert outcomes[0] > 30
 
     run(scenario())
 

@@ -364,6 +364,25 @@ def test_a_commit_that_cannot_be_looked_for_is_in_doubt(traits: StoreTraits) -> 
     run_virtual(scenario(), seed=0)
 
 
+def test_a_commit_that_was_put_off_leaves_no_mark() -> None:
+    """A store that asks for fewer requests has not begun: nothing comes back."""
+
+    async def scenario() -> None:
+        bucket, left = MemoryBucket(), [1]
+
+        def throttle(request: Operation) -> FaultKind | None:
+            if request.kind == "put" and request.path == MANIFEST and left:
+                left.clear()
+                return "slow_down"
+            return None
+
+        assert await save(bucket, A, 5000, fault=throttle) == "won"
+        assert not left
+        assert bucket.keys == keys_of(A, 5000)
+
+    run_virtual(scenario(), seed=0)
+
+
 @pytest.mark.parametrize("answer", ["deny", "refuse"])
 def test_a_commit_that_was_denied_and_cannot_be_looked_for_is_in_doubt(answer: str) -> None:
     """The denial may be of a second request, which a proxy made of the first one."""
