@@ -13,8 +13,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -197,6 +198,29 @@ async def test_one_call_commits_and_then_copies(tmp_path: Path, url: str) -> Non
     assert_same(found, STATE)
     (event,) = log.of(TierPassedOver)
     assert (event.path, event.to) == (str(tmp_path / "a"), f"{url}/a")
+
+
+async def test_a_load_leaves_what_its_caller_handles_as_it_is(tmp_path: Path) -> None:
+    """A fallback lets go of frames: not of those of an exception that was raised before."""
+    near, far = tmp_path / "near", tmp_path / "far"
+
+    def train() -> NoReturn:
+        raise RuntimeError("the loss is nan")
+
+    def frames_of(error: BaseException) -> list[str]:
+        return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+    async with ckptio.Engine(SMALL, observer=EventLog()) as engine:
+        await engine.save(STATE, near, then=far).durable
+        for file in near.glob("*.safetensors"):
+            file.write_bytes(bytes(file.stat().st_size))
+        try:
+            train()
+        except RuntimeError as error:
+            assert is_same(await engine.load(near, then=far), STATE)
+            assert frames_of(error)[-1] == "train"
+            assert is_same(sync.load(near, then=far), STATE)
+            assert frames_of(error)[-1] == "train"
 
 
 async def test_one_call_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
