@@ -23,10 +23,15 @@ _SOURCE = ("__name__", "__loader__", "__spec__")
 def described(error: BaseException, *, with_notes: bool = True) -> str:
     """Say what kind of error it is, and its text and notes.
 
-    Not its `repr`: that of an `OSError` has no file name, and none has notes.
+    Not its `repr`: that of an `OSError` has no file name, and none has notes. Never raises: an
+    error of somebody else's that cannot be shown is no reason to fail who tells of it.
     """
-    kind, text = type(error).__name__, str(error)
-    notes = getattr(error, "__notes__", ()) if with_notes else ()
+    kind = type(error).__name__
+    try:
+        text = str(error)
+        notes = [str(note) for note in getattr(error, "__notes__", ())] if with_notes else []
+    except Exception:
+        return f"{kind}, which cannot be shown"
     return "; ".join([f"{kind}: {text}" if text else kind, *notes])
 
 

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 import pytest
 
-from ckptio._failures import without_frames, without_locals
+from ckptio._failures import described, without_frames, without_locals
+from ckptio.events import CopyFailed, SaveFailed, notify
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 
@@ -93,6 +94,32 @@ def test_odd_errors_are_kept_as_well() -> None:
         for keep in (without_locals, without_frames):
             assert keep(caught.value) is error
             traceback.format_exception(error)
+
+
+class DumbError(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_is_described_by_its_kind_its_text_and_its_notes() -> None:
+    """With the file; and by its kind alone, if it cannot be shown."""
+    error = FileNotFoundError(2, "no such file", "/a")
+    error.add_note("save again")
+    assert described(error) == "FileNotFoundError: [Errno 2] no such file: '/a'; save again"
+    assert described(error, with_notes=False).endswith("'/a'")
+    assert described(KeyError()) == "KeyError"
+    assert described(DumbError()) == "DumbError, which cannot be shown"
+
+
+def test_an_event_with_an_error_that_cannot_be_shown_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a thread of the engine's: whatever it raised would be the save's failure."""
+    notify(None, SaveFailed(path="p", save_id="1", error=DumbError()))
+    notify(None, CopyFailed(path="p", to="q", save_id="1", error=DumbError()))
+    assert "error=DumbError, which cannot be shown" in caplog.text
 
 
 def test_what_was_handled_already_keeps_its_frames() -> None:

@@ -79,7 +79,6 @@ def _take_up_beside(core: EngineCore, parent: str, context: EngineContext) -> No
     if parent and (parent not in copies.seen or copies.owing.get(parent)):
         copies.seen.add(parent)
         copies.owing.pop(parent, None)
-
         core.begin_beside(functools.partial(take_up, parent), f"take up copies of {parent}")
 
 
