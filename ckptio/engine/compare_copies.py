@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
     from ckptio.format.manifest import Manifest
-    from ckptio.plan.load import Piece
+    from ckptio.plan.load import BlockPieces
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.streams import Memory, Source
@@ -95,23 +95,23 @@ class CopyDigests:
         return False
 
     def scatter(
-        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
+        self, blocks: Sequence[BlockPieces], memory: Memory, pending: list[PendingCopies]
     ) -> None:
-        """Digest the pieces of a verified block. Blocks; thread-safe.
+        """Digest the pieces of verified blocks. Blocks; thread-safe.
 
         Args:
-            pieces: As `plan.load.ReadSegment` has them.
-            memory: Holds the block.
-            start: Where the block starts in it.
+            blocks: Where each starts in the memory, and its pieces.
+            memory: Holds the blocks.
             pending: Takes nothing here.
         """
         del pending
-        for position, destination, _, nbytes, rows in pieces:
-            assert rows is None  # noqa: S101  # nothing of `wanted` has several
-            begin = start + position
-            with memory.view[begin : begin + nbytes] as data:
-                digest = hashlib.blake2b(data, digest_size=_DIGEST_NBYTES)
-            self._digests[destination] = digest.digest()
+        for start, pieces in blocks:
+            for position, destination, _, nbytes, rows in pieces:
+                assert rows is None  # noqa: S101  # nothing of `wanted` has several
+                begin = start + position
+                with memory.view[begin : begin + nbytes] as data:
+                    digest = hashlib.blake2b(data, digest_size=_DIGEST_NBYTES)
+                self._digests[destination] = digest.digest()
 
     def differences(self) -> list[tuple[Pair, int, int]]:
         """Give each pair that differs, with the range of its first piece that does.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
-    from ckptio.plan.load import Piece, ReadSegment
+    from ckptio.plan.load import BlockPieces, ReadSegment
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
@@ -42,9 +42,9 @@ class Target(Protocol):
         ...
 
     def scatter(
-        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
+        self, blocks: Sequence[BlockPieces], memory: Memory, pending: list[PendingCopies]
     ) -> None:
-        """Take the pieces of a block that starts at `start` of some memory. Blocks; thread-safe."""
+        """Take the pieces of blocks that some memory holds. Blocks; thread-safe."""
         ...
 
 
@@ -208,6 +208,7 @@ class _Work:
         self._reading = reading
         self._pending = pending
         self._damage: list[CorruptionError] = []
+        self._verified: list[BlockPieces] = []
         self._num_done = 0
         self._wants_all = repeats or reading.on_damage is not None
 
@@ -236,6 +237,7 @@ class _Work:
             at = index * block if is_spread else 0
             self._do(index, memory, source, at)
             self._num_done += 1
+        self._land(memory)
         return self._damage
 
     def check_some(self, memory: Memory, indices: Sequence[int]) -> list[CorruptionError]:
@@ -244,6 +246,7 @@ class _Work:
             if self._is_over:
                 break
             self._do(index, memory, None, index * self._reading.manifest.block_nbytes)
+        self._land(memory)
         return self._damage
 
     def check_lent(self, lent: Lent) -> None:
@@ -259,8 +262,15 @@ class _Work:
             if self._is_over:
                 return
 
+    def _land(self, memory: Memory) -> None:
+        """Land what was verified. A device is told of all blocks of a slab at once."""
+        target, verified = self._reading.target, self._verified
+        if target is not None and verified:
+            self._verified = []
+            target.scatter(verified, memory, self._pending)
+
     def _do(self, index: int, memory: Memory, source: Source | None, at: int) -> None:
-        """Read a block, if there is a source, verify it, and land it."""
+        """Read a block, if there is a source, verify it, and land it, or leave it to be landed."""
         segment, reading = self._segment, self._reading
         block, target = reading.manifest.block_nbytes, reading.target
         nbytes = min(block, segment.nbytes - index * block)
@@ -286,7 +296,9 @@ class _Work:
             problem = f"checksum {found:08x} instead of {expected:08x}"
             self._damage.append(_damage(problem, reading, segment.file, start, nbytes))
         elif target is not None:
-            target.scatter(segment.pieces[index], memory, at, self._pending)
+            self._verified.append((at, segment.pieces[index]))
+            if not reading.holds_slabs:
+                self._land(memory)
 
 
 def _damage(problem: str, reading: Reading, file: int, start: int, nbytes: int) -> CorruptionError:

@@ -26,6 +26,8 @@ Rows = tuple[int, int, int]
 #: Offset in the block, destination, offset in its row-major bytes, bytes, and `None`; or, of
 #: the first of some rows, the same, and the rows.
 Piece = tuple[int, int, int, int, Rows | None]
+#: Where a block starts in the memory that holds it, and its pieces.
+BlockPieces = tuple[int, tuple[Piece, ...]]
 
 
 class Wanted(NamedTuple):

@@ -36,7 +36,7 @@ from ckptio.runtime.run_save import run_alone, saved, stop_alone
 from ckptio.runtime.running import Running
 from ckptio.runtime.save_copy import begin_copy
 from ckptio.runtime.second_tier import look_for_other, second_tier
-from ckptio.runtime.streams import caller_streams
+from ckptio.runtime.streams import caller_streams, devices_of
 from ckptio.staging.copy import SourceState, TargetState
 from ckptio.state.flatten import flatten
 from ckptio.storage.resolve import require_order
@@ -174,7 +174,7 @@ def _take_apart(
     storage = core.storage(path)
     target = second_tier(core, storage, then)
     flat = flatten(state, ranks.rank if ranks.world_size > 1 else None)
-    streams = caller_streams(flat.unseen, core, saving=True)
+    streams = caller_streams(flat.devices, core, saving=True)
     moments = SaveMoments(
         storage.path,
         save_id_of(ranks.nonce, key),
@@ -360,6 +360,6 @@ def _prepare(
     )
     destinations = restoration.destinations()
     others = [each.tensor for each in destinations if each.address is None]
-    streams = caller_streams(others, core, saving=False)
+    streams = caller_streams(devices_of(others), core, saving=False)
     reading.target = TargetState(destinations, streams)
     return _Load(restoration, reading, reading.target, wanted, whole)

@@ -13,7 +13,7 @@ from ckptio.errors import ConfigError, TargetError, shown
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
-from ckptio.runtime.streams import caller_streams
+from ckptio.runtime.streams import caller_streams, devices_of
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import device_of, empty, torch_dtype, view_of
 from ckptio.state.references import check_view
@@ -63,9 +63,8 @@ def slice_flow(
         stored, extent = torch_dtype(part.node["d"]), (part.num_elements,)
     plan = plan_load(manifest, wanted, core.config)
     result = empty(extent, stored, device_of(device), name)
-    target = TargetState(
-        [Destination(result, stored)], caller_streams([result], core, saving=False)
-    )
+    streams = caller_streams(devices_of([result]), core, saving=False)
+    target = TargetState([Destination(result, stored)], streams)
     reading.target = target
     yield lambda context: read_plan(plan, reading, context)
     target.mark_written()

@@ -9,27 +9,31 @@ import torch
 from ckptio.errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from ckptio.runtime.core import EngineCore
     from ckptio.staging.cuda import CallerStreams
 
 
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """Give the CUDA devices that tensors are on."""
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
 def caller_streams(
-    tensors: Iterable[torch.Tensor], core: EngineCore, *, saving: bool
+    devices: Collection[torch.device], core: EngineCore, *, saving: bool
 ) -> CallerStreams | None:
     """Record on the caller's current streams what copies have to come after.
 
     Args:
-        tensors: What is copied from or to.
-        core: The engine; its pool is pinned from the first CUDA tensor on.
+        devices: CUDA devices that are copied from or to.
+        core: The engine; its pool is pinned from the first of them on.
         saving: The direction; each has side streams of its own.
 
     Raises:
         StateError: A CUDA graph is being captured: what is recorded now happens at its replay.
             Or a device has failed, or the parent's tensors are to be copied in a forked child.
     """
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
         return None
     from ckptio.staging.cuda import CallerStreams  # noqa: PLC0415  # only where there is CUDA

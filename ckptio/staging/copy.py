@@ -17,6 +17,7 @@ from ckptio.staging.memory import (
     address_of,
     bits_of,
     boxes,
+    far_address_of,
     is_physical,
     window,
 )
@@ -27,9 +28,10 @@ from ckptio.staging.watch import SourceWatch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptio.plan.load import Piece, Rows
+    from ckptio.plan.load import BlockPieces, Rows
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
+    from ckptio.staging.moves import Move
     from ckptio.staging.pool import Slab
     from ckptio.staging.watch import FlatPiece, Known
     from ckptio.storage.streams import Memory
@@ -75,7 +77,10 @@ class SourceState:
         slab.view[: len(segment.header)] = segment.header
         watch = self.watch
         addresses, pointers, tensors = watch.addresses, watch.pointers, watch.tensors
+        devices = watch.devices if slab.pinned else {}
         moves, slow = [], []
+        far: dict[torch.device, list[Move]] = {}
+        in_far: list[FlatPiece] = []
         for piece in segment.pieces:
             position, leaf, offset, nbytes = piece
             address = addresses[leaf]
@@ -83,10 +88,16 @@ class SourceState:
                 watch.moved = leaf
             elif address:
                 moves.append((base + position, address + offset, nbytes))
+            elif leaf in devices:
+                in_far.append(piece)
+                way = base + position, pointers[leaf] + offset, nbytes
+                far.setdefault(devices[leaf], []).append(way)
             else:
                 slow.append(piece)
         move_all(moves)
         watch.sample(segment.pieces, base)
+        if far and not self._far().copy_memory(far, pending):
+            slow += in_far
         if slow:
             self._gather_slow(slow, slab, pending)
 
@@ -97,7 +108,9 @@ class SourceState:
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, leaf, offset, nbytes in pieces:
             tensor = bits_of(self.watch.tensors[leaf])
-            if (tuple(tensor.shape), tensor.stride()) != self.watch.layouts[leaf]:
+            layout = self.watch.layouts.get(leaf)  # of others any is as good that is contiguous
+            is_there = tensor.is_contiguous() if layout is None else _layout_of(tensor) == layout
+            if not is_there:
                 self.watch.moved = leaf
                 continue
             flat = window(slab, position, nbytes, tensor.dtype)
@@ -107,8 +120,11 @@ class SourceState:
                 else:
                     target.copy_(source)
         if on_device:
-            assert self._streams is not None  # noqa: S101  # made for just these devices
-            pending.append(self._streams.copy(on_device))
+            self._far().copy_views(on_device, pending)
+
+    def _far(self) -> CallerStreams:
+        assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
+        return self._streams
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -148,6 +164,14 @@ class TargetState:
                 pointer = each.tensor.data_ptr()
             self._addresses.append(address)
             self._pointers.append(pointer)
+        #: By number: where a tensor is that one copy by a device fills.
+        self._devices = {
+            number: each.tensor.device
+            for number, each in enumerate(destinations)
+            if not self._addresses[number]
+            and each.tensor.dtype == each.dtype
+            and far_address_of(each.tensor)
+        }
         self._streams = streams
         self._moved: int | None = None
         self.count_write()
@@ -158,33 +182,44 @@ class TargetState:
         return self._streams is not None
 
     def scatter(
-        self, pieces: Sequence[Piece], memory: Memory, start: int, pending: list[PendingCopies]
+        self, blocks: Sequence[BlockPieces], memory: Memory, pending: list[PendingCopies]
     ) -> None:
-        """Copy the pieces of a verified block where they belong. Blocks; thread-safe.
+        """Copy the pieces of verified blocks where they belong. Blocks; thread-safe.
 
         Nothing is written to a target that was moved: its old memory may be another's by now.
         `mark_written` tells of it.
 
         Args:
-            pieces: As `plan.load.ReadSegment` has them.
-            memory: Holds the block.
-            start: Where the block starts in it.
+            blocks: Where each starts in the memory, and its pieces as `plan.load.ReadSegment`
+                has them.
+            memory: Holds the blocks.
             pending: Takes what devices still have to read from it.
         """
-        base = memory.address + start
         addresses, pointers, tensors = self._addresses, self._pointers, self._tensors
+        devices = self._devices if memory.pinned else {}
         moves, slow = [], []
-        for position, index, offset, nbytes, rows in pieces:
-            address = addresses[index]
-            if tensors[index].data_ptr() != pointers[index]:
-                self._moved = index
-            elif not address:
-                slow += _rows(start + position, index, offset, nbytes, rows)
-            elif rows is None:
-                moves.append((address + offset, base + position, nbytes))
-            else:
-                move_rows(address + offset, base + position, nbytes, rows)
+        far: dict[torch.device, list[Move]] = {}
+        in_far: list[FlatPiece] = []
+        for start, pieces in blocks:
+            base = memory.address + start
+            for position, index, offset, nbytes, rows in pieces:
+                address = addresses[index]
+                if tensors[index].data_ptr() != pointers[index]:
+                    self._moved = index
+                elif index in devices:
+                    ways = far.setdefault(devices[index], [])
+                    for piece in _rows(start + position, index, offset, nbytes, rows):
+                        in_far.append(piece)
+                        ways.append((pointers[index] + piece[2], memory.address + piece[0], nbytes))
+                elif not address:
+                    slow += _rows(start + position, index, offset, nbytes, rows)
+                elif rows is None:
+                    moves.append((address + offset, base + position, nbytes))
+                else:
+                    move_rows(address + offset, base + position, nbytes, rows)
         move_all(moves)
+        if far and not self._far().copy_memory(far, pending):
+            slow += in_far
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
             with torch.inference_mode(), alone():
@@ -208,8 +243,11 @@ class TargetState:
                 else:
                     target.copy_(source)
         if on_device:
-            assert self._streams is not None  # noqa: S101  # made for just these devices
-            pending.append(self._streams.copy(on_device))
+            self._far().copy_views(on_device, pending)
+
+    def _far(self) -> CallerStreams:
+        assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
+        return self._streams
 
     def count_write(self) -> None:
         """Tell autograd that the tensors change, before the first byte, and after the last.
@@ -232,6 +270,10 @@ class TargetState:
                 " some are and some are not: load again, and share or convert tensors afterwards"
             )
         self.count_write()
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tensor.stride()
 
 
 def _rows(

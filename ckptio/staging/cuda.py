@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from ckptio.errors import StateError
+from ckptio.staging.batches import copy_together
 from ckptio.staging.pool import CopiesLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ckptio.staging.moves import Move
 
 
 class PendingCopies:
@@ -44,7 +47,7 @@ class PendingCopies:
         failure: RuntimeError | None = None
         for device, event in self._events:
             try:
-                with torch.cuda.device(device), beside_captures():  # see `CallerStreams.copy`
+                with torch.cuda.device(device), beside_captures():  # see `CallerStreams._queue`
                     event.synchronize()
             except RuntimeError as error:
                 failure = failure or error
@@ -98,45 +101,81 @@ class CallerStreams:
             event.record(torch.cuda.current_stream(device))
             self._ready[device] = event
 
-    def copy(
-        self, pairs: Mapping[torch.device, Sequence[tuple[torch.Tensor, torch.Tensor]]]
-    ) -> PendingCopies:
-        """Queue copies, target and source each, on the side streams. Does not wait for them.
+    def copy_views(
+        self,
+        pairs: Mapping[torch.device, Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        pending: list[PendingCopies],
+    ) -> None:
+        """Queue copies on the side streams. Does not wait for them.
 
         If one cannot be queued, those before it are waited for: nobody else knows of them.
+
+        Args:
+            pairs: Target and source of each, by the device that one of them is on.
+            pending: Takes them.
 
         Raises:
             StateError: A device has failed, or has no memory left.
         """
+
+        def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
+            with torch.cuda.stream(stream):
+                for target, source in pairs[device]:
+                    # torch conjugates and negates on the host, before the copy arrives
+                    physical = source.resolve_conj().resolve_neg()
+                    target.copy_(physical, non_blocking=True)
+            return True
+
+        self._queue(pairs, queue, pending)
+
+    def copy_memory(
+        self, moves: Mapping[torch.device, Sequence[Move]], pending: list[PendingCopies]
+    ) -> bool:
+        """Queue copies from address to address, as `copy_views`, of memory that is pinned.
+
+        Returns:
+            Whether all are queued. If not, all of them are left to `copy_views`.
+
+        Raises:
+            StateError: A device has failed.
+        """
+
+        def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
+            return copy_together(moves[device], stream.cuda_stream)
+
+        return self._queue(moves, queue, pending)
+
+    def _queue(
+        self,
+        devices: Iterable[torch.device],
+        queue: Callable[[torch.device, torch.cuda.Stream], bool],
+        pending: list[PendingCopies],
+    ) -> bool:
+        """Call `queue` with each device and its side stream, behind the caller's stream there."""
         events: list[tuple[torch.device, torch.cuda.Event]] = []
+        is_whole = True
         try:
-            for device, copies in pairs.items():
+            for device in devices:
                 stream = self._side.of(device)
-                with self._on(device, stream):
+                # the device first: a thread that never chose one is on the first, and leaving
+                # a stream would go back there and make a context on it, on every rank
+                with torch.cuda.device(device), beside_captures():
                     event = torch.cuda.Event(blocking=True)  # waiting for it burns no core
                     stream.wait_event(self._ready[device])
                     try:
-                        for target, source in copies:
-                            # torch conjugates and negates on the host, before the copy arrives
-                            physical = source.resolve_conj().resolve_neg()
-                            target.copy_(physical, non_blocking=True)
+                        is_whole &= queue(device, stream)
                     finally:
-                        _record(event, stream)
+                        with self._lock:  # what is recorded last is the last one here
+                            _record(event, stream)
+                            self._last[device] = event
                         events.append((device, event))
-                    self._last[device] = event
         except BaseException as error:
             PendingCopies(events).wait()
             if isinstance(error, RuntimeError):
                 raise StateError(f"cannot copy from or to a device: {error}") from error
             raise
-        return PendingCopies(events)
-
-    @contextlib.contextmanager
-    def _on(self, device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
-        # the device first: a thread that never chose one is on the first, and leaving
-        # a stream would go back there and make a context on it, on every rank
-        with self._lock, torch.cuda.device(device), torch.cuda.stream(stream), beside_captures():
-            yield
+        pending.append(PendingCopies(events))
+        return is_whole
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for every copy queued so far."""

@@ -28,6 +28,13 @@ def address_of(tensor: torch.Tensor) -> int:
     return 0
 
 
+def far_address_of(tensor: torch.Tensor) -> int:
+    """Give the address of a tensor that one copy by a device moves, 0 for any other."""
+    if tensor.is_cuda and tensor.is_contiguous() and is_physical(tensor):
+        return tensor.data_ptr()
+    return 0
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's elements as integers, so that copies keep every bit.
 

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from typing import TYPE_CHECKING, Protocol
 
-from ckptio.staging.memory import address_of
+from ckptio.staging.memory import address_of, far_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ _NUM_AT_CALL = 64
 
 
 class Known(Protocol):
-    """What is known of a tensor of the host that one memmove copies."""
+    """What is known of a tensor that one memmove copies, or a device's copy."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -36,6 +36,11 @@ class Known(Protocol):
     @property
     def storage(self) -> torch.UntypedStorage:
         """Its memory."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """The CUDA device that has it; `None` for memory of the host."""
         ...
 
 
@@ -63,7 +68,8 @@ class SourceWatch:
         tensors: Those; none once they are referred to no more.
         addresses: By number: from where one memmove copies, 0 where none can.
         pointers: By number: where the tensor is.
-        layouts: Shape and strides of each that one memmove cannot copy.
+        devices: The CUDA device of each from whose `pointers` that copies.
+        layouts: Shape and strides of each other.
         moved: One that was found elsewhere, or in another shape, and so was not copied.
     """
 
@@ -72,15 +78,25 @@ class SourceWatch:
         self.addresses: list[int] = []
         self.pointers: list[int] = []
         self.layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.devices: dict[int, torch.device] = {}
         self.moved: int | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._versions: list[int] = []
-        for tensor, one in zip(tensors, known or itertools.repeat(None), strict=bool(known)):
-            address = address_of(tensor) if one is None else one.span[0]
-            if not address:
-                self.layouts[len(self.addresses)] = tuple(tensor.shape), tensor.stride()
+        pairs = zip(tensors, known or itertools.repeat(None), strict=bool(known))
+        for number, (tensor, one) in enumerate(pairs):
+            if one is None:
+                pointer = tensor.data_ptr()
+                address = address_of(tensor)
+                device = tensor.device if far_address_of(tensor) else None
+                if not address and device is None:
+                    self.layouts[number] = tuple(tensor.shape), tensor.stride()
+            else:
+                pointer, device = one.span[0], one.device
+                address = pointer if device is None else 0
+            if device is not None:
+                self.devices[number] = device
             self.addresses.append(address)
-            self.pointers.append(tensor.data_ptr() if one is None else one.span[0])
+            self.pointers.append(pointer)
             self._storages.append(tensor.untyped_storage() if one is None else one.storage)
             self._versions.append(_version_of(tensor) if one is None else one.version)
         #: Tensor, address and bytes of some of what is there now, and of what was copied.
@@ -173,7 +189,7 @@ class SourceWatch:
     def drop(self) -> None:
         """Refer to the tensors no more: all of them are copied, or nothing more will be."""
         self.tensors = ()
-        for held in (self._storages, self.addresses, self.pointers, self._samples):
+        for held in (self._storages, self.addresses, self.pointers, self.devices, self._samples):
             held.clear()
         self._versions = []
 

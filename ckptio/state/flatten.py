@@ -96,10 +96,11 @@ class FlatState:
         return sum(spec.nbytes for spec in self.specs)
 
     @property
-    def unseen(self) -> list[torch.Tensor]:
-        """Those of `sources` that nothing is known of: those of devices are among them."""
+    def devices(self) -> set[torch.device]:
+        """CUDA devices that have some of `sources`."""
         pairs = zip(self.sources, self.looks, strict=True)
-        return [tensor for tensor, look in pairs if look is None]
+        devices = {s.device if look is None else look.device for s, look in pairs}
+        return {each for each in devices if each is not None and each.type == "cuda"}
 
     def without_sources(self) -> FlatState:
         """Give the same without what refers to the caller's memory."""

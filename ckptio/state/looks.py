@@ -20,7 +20,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Look(msgspec.Struct, frozen=True, gc=False):
-    """A tensor that one memmove copies, as it was when it was looked at.
+    """A tensor that one memmove copies, or a device's copy, as it was when it was looked at.
 
     Attributes:
         dtype: Its element type, as manifests name it.
@@ -28,6 +28,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
         span: First byte of its memory, and the end of it.
         version: How often it was written to, as far as autograd knows.
         storage: Keeps the memory, wherever the tensor is moved, unless it is resized itself.
+        device: The CUDA device that has it; `None` for memory of the host.
     """
 
     dtype: str
@@ -35,6 +36,7 @@ class Look(msgspec.Struct, frozen=True, gc=False):
     span: tuple[int, int]
     version: int
     storage: torch.UntypedStorage
+    device: torch.device | None = None
 
     def __repr__(self) -> str:
         """Say what it is of; the storage's own has every byte of it."""
@@ -74,20 +76,21 @@ class Occurrence(msgspec.Struct, eq=False, gc=False):
 
 
 def plain_memory(
-    tensor: torch.Tensor,
+    tensor: torch.Tensor, *, far: bool = False
 ) -> tuple[torch.Size, int, tuple[int, int], torch.UntypedStorage] | None:
     """Ask all of a tensor that one memmove copies: shape, version, span and storage.
 
-    `None` for others, which are looked at more closely: on a device, with gaps or in another order,
-    of a class of their own, made in inference mode, or whose memory does not hold the values
-    themselves. See `Look` for what is given.
+    `None` for others, which are looked at more closely: on a device (unless `far`: then a copy of
+    the device's does it), with gaps or in another order, of a class of their own, made in
+    inference mode, or whose memory does not hold the values themselves. See `Look` for what is
+    given.
     """
-    if type(tensor) not in PLAIN_TENSORS:
+    if type(tensor) not in PLAIN_TENSORS or not (tensor.is_cpu or (far and tensor.is_cuda)):
         return None
     try:
         # a nested tensor has no shape, one of inference mode no version
         shape, version = tensor.shape, tensor._version  # noqa: SLF001  # the one way
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()  # of the strided alone
         start, nbytes = tensor.data_ptr(), tensor.nbytes
@@ -101,11 +104,12 @@ def plain_memory(
 
 def look_at(tensor: torch.Tensor) -> Look | None:
     """Look at a tensor; `None` if it is not plain, or of elements that are not stored."""
-    found = plain_memory(tensor)
+    found = plain_memory(tensor, far=True)
     if found is None or (dtype := DTYPE_NAMES.get(tensor.dtype)) is None:
         return None
     shape, version, span, storage = found
-    return Look(dtype, tuple(shape), span, version, storage)
+    device = None if tensor.is_cpu else tensor.device
+    return Look(dtype, tuple(shape), span, version, storage, device)
 
 
 def order_of(tensor: torch.Tensor) -> list[int]:

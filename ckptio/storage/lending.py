@@ -50,10 +50,11 @@ class _Pages:
         is_held: Whether it is still lent.
     """
 
-    __slots__ = ("_map", "address", "is_held", "view")
+    __slots__ = ("_map", "address", "is_held", "pinned", "view")
 
     def __init__(self, pages: mmap.mmap, start: int, is_held: Callable[[], bool]) -> None:
         self._map = pages
+        self.pinned = False
         self.is_held = is_held
         self.view = memoryview(pages)[start:]
         self.address = linux.address_in(pages, start)

@@ -21,10 +21,12 @@ class Memory(Protocol):
     Attributes:
         view: They.
         address: Where they start; a multiple of 64.
+        pinned: Whether a device can copy from and to them while the host goes on.
     """
 
     view: memoryview
     address: int
+    pinned: bool
 
 
 class Lent(Memory, Protocol):

@@ -66,9 +66,9 @@ class Device:
             pending.append(self.told(lambda: put(slab, data)))
 
         def scatter_later(
-            target: TargetState, pieces: Any, memory: Slab, start: int, pending: list[Any]
+            target: TargetState, blocks: Any, memory: Slab, pending: list[Any]
         ) -> None:
-            pending.append(self.told(lambda: scatter(target, pieces, memory, start, [])))
+            pending.append(self.told(lambda: scatter(target, blocks, memory, [])))
 
         monkeypatch.setattr(SourceState, "gather", gather_later)
         monkeypatch.setattr(TargetState, "scatter", scatter_later)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,12 +17,15 @@ from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import MiB
 from ckptio.errors import ConfigError, SaveAbortedError, StateError
 from ckptio.events import Event, PinningRefused
+from ckptio.staging import batches, cuda
 from ckptio.staging.cuda import HostRegistration
 from tests.rig import assert_same, assert_tidy, config_with, names_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from ckptio.staging.moves import Move
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +67,46 @@ def on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
+@pytest.fixture(params=["together", "one by one", "in doubt"])
+def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How copies are told to the driver; "in doubt" once together, and then once more."""
+    calls = Counter[str]()
+
+    def tell(moves: Sequence[Move], stream: int) -> bool:
+        is_told = request.param != "one by one" and batches.copy_together(moves, stream)
+        calls["calls"] += 1
+        calls["told"] += is_told * len(moves)
+        return is_told and request.param == "together"
+
+    monkeypatch.setattr(cuda, "copy_together", tell)
+    if request.param != "one by one" and not can_tell_together():
+        pytest.skip("needs a driver with cuMemcpyBatchAsync (CUDA 12.8)")
+    yield calls
+    assert calls["calls"]
+    assert (calls["told"] > 0) == (request.param != "one by one")
+
+
+def can_tell_together() -> bool:
+    """Whether the driver takes many copies in one call."""
+    torch.cuda.init()
+    return batches._batch_call() is not None
+
+
+async def test_small_tensors_are_told_to_the_driver_by_the_slab(
+    tmp_path: Path, told: Counter[str]
+) -> None:
+    """Not each on its own, nor by the block, in either direction."""
+    state = {f"t{i}": torch.randn(1000, device="cuda") for i in range(600)}  # 2.4 MB, in 3 slabs
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save(state, tmp_path / "c")
+        assert told["calls"] <= 4
+        await engine.load(tmp_path / "c", into=target)
+        assert told["calls"] <= 8
+    assert_same(on_cpu(target), on_cpu(state))
+
+
+@pytest.mark.usefixtures("told")
 async def test_a_cuda_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Contiguous tensors of every kind, larger than the pool together, with the CPU's beside."""
     state = {
@@ -110,6 +154,7 @@ async def test_any_layout_on_the_device_is_saved_and_filled(tmp_path: Path, layo
             assert torch.equal(outside, untouched)
 
 
+@pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("wait", ["fence", "staged"])
 @pytest.mark.parametrize("nbytes", [3 * MiB, 30 * MiB], ids=["in the pool", "in waves"])
 async def test_the_source_may_change_after_the_fence_or_staged(
@@ -205,6 +250,7 @@ async def test_devices_are_those_that_the_runtime_knows(
         assert_same(on_cpu(await engine.load(tmp_path / "c", device="cuda")), on_cpu(state))
 
 
+@pytest.mark.usefixtures("told")
 async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
     """Same tensors, same memory; what the stream does next sees the new values."""
     state = random_on("cuda", 20 * MiB, 5, seed=1)

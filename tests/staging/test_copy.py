@@ -126,7 +126,7 @@ def land(data: bytes, target: torch.Tensor, dtype: torch.dtype, cuts: Sequence[i
         block = 4096 if start else 0
         slab.view[block : block + stop - start] = data[start:stop]
         pending: list[PendingCopies] = []
-        state.scatter(((0, 0, start, stop - start, None),), slab, block, pending)
+        state.scatter([(block, ((0, 0, start, stop - start, None),))], slab, pending)
         assert pending == []
     state.mark_written()
 
@@ -145,7 +145,7 @@ def test_rows_land_at_once(layout: str, nbytes: int, count: int, gaps: tuple[int
     slab = Slab(4096)
     data = torch.randint(0, 255, (count, step), dtype=torch.uint8)
     slab.view[5 : 5 + data.numel()] = data.numpy().tobytes()
-    state.scatter(((5, 0, 0, nbytes, (count, step, stride)),), slab, 0, [])
+    state.scatter([(0, ((5, 0, 0, nbytes, (count, step, stride)),))], slab, [])
     assert torch.equal(target[:, :nbytes], data[:, :nbytes])
     assert bool((target[:, nbytes:] == 255).all())
 

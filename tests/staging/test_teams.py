@@ -44,7 +44,7 @@ def test_a_thread_that_converts_begins_no_others(stride: int) -> None:
 
     def scatter() -> int:
         before = num_threads()
-        state.scatter([(0, 0, 0, SLAB, None)], slab, 0, [])
+        state.scatter([(0, ((0, 0, 0, SLAB, None),))], slab, [])
         return num_threads() - before
 
     with ThreadPoolExecutor(1) as executor:

@@ -220,6 +220,7 @@ class Lending:
         self.data = data
         self.reads: list[int] = []
         self.is_cached = True
+        self.pinned = False
         self._num_left = num_blocks
         self._room = bytearray(data)
         self._keep = ctypes.c_char.from_buffer(self._room)
@@ -256,12 +257,12 @@ class Target:
         self.data = bytearray(nbytes)
         self.addresses: list[int] = []
 
-    def scatter(self, pieces: Any, memory: Memory, start: int, pending: Any) -> None:
-        """Take a block; its only piece is its place."""
+    def scatter(self, blocks: Any, memory: Memory, pending: Any) -> None:
+        """Take blocks; the only piece of each is its place."""
         del pending
-        ((place, nbytes),) = pieces
-        self.addresses.append(memory.address + start)
-        self.data[place : place + nbytes] = ctypes.string_at(memory.address + start, nbytes)
+        for start, ((place, nbytes),) in blocks:
+            self.addresses.append(memory.address + start)
+            self.data[place : place + nbytes] = ctypes.string_at(memory.address + start, nbytes)
 
 
 def land(

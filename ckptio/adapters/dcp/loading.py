@@ -34,7 +34,7 @@ from ckptio.engine.regions import want_region
 from ckptio.errors import FormatError, TargetError
 from ckptio.layout import Box, batches
 from ckptio.plan.load import plan_load
-from ckptio.runtime.streams import caller_streams
+from ckptio.runtime.streams import caller_streams, devices_of
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
 from ckptio.state.tree import indices_in
@@ -152,7 +152,7 @@ class RankLoad:
 
     def _read(self, wanted: Sequence[Wanted], destinations: Sequence[Destination]) -> None:
         tensors = [destination.tensor for destination in destinations]
-        streams = caller_streams(tensors, self._core, saving=False)
+        streams = caller_streams(devices_of(tensors), self._core, saving=False)
         target = TargetState(destinations, streams)
         reading = Reading(
             self._storage, self._opened.manifest, target=target, num_tensors=len(destinations)

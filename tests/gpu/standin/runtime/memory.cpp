@@ -33,6 +33,11 @@ API void* standin_bytes(const void* pointer) {
   return range ? range->bytes + (at - range->base) : at;
 }
 
+API int standin_is_on_device(const void* pointer) {
+  std::lock_guard lock(world().mutex);
+  return find(world().device_memory, pointer) != nullptr;
+}
+
 // With the lock.
 static void require_landed(const Range& range, const char* what) {
   for (auto& [base, nbytes] : world().in_flight)
