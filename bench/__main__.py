@@ -84,6 +84,9 @@ def _run(case: Case, options: argparse.Namespace, directory: str, clock: Clock) 
         return False
     for group in bench.groups:
         print_group(group)
+    if not any(row.values for group in bench.groups for row in group.rows):
+        say(f"{case.name}: nothing was measured, and what is recorded stays")
+        return True
     machine = describe_machine(directory)
     record = case_record(case, bench, machine, peers=describe_peers(), code=describe_code())
     write_record(record, options.out)

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported
 from torch.distributed.checkpoint import _async_process_executor as dcp_process
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import (
+    AsyncStager,
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+)
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
@@ -58,17 +63,19 @@ class DcpAsync:
         stager: Reused from save to save, and closed by the caller. If not given, DCP makes
             one per save, and takes the default writer.
         is_process: Whether another process writes; calls are made in a `lone_group` then.
+        how: What else there is to say of how it stages.
     """
 
     peer: DcpPeer
-    stager: DefaultStager | None = None
+    stager: AsyncStager | None = None
     is_process: bool = False
+    how: str = ""
 
     @property
     def name(self) -> str:
         """Its settings."""
         settings = self.peer.name.removeprefix("dcp.save (").removesuffix(")")
-        where = "in a process, " * self.is_process
+        where = "in a process, " * self.is_process + self.how
         return f"dcp.async_save ({where}stager {'reused' if self.stager else 'new'}, {settings})"
 
     def start(self, state: State, path: str) -> Underway:
@@ -121,6 +128,23 @@ def reusable_stager(*, is_async: bool = False, is_shared: bool = False) -> Defau
         use_non_blocking_copy=False,
     )
     return DefaultStager(options)
+
+
+def pinned_stager(*, is_async: bool) -> DefaultStager:
+    """Make a stager that copies from a device into pinned memory, its own, every time."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=True,
+            use_shared_memory=False,
+            use_async_staging=is_async,
+            use_non_blocking_copy=True,
+        )
+    )
+
+
+def caching_stager() -> BlockingAsyncStager:
+    """Make the older stager that does so."""
+    return BlockingAsyncStager(cache_staged_state_dict=True)
 
 
 def refuses_process(nbytes: int) -> str:

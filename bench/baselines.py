@@ -160,7 +160,10 @@ class TorchPeer:
 
     def _open(self, path: str) -> State:
         file = os.path.join(path, "state.pt")
-        state: State = torch.load(file, mmap=self.has_mmap or None, weights_only=True)
+        # where there is a device, copied there from the map, not into new memory first
+        state: State = torch.load(
+            file, map_location="cpu", mmap=self.has_mmap or None, weights_only=True
+        )
         return state
 
 
@@ -170,6 +173,7 @@ class SafetensorsPeer:
 
     has_fsync: bool = True
     has_load_file: bool = False
+    device: str = "cpu"
     is_slow: bool = False
     is_best: bool = True
 
@@ -181,7 +185,8 @@ class SafetensorsPeer:
     @property
     def load_name(self) -> str:
         """Its settings when it loads."""
-        return f"safetensors {'load_file' if self.has_load_file else 'safe_open'} + copy_"
+        where = "" if self.device == "cpu" else f"(device={self.device!r})"
+        return f"safetensors {'load_file' if self.has_load_file else 'safe_open'}{where} + copy_"
 
     @property
     def missing(self) -> str:
@@ -206,10 +211,10 @@ class SafetensorsPeer:
 
         file = os.path.join(path, "state.safetensors")
         if self.has_load_file:
-            for name, tensor in load_file(file).items():
+            for name, tensor in load_file(file, device=self.device).items():
                 into[name].copy_(tensor)
             return
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="pt", device=self.device) as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 into[name].copy_(opened.get_tensor(name))
 

@@ -145,7 +145,7 @@ class Proof:
         names = sample_names(state, 8)
         return cls(
             {name: _tail(t) for name, t in state.items()},
-            {name: _ends(state[name]).clone() for name in names},
+            {name: _ends(state[name]).clone().cpu() for name in names},
         )
 
     def check(self, state: State) -> None:
@@ -162,7 +162,7 @@ class Proof:
     def check_some(self, state: State, names: Sequence[str]) -> None:
         """Check the samples among `names`, which `state` must have."""
         for name in names:
-            assert torch.equal(_ends(state[name]), self.samples[name]), f"{name!r} differs"
+            assert torch.equal(_ends(state[name]).cpu(), self.samples[name]), f"{name!r} differs"
 
 
 def sample_names(state: State, count: int) -> list[str]:
@@ -173,7 +173,7 @@ def sample_names(state: State, count: int) -> list[str]:
 
 
 def _tail(tensor: torch.Tensor) -> bytes:
-    return as_bytes(tensor)[-_TAIL_NBYTES:].numpy().tobytes()
+    return as_bytes(tensor)[-_TAIL_NBYTES:].cpu().numpy().tobytes()
 
 
 def _ends(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from bench.baselines import SafetensorsPeer, open_peer
+from bench.device import synchronize
 from bench.disk import drop_cache, refuses_direct, refuses_drop, tree_nbytes, warm_cache
 from bench.harness import Subject, timed
 from bench.limits import CopyTarget, MiB, read_blocks, read_verified, write_direct
@@ -170,7 +171,7 @@ class Loads:
                 peer.save(self.target, path)
         os.mkdir(os.path.dirname(self._raw_file))
         with open(self._raw_file, "wb") as file:
-            file.writelines(as_bytes(tensor).numpy().data for tensor in self.target.values())
+            file.writelines(as_bytes(t).cpu().numpy().data for t in self.target.values())
 
     def _path(self, peer: Peer) -> str:
         return os.path.join(self._bench.directory, f"load-{type(peer).__name__}")
@@ -241,6 +242,7 @@ class Loads:
             figures: dict[str, float] = {}
             with timed(figures):
                 await load()
+                synchronize()
             return figures
 
         async def check() -> None:

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from bench import device
 from bench.__main__ import arguments_of, parse
-from bench.baselines import TorchPeer
+from bench.baselines import TorchPeer, quiet_dcp
 from bench.cases import CASES
+from bench.cases.cuda import cuda_load, cuda_save, cuda_stall
 from bench.cases.scale import fit_line
 from bench.crew import Crew, CrewError
 from bench.harness import Bench, Group, Metric, Row, Subject
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from bench.harness import Case
     from bench.states import State
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -77,6 +81,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def needs_device(name: str) -> bool:
+    """Whether a case has nothing to measure here, and so leaves what is recorded."""
+    return name.startswith("cuda_") and not torch.cuda.is_available()
+
+
 def subjects_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [subject for group in record["groups"] for subject in group["subjects"]]
 
@@ -84,6 +93,9 @@ def subjects_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_each_case_has_medians_for_ckptio_and_each_peer(results: Path, name: str) -> None:
     """Every subject has figures, or one of a few reasons to have none."""
+    if needs_device(name):
+        assert not (results / f"{name}.json").exists()
+        pytest.skip("needs a CUDA device")
     record = json.loads((results / f"{name}.json").read_text())
     subjects = subjects_of(record)
     assert {"ckptio", "peer"} <= {subject["kind"] for subject in subjects}
@@ -100,7 +112,7 @@ def test_the_tables_tell_of_the_machine_but_not_its_names(results: Path) -> None
     """README.md has every case and the versions, and neither host name nor paths."""
     text = (results / "README.md").read_text()
     for case in CASES:
-        assert f"## {case.name}\n" in text
+        assert (f"## {case.name}\n" in text) is not needs_device(case.name)
     assert "torch: " in text
     assert f"s3fs: {importlib.metadata.version('s3fs')}" in text
     assert os.uname().nodename not in text
@@ -282,6 +294,20 @@ async def test_a_peer_that_fails_has_the_reason_in_its_row(tmp_path: Path) -> No
     assert rows[1].missing == "failed: AssertionError: other bytes"
     with pytest.raises(AssertionError, match="other bytes"):
         await bench.compare("t", [counting("a", calls, check=wrong, kind="ckptio")])
+
+
+@pytest.mark.parametrize("case", [cuda_save, cuda_stall, cuda_load], ids=lambda case: case.name)
+async def test_cases_for_a_device_measure_and_check(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, for nobody is to see first on a device that they fail."""
+    monkeypatch.setattr(device, "the_device", lambda: torch.device("cpu"))
+    bench, _ = make_bench(tmp_path, rounds=1)
+    with quiet_dcp():
+        await case.run(bench)
+    rows = [row for group in bench.groups for row in group.rows if row.kind != "limit"]
+    assert {row.kind for row in rows} == {"ckptio", "peer"}
+    assert all(row.values for row in rows), rows
 
 
 def test_ratios_above_one_say_that_ckptio_is_faster() -> None:

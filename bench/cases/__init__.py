@@ -1,5 +1,6 @@
 """The cases, in the order in which they run."""
 
+from bench.cases.cuda import cuda_load, cuda_save, cuda_stall
 from bench.cases.first import first_save
 from bench.cases.huge import one_huge
 from bench.cases.loads import load_back, load_cold, load_warm
@@ -38,6 +39,9 @@ CASES = (
     save_s3,
     load_s3,
     partial_s3,
+    cuda_save,
+    cuda_stall,
+    cuda_load,
 )
 
 __all__ = ["CASES"]
