@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from ckptio.errors import StateError
-from ckptio.staging.batches import copy_together
+from ckptio.staging.far_moves import copy_far
 from ckptio.staging.pool import CopiesLostError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class CallerStreams:
         """
 
         def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
-            return copy_together(moves[device], stream.cuda_stream)
+            return copy_far(moves[device], stream.cuda_stream)
 
         return self._queue(moves, queue, pending)
 

@@ -22,17 +22,9 @@ extern "C" int cudaMemcpyAsync(void* target, const void* source, size_t nbytes, 
                                void* stream);
 extern "C" int standin_is_on_device(const void* pointer);
 
-// Each copy on its own, the last first: nobody is to rely on their order.
-API int cuMemcpyBatchAsync_v2(void** targets, void** sources, size_t* sizes, size_t count,
-                              const int* attributes, size_t* firsts, size_t num_attributes,
-                              void* stream) {
-  if (!count || !stream || num_attributes != 1 || firsts[0] != 0 || attributes[0] != 1) return 1;
-  for (auto i = count; i-- > 0;) {
-    if (!sizes[i]) return 1;
-    int kind = standin_is_on_device(targets[i]) ? 1 : 2;  // to the device, to the host
-    if (int error = cudaMemcpyAsync(targets[i], sources[i], sizes[i], kind, stream)) return error;
-  }
-  return 0;
+// Between what it is, the addresses say.
+API int cuMemcpyAsync(void* target, void* source, size_t nbytes, void* stream) {
+  return cudaMemcpyAsync(target, source, nbytes, standin_is_on_device(target) ? 1 : 2, stream);
 }
 
 #define REFUSED(name) \
