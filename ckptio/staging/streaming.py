@@ -8,13 +8,10 @@ single copies above three quarters of the shared cache, hundreds of MiB on a ser
 cores, two threads, copies of 1 MiB: 19 GB/s, memmove 13.
 
 No function of a library that is always there does it for a size of the caller's choice, so
-the loop is here: 15 instructions, written down as bytes, in a page that is made executable
-once it is written and is never writable again, as the JIT compilers inside torch do. Where
-the processor is another, a policy forbids such pages, or the loop does not copy a page as it
-should, there is none, and memmove serves.
+the loop is here, in 15 instructions (see `machine_code`). Where there can be none, or it does not
+copy a page as it should, memmove serves.
 
-Rejected: a compiled extension, which turns one wheel into dozens for these 60 bytes;
-`GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold`, which does the same for the whole
+Rejected: `GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold`, which does the same for the whole
 process, and has to be set before it starts.
 """
 
@@ -22,9 +19,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import platform
-import sys
 from typing import TYPE_CHECKING
+
+from ckptio.staging.machine_code import make_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +51,6 @@ _X86_64 = bytes.fromhex(
     "0faef8"  # sfence: others see the bytes before they see that the copy has ended
     "c3"  # ret
 )
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def make_streaming_copy() -> Copy | None:
@@ -64,44 +59,8 @@ def make_streaming_copy() -> Copy | None:
     It takes whole lines (`LINE_NBYTES`), at least one, to an aligned target from any source,
     and lets the GIL go. What it takes and gives up belongs to the caller, as with memmove.
     """
-    if platform.machine() != "x86_64" or sys.maxsize < 2**32 or sys.platform != "linux":
-        return None
-    try:
-        page = mmap.mmap(
-            -1,
-            mmap.PAGESIZE,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-    except OSError:
-        return None
-    page[: len(_X86_64)] = _X86_64
-    anchor = ctypes.c_char.from_buffer(page)  # keeps the page where it is
-    address = ctypes.addressof(anchor)
-    if _LIBC.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
-        return None
-    copy = _Loop(address, anchor)
-    return copy if _copies(copy) else None
-
-
-class _Loop:
-    """The loop as a function.
-
-    Args:
-        address: Where its code begins.
-        page: Keeps the code where it is.
-    """
-
-    __slots__ = ("_call", "_page")
-
-    def __init__(self, address: int, page: object) -> None:
-        prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        self._call = prototype(address)
-        self._page = page
-
-    def __call__(self, target: int, source: int, nbytes: int) -> None:
-        """Copy whole lines. Blocks; thread-safe."""
-        self._call(target, source, nbytes)
+    copy = make_function(_X86_64, None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return copy if copy is not None and _copies(copy) else None
 
 
 def _copies(copy: Copy) -> bool:

@@ -9,11 +9,12 @@ import pytest
 
 from ckptio.staging import far_moves
 from ckptio.staging.far_moves import copy_far, joined
+from ckptio.staging.machine_code import make_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEVICE, STREAM = 0x9000_0000_0000, 0x7F00
+DEVICE, STREAM = 0x9000_0000_0000, 2**64 - 1
 MOVES = [(0x1000, DEVICE, 10), (0x2000, DEVICE + 0x1000, 20), (0x3000, 0x9000, 1)]
 
 
@@ -24,7 +25,7 @@ class Driver:
         self.calls: list[tuple[int, ...]] = []
         self._num_left = num_copies
         prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+            ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t
         )
         self.cuMemcpyAsync = prototype(self._copy)
 
@@ -42,6 +43,15 @@ def fresh() -> Iterator[None]:
     far_moves._driver_copy.cache_clear()
 
 
+@pytest.fixture(params=["at once", "one by one"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there can be a loop in machine code."""
+    if request.param == "one by one":
+        monkeypatch.setattr(far_moves, "make_function", lambda *_: None)
+    elif make_function(b"", None) is None:
+        pytest.skip("not on this processor, or a policy forbids it")
+
+
 def use(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
     def load(name: str, mode: int) -> object:
         assert name == "libcuda.so.1"
@@ -53,15 +63,19 @@ def use(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
     monkeypatch.setattr(ctypes, "CDLL", load)
 
 
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("count", [0, 1, 3, 700])
 def test_each_copy_is_told_with_its_addresses_and_the_stream(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    driver = Driver(9)
+    driver = Driver(count)
     use(monkeypatch, driver)
-    assert copy_far(MOVES, STREAM)
-    assert driver.calls == [(*move, STREAM) for move in MOVES]
+    moves = [(4096 * i + i, DEVICE + 8192 * i, 1 + i) for i in range(count)]
+    assert copy_far(moves, STREAM)
+    assert driver.calls == [(*move, STREAM) for move in moves]
 
 
+@pytest.mark.usefixtures("how")
 def test_what_the_driver_refuses_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(1)
     use(monkeypatch, driver)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio.staging import streaming
+from ckptio.staging import machine_code, streaming
 from ckptio.staging.streaming import LINE_NBYTES, make_streaming_copy
 
 stream = make_streaming_copy()
@@ -43,7 +43,7 @@ def test_it_is_there_on_the_machines_it_is_for() -> None:
         pytest.skip("for Linux on x86-64")
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    if streaming._LIBC.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
+    if machine_code._LIBC.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
         pytest.skip("a policy forbids executable memory")
     assert stream is not None
 
@@ -63,7 +63,7 @@ def test_a_policy_that_forbids_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> 
         def mprotect(*_: int) -> int:
             return -1
 
-    monkeypatch.setattr(streaming, "_LIBC", Refusing)
+    monkeypatch.setattr(machine_code, "_LIBC", Refusing)
     assert make_streaming_copy() is None
 
 

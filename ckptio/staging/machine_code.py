@@ -1,0 +1,70 @@
+"""Loops in machine code, where Python's own would take the GIL and let it go at each turn.
+
+A few instructions, written down as bytes, in a page that is made executable once it is written
+and is never writable again, as the JIT compilers inside torch do. Where the processor is
+another, or a policy forbids such pages, there are none, and the callers have another way.
+
+Rejected: a compiled extension, which turns one wheel into dozens for these bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def make_function(
+    code: bytes, result: type[Any] | None, *arguments: type[Any]
+) -> Callable[..., Any] | None:
+    """Make a function of code for x86-64, System V's calling convention, less than a page.
+
+    A call lets the GIL go, once.
+
+    Args:
+        code: The instructions.
+        result: The type of what it returns, of ctypes.
+        arguments: The types of what it takes.
+
+    Returns:
+        It; `None` where there can be none.
+    """
+    if platform.machine() != "x86_64" or sys.maxsize < 2**32 or sys.platform != "linux":
+        return None
+    try:
+        page = mmap.mmap(
+            -1,
+            mmap.PAGESIZE,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+    except OSError:
+        return None
+    page[: len(code)] = code
+    anchor = ctypes.c_char.from_buffer(page)  # keeps the page where it is
+    address = ctypes.addressof(anchor)
+    if _LIBC.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
+        return None
+    return _Function(ctypes.CFUNCTYPE(result, *arguments)(address), anchor)
+
+
+class _Function:
+    """A function, with the page that has its code."""
+
+    __slots__ = ("_call", "_page")
+
+    def __init__(self, call: Callable[..., Any], page: object) -> None:
+        self._call = call
+        self._page = page
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it. Blocks; thread-safe, if what it does is."""
+        return self._call(*arguments)
