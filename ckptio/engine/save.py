@@ -133,37 +133,19 @@ class _File:
 
     Attributes:
         first: Number of its first segment, in the order of the plan.
-        sink: Takes its bytes.
-        is_made: That there is one, or that there will be none.
     """
 
     name: str
     bucket: Bucket
     first: int
     checksums: dict[int, list[int]] = field(default_factory=dict)
-    sink: Sink | AwaitedSink | None = None
-    is_made: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def make(self, attempt: Attempt) -> None:
-        """Make it."""
-        self.sink = await attempt.create(self.name, self.bucket.nbytes)
-
-    async def made(self) -> Sink | AwaitedSink:
-        """Wait for what takes its bytes."""
-        await self.is_made.wait()
-        if self.sink is None:
-            raise self._cancelled()
-        return self.sink
-
-    def _cancelled(self) -> SaveAbortedError:
-        return SaveAbortedError(f"a task that wrote a part of {self.name!r} was cancelled")
 
     def receipt(self) -> tuple[str, int, list[int]]:
         """Name, size and checksums, as the manifest takes them."""
         # A TaskGroup does not report a child that was cancelled, so check that every segment
         # delivered its checksums
         if len(self.checksums) < len(self.bucket.segments):
-            raise self._cancelled()
+            raise SaveAbortedError(f"a task that wrote a part of {self.name!r} was cancelled")
         sums = [crc for start in sorted(self.checksums) for crc in self.checksums[start]]
         return self.name, self.bucket.nbytes, sums
 
@@ -269,17 +251,15 @@ def _one_after_another(number: int) -> list[asyncio.Event]:
 async def _carry(
     file: _File, job: SaveJob, context: EngineContext, attempt: Attempt, progress: SaveProgress
 ) -> None:
-    """Copy and write one bucket. The file is made while its bytes are copied."""
+    """Copy and write one bucket."""
+    sink = await attempt.create(file.name, file.bucket.nbytes)
     async with Siblings() as group:
-        making = group.create_task(file.make(attempt), name=f"make {file.name}")
-        making.add_done_callback(lambda _: file.is_made.set())  # behind the group's own
         for number, segment in enumerate(file.bucket.segments, file.first):
             part = group.create_task(
-                _carry_segment(segment, number, file, job, context, progress),
+                _carry_segment(segment, number, file, sink, job, context, progress),
                 name=f"segment {file.name}@{segment.start}",
             )
             part.add_done_callback(functools.partial(progress.ended, number, 1))  # as above
-    sink = await file.made()
     if isinstance(sink, AwaitedSink):
         await sink.close()
     else:
@@ -290,6 +270,7 @@ async def _carry_segment(
     segment: Segment,
     number: int,
     file: _File,
+    sink: Sink | AwaitedSink,
     job: SaveJob,
     context: EngineContext,
     progress: SaveProgress,
@@ -300,7 +281,6 @@ async def _carry_segment(
         progress.leases[number + 1].set()
         await _stage(segment, slab, job, context, progress)
         await _copies_first(job, context, progress)
-        sink = await file.made()
         if not isinstance(sink, AwaitedSink):
             await progress.turn(number)
         file.checksums[segment.start] = await _write_out(segment, slab, sink, context)

@@ -470,7 +470,7 @@ def test_the_first_failure_is_what_the_caller_sees(seed: int) -> None:
 
 @pytest.mark.parametrize("max_writes", [1, 2])
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("kind", ["segment", "bucket", "make"])
+@pytest.mark.parametrize("kind", ["segment", "bucket"])
 def test_a_part_that_somebody_cancels_fails_the_save(
     kind: str, number: int, max_writes: int
 ) -> None:
@@ -497,40 +497,6 @@ def test_a_part_that_somebody_cancels_fails_the_save(
             with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
                 await handle
         assert storage.manifest is None
-        assert_nothing_left(storage)
-
-    run_virtual(scenario(), seed=0)
-
-
-class MadeLate(MemoryStorage):
-    """Makes files only when its gate is open."""
-
-    def __init__(self, path: str, gate: asyncio.Event) -> None:
-        super().__init__(path)
-        self._gate = gate
-
-    async def _wait(self) -> None:
-        if self.operations[-1].kind == "create":
-            await self._gate.wait()
-
-
-def test_a_state_is_copied_while_its_files_are_made() -> None:
-    """To make one is a request, or room for a gigabyte: nobody who trains waits for that."""
-
-    async def scenario() -> None:
-        gate = asyncio.Event()
-        storage = MadeLate("memory", gate)
-        state = random_state([50 * KiB] * 4)
-        expected = clone(state)
-        async with inline_engine({"memory": storage}) as engine:
-            handle = engine.save(state, "memory")
-            await handle.staged
-            assert storage.counts.num_open_sinks == 0
-            for tensor in state.values():
-                tensor.zero_()
-            gate.set()
-            await handle
-            assert_same(await engine.load("memory"), expected)
         assert_nothing_left(storage)
 
     run_virtual(scenario(), seed=0)
