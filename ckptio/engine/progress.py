@@ -87,8 +87,10 @@ class SaveProgress:
         if self.turns:
             await self.turns[number].wait()
 
-    def ended(self, first: int, num: int, _: object) -> None:
+    def ended(self, first: int, num: int, part: asyncio.Task[None]) -> None:
         """So many segments from one on are written, or never will be."""
+        if part.cancelled():  # it may not have copied: then nobody is to wait until all are
+            self.writes_go.set()
         for events in (self.leases, self.turns):
             for event in events[first + 1 : first + num + 1]:
                 event.set()

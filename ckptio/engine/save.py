@@ -133,18 +133,20 @@ class _File:
 
     Attributes:
         first: Number of its first segment, in the order of the plan.
+        is_closed: Whether it is as durable as was asked for; an object is there by then.
     """
 
     name: str
     bucket: Bucket
     first: int
     checksums: dict[int, list[int]] = field(default_factory=dict)
+    is_closed: bool = False
 
     def receipt(self) -> tuple[str, int, list[int]]:
         """Name, size and checksums, as the manifest takes them."""
         # A TaskGroup does not report a child that was cancelled, so check that every segment
-        # delivered its checksums
-        if len(self.checksums) < len(self.bucket.segments):
+        # delivered its checksums, and that the file was closed behind them
+        if not self.is_closed or len(self.checksums) < len(self.bucket.segments):
             raise SaveAbortedError(f"a task that wrote a part of {self.name!r} was cancelled")
         sums = [crc for start in sorted(self.checksums) for crc in self.checksums[start]]
         return self.name, self.bucket.nbytes, sums
@@ -264,6 +266,7 @@ async def _carry(
         await sink.close()
     else:
         await run_blocking(context.executor, sink.close)
+    file.is_closed = True
 
 
 async def _carry_segment(

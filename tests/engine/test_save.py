@@ -38,11 +38,34 @@ from tests.rig import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptio import SaveHandle
     from ckptio.testing import Operation
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.lists(st.integers(0, 200 * KiB), max_size=8)
 moments_s = st.floats(0, 0.6)
+
+
+class CancelledClose(MemoryStorage):
+    """Its files end as if somebody had cancelled what closes them."""
+
+    def step(self, kind: str, name: str = "", nbytes: int = 0) -> None:
+        super().step(kind, name, nbytes)
+        if kind == "close":
+            raise asyncio.CancelledError
+
+
+def test_a_file_that_was_not_closed_is_not_committed() -> None:
+    """All of its bytes are summed by then, but an object is there only when it is closed."""
+
+    async def scenario() -> None:
+        storage = CancelledClose("memory")
+        async with inline_engine({"memory": storage}) as engine:
+            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+                await engine.save(random_state([50 * KiB]), "memory")
+        assert storage.manifest is None
+
+    run_virtual(scenario(), seed=0)
 
 
 class GatedStorage(MemoryStorage):
@@ -468,18 +491,23 @@ def test_the_first_failure_is_what_the_caller_sees(seed: int) -> None:
     assert log.of(SaveCommitted) == []
 
 
+async def staged(handle: SaveHandle) -> None:
+    await handle.staged
+
+
 @pytest.mark.parametrize("max_writes", [1, 2])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", ["segment", "bucket"])
+@pytest.mark.parametrize("awaits_staged", [False, True], ids=["", "staged"])
 def test_a_part_that_somebody_cancels_fails_the_save(
-    kind: str, number: int, max_writes: int
+    kind: str, number: int, max_writes: int, *, awaits_staged: bool
 ) -> None:
     """What is left out by that is not taken for written, and what is behind it does not hang."""
 
     async def scenario() -> None:
         storage = MemoryStorage(max_delay_s=0.5)
         config = config_with(
-            pool_nbytes=64 * KiB,
+            pool_nbytes=(1024 if awaits_staged else 64) * KiB,
             bucket_nbytes=256 * KiB if kind == "segment" else 64 * KiB,
             max_writes=max_writes,
             max_copies=1,
@@ -487,6 +515,8 @@ def test_a_part_that_somebody_cancels_fails_the_save(
         )
         async with inline_engine({"memory": storage}, config) as engine:
             handle = engine.save(random_state([50 * KiB] * 4), "memory")
+            # who waits for it has what is copied written when all is
+            waiting = asyncio.create_task(staged(handle), name="waits") if awaits_staged else None
             parts: list[asyncio.Task[object]] = []
             while not parts:
                 await asyncio.sleep(0.01)
@@ -494,7 +524,11 @@ def test_a_part_that_somebody_cancels_fails_the_save(
             assert len(parts) == 4
             parts.sort(key=lambda part: (len(part.get_name()), part.get_name()))
             parts[number].cancel()
-            with pytest.raises(SaveAbortedError, match=r"a part of 'data-.*' was cancelled"):
+            problem = r"a part of 'data-.*' was cancelled"
+            if waiting is not None:
+                with pytest.raises(SaveAbortedError, match=problem):
+                    await waiting
+            with pytest.raises(SaveAbortedError, match=problem):
                 await handle
         assert storage.manifest is None
         assert_nothing_left(storage)
