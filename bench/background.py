@@ -6,6 +6,7 @@ the staged state through shared memory, into which a stager has to stage it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from bench.baselines import DcpPeer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from bench.states import State
 
@@ -52,6 +53,16 @@ class Underway:
 
     staged: Future[None]
     written: Future[None]
+
+
+@contextlib.asynccontextmanager
+async def waited_for(underway: Underway) -> AsyncIterator[asyncio.Future[None]]:
+    """Lend what is done when all is written, and wait for it: nobody removes what is written to."""
+    written = asyncio.wrap_future(underway.written)
+    try:
+        yield written
+    finally:
+        await asyncio.wait((written,))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,12 @@ def the_device() -> torch.device | None:
     return _CUDA if torch.cuda.is_available() else None
 
 
+def has_cuda() -> bool:
+    """Whether that is a CUDA device: a test has the cases run on the CPU."""
+    device = the_device()
+    return device is not None and device.type == "cuda"
+
+
 def on_device(make: Callable[[float], State], scale: float) -> State:
     """Make a state on the device; next to none where there is no device, and nothing to measure."""
     device = the_device()
@@ -50,7 +56,7 @@ def pinned_copies(state: State, key: str) -> list[Subject]:
     def make(name: str, *, is_one_piece: bool) -> Subject:
         async def run() -> Figures:
             figures: dict[str, float] = {}
-            target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_cuda())
             sources = [as_bytes(tensor) for tensor in state.values()]
             if is_one_piece:
                 sources = [torch.cat(sources)]

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,13 @@ import torch
 
 from bench import device
 from bench.__main__ import arguments_of, parse
-from bench.baselines import TorchPeer, quiet_dcp
+from bench.background import DcpAsync, Underway
+from bench.baselines import DcpPeer, TorchPeer, quiet_dcp
 from bench.cases import CASES
+from bench.cases.cuda import _dcp as dcp_from_device
 from bench.cases.cuda import cuda_load, cuda_save, cuda_stall
 from bench.cases.scale import fit_line
+from bench.cases.stall import _dcp, ckptio_async
 from bench.crew import Crew, CrewError
 from bench.harness import Bench, Group, Metric, Row, Subject
 from bench.planners import Size, measure_dcp, measure_exchange, measure_replicated, measure_save
@@ -33,7 +37,7 @@ from bench.subjects import Loads, Saves
 from ckptio import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bench.harness import Case
@@ -308,6 +312,34 @@ async def test_cases_for_a_device_measure_and_check(
     rows = [row for group in bench.groups for row in group.rows if row.kind != "limit"]
     assert {row.kind for row in rows} == {"ckptio", "peer"}
     assert all(row.values for row in rows), rows
+
+
+@dataclass(slots=True, kw_only=True)
+class FailingLate(DcpAsync):
+    """Has staged, it says, and then fails."""
+
+    def start(self, state: State, path: str) -> Underway:
+        del state, path
+        staged, written = Future[None](), Future[None]()
+        staged.set_result(None)
+        written.set_exception(KeyError("its stager's"))
+        return Underway(staged=staged, written=written)
+
+
+@pytest.mark.parametrize("save", [_dcp, dcp_from_device], ids=["stall", "cuda_stall"])
+async def test_a_peer_that_fails_behind_its_staging_leaves_the_state_as_it_was(
+    save: Callable[[Saves, DcpAsync], Subject], tmp_path: Path
+) -> None:
+    """Else ckptio would be blamed for what it saves next."""
+    bench, _ = make_bench(tmp_path, rounds=2)
+    saves = Saves(bench, gpt_like(0.003))
+    async with Engine() as engine:
+        subjects = [save(saves, FailingLate(peer=DcpPeer())), ckptio_async(saves, engine)]
+        await bench.compare("t", subjects)
+    failed, ours = bench.groups[0].rows
+    assert failed.missing.startswith("failed: KeyError")
+    assert len(ours.values["commit_s"]) == 2
+    saves.proof.check(saves.state)
 
 
 def test_ratios_above_one_say_that_ckptio_is_faster() -> None:

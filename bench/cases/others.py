@@ -88,10 +88,9 @@ def _background(saves: Saves, name: str, peer: Background) -> Subject:
         clock = Clock()
         wait = peer.start(saves.state, saves.path)
         figures[STALL.key] = clock.elapsed_s()
-        undo = changed(saves)
-        await asyncio.to_thread(wait)
-        figures[COMMIT.key] = clock.elapsed_s()
-        undo()
+        with changed(saves):
+            await asyncio.to_thread(wait)
+            figures[COMMIT.key] = clock.elapsed_s()
         return figures
 
     async def check() -> None:

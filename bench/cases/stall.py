@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
-from bench.background import DcpAsync, reusable_stager
+from bench.background import DcpAsync, reusable_stager, waited_for
 from bench.baselines import DcpPeer, crc32
 from bench.harness import Bench, Clock, Metric, Subject, case
 from bench.limits import CopyTarget
@@ -14,7 +15,7 @@ from bench.subjects import Saves, pool_for
 from ckptio import CheckpointConfig, Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from bench.harness import Figures
     from bench.states import State
@@ -66,17 +67,20 @@ async def stall(bench: Bench) -> None:
             stager.close()
 
 
-def changed(saves: Saves) -> Callable[[], None]:
-    """Change a tensor that the check looks at; gives what undoes it."""
-    name = saves.names[0]
-    tensor = saves.state[name]
-    before = tensor.clone()
-    blank({name: tensor})
+@contextlib.contextmanager
+def changed(saves: Saves) -> Iterator[None]:
+    """Change the tensors that the check looks at, as soon as that is allowed; then undo it.
 
-    def undo() -> None:
-        tensor.copy_(before)
-
-    return undo
+    Also where the save fails: the state is everybody's.
+    """
+    tensors = {name: saves.state[name] for name in saves.names}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    blank(tensors)
+    try:
+        yield
+    finally:
+        for name, tensor in tensors.items():
+            tensor.copy_(before[name])
 
 
 def ckptio_async(saves: Saves, engine: Engine) -> Subject:
@@ -88,10 +92,9 @@ def ckptio_async(saves: Saves, engine: Engine) -> Subject:
         handle = engine.save(saves.state, saves.path)
         await handle.staged
         figures[STALL.key] = clock.elapsed_s()
-        undo = changed(saves)
-        await handle
-        figures[COMMIT.key] = clock.elapsed_s()
-        undo()
+        with changed(saves):
+            await handle
+            figures[COMMIT.key] = clock.elapsed_s()
         return figures
 
     async def check() -> None:
@@ -106,12 +109,12 @@ def _dcp(saves: Saves, way: DcpAsync) -> Subject:
         with crc32(is_on=way.peer.has_crc):
             clock = Clock()
             underway = way.start(saves.state, saves.path)
-            await asyncio.wrap_future(underway.staged)
-            figures[STALL.key] = clock.elapsed_s()
-            undo = changed(saves)
-            await asyncio.wrap_future(underway.written)
-            figures[COMMIT.key] = clock.elapsed_s()
-        undo()
+            async with waited_for(underway) as written:
+                await asyncio.wrap_future(underway.staged)
+                figures[STALL.key] = clock.elapsed_s()
+                with changed(saves):
+                    await written
+                    figures[COMMIT.key] = clock.elapsed_s()
         return figures
 
     async def check() -> None:
