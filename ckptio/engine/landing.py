@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     OnDamage = Callable[[CorruptionError], None]
 
 
+#: Rows of verified blocks that are kept until a slab is landed, about.
+_MAX_ROWS = 20_000
+
+
 class Target(Protocol):
     """Takes verified blocks; `staging.copy.TargetState`, as a rule."""
 
@@ -209,6 +213,8 @@ class _Work:
         self._pending = pending
         self._damage: list[CorruptionError] = []
         self._verified: list[BlockPieces] = []
+        #: Rows among them: a device is told of each, which takes memory.
+        self._num_rows = 0
         self._num_done = 0
         self._wants_all = repeats or reading.on_damage is not None
 
@@ -266,7 +272,7 @@ class _Work:
         """Land what was verified. A device is told of all blocks of a slab at once."""
         target, verified = self._reading.target, self._verified
         if target is not None and verified:
-            self._verified = []
+            self._verified, self._num_rows = [], 0
             target.scatter(verified, memory, self._pending)
 
     def _do(self, index: int, memory: Memory, source: Source | None, at: int) -> None:
@@ -296,8 +302,11 @@ class _Work:
             problem = f"checksum {found:08x} instead of {expected:08x}"
             self._damage.append(_damage(problem, reading, segment.file, start, nbytes))
         elif target is not None:
-            self._verified.append((at, segment.pieces[index]))
-            if not reading.holds_slabs:
+            pieces = segment.pieces[index]
+            self._verified.append((at, pieces))
+            if reading.holds_slabs:
+                self._num_rows += sum(rows[0] for *_, rows in pieces if rows is not None)
+            if not reading.holds_slabs or self._num_rows > _MAX_ROWS:
                 self._land(memory)
 
 

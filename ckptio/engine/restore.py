@@ -277,8 +277,10 @@ def _make(
             stored: torch.dtype = stored,
             kind: _Kind = kind,
         ) -> Destination:
-            tensors[index] = allocate(entry, device=kind.device, dtype=kind.dtype, order=kind.order)
-            return Destination(tensors[index], stored)
+            made = allocate(entry, device=kind.device, dtype=kind.dtype, order=kind.order)
+            tensors[index] = made
+            is_plain = made.is_cpu and made.dtype is stored and made.is_contiguous()
+            return Destination(made, stored, made.data_ptr() if is_plain else None)
 
         restoration.makers.append(make)
         restoration.needs.append(Need(entry, len(restoration.makers) - 1))

@@ -1,8 +1,9 @@
 """Copy a state into slabs, and slabs into tensors.
 
-CPU tensors are copied by address, all pieces of a segment or of a block together. Strided,
-conjugate and device tensors go through torch. Copies from and to CUDA run on side streams,
-ordered by events behind the caller's stream; nothing here waits for a whole device.
+Tensors that lie in one piece are copied by address, all pieces of a segment or of a block
+together. Strided, conjugate and converted ones go through torch, as do those on a device where
+slabs are not pinned, or the driver copies no addresses. Copies from and to CUDA run on side
+streams, ordered by events behind the caller's stream; nothing here waits for a whole device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ckptio.plan.load import BlockPieces, Rows
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
-    from ckptio.staging.moves import Move
+    from ckptio.staging.far_moves import FarMove
     from ckptio.staging.pool import Slab
     from ckptio.staging.watch import FlatPiece, Known
     from ckptio.storage.streams import Memory
@@ -79,7 +80,7 @@ class SourceState:
         addresses, pointers, tensors = watch.addresses, watch.pointers, watch.tensors
         devices = watch.devices if slab.pinned else {}
         moves, slow = [], []
-        far: dict[torch.device, list[Move]] = {}
+        far: dict[torch.device, list[FarMove]] = {}
         in_far: list[FlatPiece] = []
         for piece in segment.pieces:
             position, leaf, offset, nbytes = piece
@@ -90,13 +91,13 @@ class SourceState:
                 moves.append((base + position, address + offset, nbytes))
             elif leaf in devices:
                 in_far.append(piece)
-                way = base + position, pointers[leaf] + offset, nbytes
-                far.setdefault(devices[leaf], []).append(way)
+                way = base + position, pointers[leaf] + offset, nbytes, leaf
+                far.setdefault(devices[leaf][0], []).append(way)
             else:
                 slow.append(piece)
         move_all(moves)
         watch.sample(segment.pieces, base)
-        if far and not self._far().copy_memory(far, pending):
+        if far and not self._far().copy_memory(far, pending, saving=True):
             slow += in_far
         if slow:
             self._gather_slow(slow, slab, pending)
@@ -104,13 +105,11 @@ class SourceState:
     def _gather_slow(
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
     ) -> None:
-        """Copy what one memmove cannot: strided, conjugate and device tensors."""
+        """Copy by torch what is not copied by address."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, leaf, offset, nbytes in pieces:
             tensor = bits_of(self.watch.tensors[leaf])
-            layout = self.watch.layouts.get(leaf)  # of others any is as good that is contiguous
-            is_there = tensor.is_contiguous() if layout is None else _layout_of(tensor) == layout
-            if not is_there:
+            if not self._is_as_it_was(leaf, tensor):
                 self.watch.moved = leaf
                 continue
             flat = window(slab, position, nbytes, tensor.dtype)
@@ -121,6 +120,13 @@ class SourceState:
                     target.copy_(source)
         if on_device:
             self._far().copy_views(on_device, pending)
+
+    def _is_as_it_was(self, leaf: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
+        watch = self.watch
+        if leaf in watch.devices:
+            return tensor.is_contiguous() and tensor.nbytes == watch.devices[leaf][1]
+        return (tuple(tensor.shape), tensor.stride()) == watch.layouts[leaf]
 
     def _far(self) -> CallerStreams:
         assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
@@ -198,7 +204,7 @@ class TargetState:
         addresses, pointers, tensors = self._addresses, self._pointers, self._tensors
         devices = self._devices if memory.pinned else {}
         moves, slow = [], []
-        far: dict[torch.device, list[Move]] = {}
+        far: dict[torch.device, list[FarMove]] = {}
         in_far: list[FlatPiece] = []
         for start, pieces in blocks:
             base = memory.address + start
@@ -210,7 +216,8 @@ class TargetState:
                     ways = far.setdefault(devices[index], [])
                     for piece in _rows(start + position, index, offset, nbytes, rows):
                         in_far.append(piece)
-                        ways.append((pointers[index] + piece[2], memory.address + piece[0], nbytes))
+                        to = pointers[index] + piece[2]
+                        ways.append((to, memory.address + piece[0], nbytes, index))
                 elif not address:
                     slow += _rows(start + position, index, offset, nbytes, rows)
                 elif rows is None:
@@ -218,7 +225,7 @@ class TargetState:
                 else:
                     move_rows(address + offset, base + position, nbytes, rows)
         move_all(moves)
-        if far and not self._far().copy_memory(far, pending):
+        if far and not self._far().copy_memory(far, pending, saving=False):
             slow += in_far
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
@@ -228,7 +235,7 @@ class TargetState:
     def _scatter_slow(
         self, pieces: Sequence[FlatPiece], memory: Memory, pending: list[PendingCopies]
     ) -> None:
-        """Copy what one memmove cannot: strided, converted and device tensors."""
+        """Copy by torch what is not copied by address."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
@@ -270,10 +277,6 @@ class TargetState:
                 " some are and some are not: load again, and share or convert tensors afterwards"
             )
         self.count_write()
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(tensor.shape), tensor.stride()
 
 
 def _rows(

@@ -25,7 +25,7 @@ from ckptio.staging.pool import CopiesLostError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from ckptio.staging.moves import Move
+    from ckptio.staging.far_moves import FarMove
 
 
 class PendingCopies:
@@ -129,9 +129,18 @@ class CallerStreams:
         self._queue(pairs, queue, pending)
 
     def copy_memory(
-        self, moves: Mapping[torch.device, Sequence[Move]], pending: list[PendingCopies]
+        self,
+        moves: Mapping[torch.device, Sequence[FarMove]],
+        pending: list[PendingCopies],
+        *,
+        saving: bool,
     ) -> bool:
         """Queue copies from address to address, as `copy_views`, of memory that is pinned.
+
+        Args:
+            moves: The copies, by device.
+            pending: Takes them.
+            saving: Whether they are from the device, or else to it.
 
         Returns:
             Whether all are queued. If not, all of them are left to `copy_views`.
@@ -141,7 +150,7 @@ class CallerStreams:
         """
 
         def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
-            return copy_far(moves[device], stream.cuda_stream)
+            return copy_far(moves[device], stream.cuda_stream, saving=saving)
 
         return self._queue(moves, queue, pending)
 

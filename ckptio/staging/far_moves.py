@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from ckptio.staging.moves import Move
 
 
+#: Address of the target, address of the source, bytes, and the number of the tensor.
+FarMove = tuple[int, int, int, int]
+
+_TO_HOST, _TO_DEVICE = "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"
+
 # System V calling convention: rdi is the function, rsi the rows (target, source, bytes), rdx
 # their number, rcx the stream; eax is what the function says, 0 for well
 _X86_64 = bytes.fromhex(
@@ -65,43 +70,49 @@ _X86_64 = bytes.fromhex(
 )
 
 
-def copy_far(moves: Iterable[Move], stream: int) -> bool:
+def copy_far(moves: Iterable[FarMove], stream: int, *, saving: bool) -> bool:
     """Queue copies on a stream; the device of the stream is the thread's current one.
 
     Blocks while the stream's queue is full, and lets the GIL go.
 
     Args:
-        moves: Addresses of targets and sources, and bytes. Memory of the host is pinned.
+        moves: The copies. Memory of the host is pinned.
         stream: A stream's handle.
+        saving: Whether they are from the device, or else to it. The driver refuses an address on
+            the device that is none; told to find out by itself, it took it for the host's.
 
     Returns:
         Whether all are queued. If not, some may be: whoever copies them once more, behind these
         on the same stream, copies the same bytes.
     """
-    copy_rows = _driver_copy()
+    copy_rows = _driver_copy(_TO_HOST if saving else _TO_DEVICE)
     if copy_rows is None:
         return False
     rows = array("Q", itertools.chain.from_iterable(joined(moves)))
     return copy_rows(rows, stream) == 0
 
 
-def joined(moves: Iterable[Move]) -> Iterator[Move]:
-    """Join copies that go on where the one before them ends, on both sides."""
-    target = source = nbytes = 0
-    for into, of, count in moves:
-        if nbytes and (into, of) == (target + nbytes, source + nbytes):
+def joined(moves: Iterable[FarMove]) -> Iterator[Move]:
+    """Join copies of one tensor that go on where the one before them ends, on both sides.
+
+    What is another's may lie next to it in another allocation, and no copy crosses these.
+    """
+    target = source = nbytes = whose = 0
+    for into, of, count, number in moves:
+        goes_on = number == whose and (into, of) == (target + nbytes, source + nbytes)
+        if nbytes and goes_on:
             nbytes += count
             continue
         if nbytes:
             yield target, source, nbytes
-        target, source, nbytes = into, of, count
+        target, source, nbytes, whose = into, of, count, number
     if nbytes:
         yield target, source, nbytes
 
 
 @functools.cache
-def _driver_copy() -> Callable[[array[int], int], int] | None:
-    """Find `cuMemcpyAsync`; `None` where there is no such driver. It is loaded once CUDA is used.
+def _driver_copy(name: str) -> Callable[[array[int], int], int] | None:
+    """Find a function; `None` where there is no such driver. It is loaded once CUDA is used.
 
     The driver's, and not the runtime's: torch may have the runtime within itself.
 
@@ -110,7 +121,7 @@ def _driver_copy() -> Callable[[array[int], int], int] | None:
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        copy = driver.cuMemcpyAsync
+        copy = getattr(driver, name)
     except (OSError, AttributeError):
         return None
     word = ctypes.c_size_t

@@ -23,16 +23,26 @@ def is_physical(tensor: torch.Tensor) -> bool:
 
 def address_of(tensor: torch.Tensor) -> int:
     """Give the address of a tensor that one memmove can copy, 0 for any other."""
-    if tensor.is_cpu and tensor.is_contiguous() and is_physical(tensor):
+    if tensor.is_cpu and tensor.is_contiguous() and is_physical(tensor) and _is_there(tensor):
         return tensor.data_ptr()
     return 0
 
 
 def far_address_of(tensor: torch.Tensor) -> int:
     """Give the address of a tensor that one copy by a device moves, 0 for any other."""
-    if tensor.is_cuda and tensor.is_contiguous() and is_physical(tensor):
+    if tensor.is_cuda and tensor.is_contiguous() and is_physical(tensor) and _is_there(tensor):
         return tensor.data_ptr()
     return 0
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor's memory has all of it: it may have been resized.
+
+    torch looks at every view that it makes of one that is not, and raises.
+    """
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return bool(start) and tensor.data_ptr() + tensor.nbytes <= start + storage.nbytes()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class SourceWatch:
         tensors: Those; none once they are referred to no more.
         addresses: By number: from where one memmove copies, 0 where none can.
         pointers: By number: where the tensor is.
-        devices: The CUDA device of each from whose `pointers` that copies.
+        devices: The CUDA device of each from whose `pointers` that copies, and its bytes.
         layouts: Shape and strides of each other.
         moved: One that was found elsewhere, or in another shape, and so was not copied.
     """
@@ -78,7 +78,7 @@ class SourceWatch:
         self.addresses: list[int] = []
         self.pointers: list[int] = []
         self.layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self.devices: dict[int, torch.device] = {}
+        self.devices: dict[int, tuple[torch.device, int]] = {}
         self.moved: int | None = None
         self._storages: list[torch.UntypedStorage] = []
         self._versions: list[int] = []
@@ -87,14 +87,15 @@ class SourceWatch:
             if one is None:
                 pointer = tensor.data_ptr()
                 address = address_of(tensor)
-                device = tensor.device if far_address_of(tensor) else None
-                if not address and device is None:
+                if far_address_of(tensor):
+                    self.devices[number] = tensor.device, tensor.nbytes
+                elif not address:
                     self.layouts[number] = tuple(tensor.shape), tensor.stride()
             else:
-                pointer, device = one.span[0], one.device
-                address = pointer if device is None else 0
-            if device is not None:
-                self.devices[number] = device
+                pointer, stop = one.span
+                address = pointer if one.device is None else 0
+                if one.device is not None:
+                    self.devices[number] = one.device, stop - pointer
             self.addresses.append(address)
             self.pointers.append(pointer)
             self._storages.append(tensor.untyped_storage() if one is None else one.storage)
@@ -140,7 +141,8 @@ class SourceWatch:
         slab that was copied are compared with what is there now, on the host, of what one memmove
         copies. (A step writes to nearly all of them.) A tensor
         is moved by `parameter.data = ...`, of which `module.half()` is made, and by sharing it
-        with another process; in place, it may get another shape.
+        with another process; in place, it may get another shape, which matters only to what is not
+        copied from its address.
         """
         if self.moved is not None:
             return self.moved

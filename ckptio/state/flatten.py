@@ -52,7 +52,7 @@ from ckptio.state.leaves import (
 from ckptio.state.looks import Occurrence, look_at, order_of
 from ckptio.state.sharded import Describer, dtensor_class, is_sharded, refuse_partial
 from ckptio.state.stateful import is_stateful
-from ckptio.state.ties import resolve_ties
+from ckptio.state.ties import WITHOUT_MEMORY, resolve_ties, spans_of
 from ckptio.state.wrappers import class_of, is_wrapper, take_apart, wrapper_in
 
 if TYPE_CHECKING:
@@ -306,6 +306,8 @@ class _Flattener:
         sharded = self._describer.describe(value, refuse)
         for local in sharded.local:
             plain_dtype(fqn, local)
+            if isinstance(spans_of([local], [local.nbytes]), int):
+                raise refuse(WITHOUT_MEMORY, "save it where it has")
         dtype = DTYPE_NAMES.get(sharded.dtype)
         if dtype is None:
             raise refuse(f"elements of type {sharded.dtype}", "save it as a type that is stored")

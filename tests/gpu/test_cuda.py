@@ -4,10 +4,11 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -15,9 +16,10 @@ import ckptio
 import ckptio.sync
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import MiB
-from ckptio.errors import ConfigError, SaveAbortedError, StateError
+from ckptio.errors import ConfigError, SaveAbortedError, StateError, UnsupportedLeafError
 from ckptio.events import Event, PinningRefused
 from ckptio.staging import cuda, far_moves
+from ckptio.staging.copy import SourceState
 from ckptio.staging.cuda import HostRegistration
 from tests.rig import assert_same, assert_tidy, config_with, names_in
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from ckptio.staging.moves import Move
+    from ckptio.staging.far_moves import FarMove
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +60,11 @@ def random_on(device: str, *sizes: int, seed: int = 0) -> dict[str, torch.Tensor
     }
 
 
+def refuse_to_pin(*_: object) -> None:
+    """Do as a system does in which no more memory may be locked."""
+    raise StateError("no memory can be locked")
+
+
 def keep_busy() -> None:
     """Keep the current stream busy for some 0.2 s, so that what comes next is not done at once."""
     torch.cuda._sleep(int(4e8))  # cycles
@@ -72,8 +79,8 @@ def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """How copies are told to the driver; "in doubt" by address, and then once more by torch."""
     calls = Counter[str]()
 
-    def tell(moves: Sequence[Move], stream: int) -> bool:
-        is_told = request.param != "by torch" and far_moves.copy_far(moves, stream)
+    def tell(moves: Sequence[FarMove], stream: int, *, saving: bool) -> bool:
+        is_told = request.param != "by torch" and far_moves.copy_far(moves, stream, saving=saving)
         calls["calls"] += 1
         calls["told"] += is_told * len(moves)
         return is_told and request.param == "by address"
@@ -243,6 +250,54 @@ async def test_devices_are_those_that_the_runtime_knows(
         assert_same(on_cpu(await engine.load(tmp_path / "c", device="cuda")), on_cpu(state))
 
 
+@pytest.mark.parametrize("change", ["shorter", "transposed"])
+@pytest.mark.parametrize("how", ["by address", "by torch", "not pinned"])
+async def test_a_tensor_that_gets_another_shape_is_saved_as_it_was_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, change: str
+) -> None:
+    """Its address is the same: torch would copy one element all over, or another order."""
+    gather = SourceState.gather
+    tensor = torch.arange(1000, device="cuda").view(50, 20)
+    expected = tensor.cpu()
+
+    def gather_late(*arguments: Any) -> None:
+        tensor.data = tensor.data.view(-1)[:1] if change == "shorter" else tensor.data.t()
+        gather(*arguments)
+
+    monkeypatch.setattr(SourceState, "gather", gather_late)
+    if how == "not pinned":
+        monkeypatch.setattr(HostRegistration, "pin", refuse_to_pin)
+    if how == "by torch":
+        monkeypatch.setattr(cuda, "copy_far", lambda *_, **__: False)
+    async with ckptio.Engine(CONFIG) as engine:
+        try:
+            await engine.save({"t": tensor}, tmp_path / "c")
+        except StateError as error:
+            assert "was changed, or moved" in str(error)
+            return
+        assert_same(await engine.load(tmp_path / "c", device="cpu"), {"t": expected})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_what_a_storage_has_no_more_is_neither_read_nor_written(
+    tmp_path: Path, nbytes: int
+) -> None:
+    """What is behind it is another's."""
+    whole = torch.arange(3000.0, device="cuda")
+    tensor = whole[8:2008]
+    dcp_save({"t": tensor}, storage_writer=StorageWriter(tmp_path / "before"))
+    whole.untyped_storage().resize_(nbytes)
+    with pytest.raises(UnsupportedLeafError, match="no memory of that size"):
+        ckptio.sync.save({"t": tensor}, tmp_path / "c")
+    with pytest.raises(UnsupportedLeafError, match="no memory of that size"):
+        ckptio.sync.save({"t": ckptio.Shard(tensor, (2000,), (0,))}, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="out of bounds"):
+        dcp_save({"t": tensor}, storage_writer=StorageWriter(tmp_path / "c"))
+    with pytest.raises(CheckpointException, match="out of bounds"):
+        dcp_load({"t": tensor}, storage_reader=StorageReader(tmp_path / "before"))
+
+
 @pytest.mark.usefixtures("told")
 async def test_targets_on_the_device_are_filled_in_place(tmp_path: Path) -> None:
     """Same tensors, same memory; what the stream does next sees the new values."""
@@ -359,11 +414,7 @@ async def test_a_pool_that_cannot_be_pinned_serves_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies are slower, the observer hears of it once, and saves of the CPU go on, too."""
-
-    def refuse(*_: object) -> None:
-        raise StateError("no memory can be locked")
-
-    monkeypatch.setattr(HostRegistration, "pin", refuse)
+    monkeypatch.setattr(HostRegistration, "pin", refuse_to_pin)
     state = random_on("cuda", 10 * MiB)
     refused: list[PinningRefused] = []
 

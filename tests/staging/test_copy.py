@@ -224,3 +224,19 @@ def test_a_strided_source_of_another_shape_is_not_copied(
     (segment,) = plan.buckets[0].segments
     source.gather(segment, Slab(SMALL.slab_nbytes), [])
     assert source.watch.changed() == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_nothing_is_copied_from_or_to_what_a_storage_has_no_more(nbytes: int) -> None:
+    """As from a view of a storage that was resized: torch says so, and an address could not."""
+    whole = torch.arange(3000.0)
+    tensor = whole[8:2008]
+    whole.untyped_storage().resize_(nbytes)
+    slab = Slab(SMALL.slab_nbytes)
+    source = SourceState([tensor], None)
+    (segment, *_) = plan_save([LeafSpec("t", "float32", (2000,))], SMALL).buckets[0].segments
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        source.gather(segment, slab, [])
+    target = TargetState([Destination(tensor, torch.float32)], None)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        target.scatter([(0, ((0, 0, 0, 4096, None),))], slab, [])

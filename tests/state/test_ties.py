@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptio import sync
+from ckptio import Shard, sync
 from ckptio.errors import UnsupportedLeafError
 from ckptio.state.flatten import FlatState, flatten
 from ckptio.state.rebuild import Rebuilder
@@ -295,11 +295,15 @@ def test_a_tensor_inside_a_transform_is_refused(transform: Any) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 35])
-@pytest.mark.parametrize("is_strided", [False, True])
-def test_a_tensor_whose_memory_was_freed_is_refused(nbytes: int, *, is_strided: bool) -> None:
+@pytest.mark.parametrize("how", ["as it is", "strided", "a block"])
+def test_a_tensor_whose_memory_was_freed_is_refused(nbytes: int, how: str) -> None:
     """It has a shape, and nothing or not all of the rest; what is behind is not its own."""
     parameter = torch.nn.Parameter(torch.ones(3, 3))
-    held = parameter.t() if is_strided else parameter
+    held = {
+        "as it is": parameter,
+        "strided": parameter.t(),
+        "a block": Shard(parameter.detach(), (6, 3), (3, 0)),
+    }[how]
     parameter.untyped_storage().resize_(nbytes)
     with pytest.raises(UnsupportedLeafError, match=r"'b': it has no memory of that size.*resized"):
         flatten({"a": torch.ones(2), "b": held})

@@ -260,7 +260,7 @@ class Target:
     def scatter(self, blocks: Any, memory: Memory, pending: Any) -> None:
         """Take blocks; the only piece of each is its place."""
         del pending
-        for start, ((place, nbytes),) in blocks:
+        for start, ((place, _, _, nbytes, _),) in blocks:
             self.addresses.append(memory.address + start)
             self.data[place : place + nbytes] = ctypes.string_at(memory.address + start, nbytes)
 
@@ -271,7 +271,7 @@ def land(
     """Verify and land four blocks; of those `written`, if they are others by now."""
     block = SMALL.block_nbytes
     sums = tuple(block_checksums(memoryview(written or source.data), block))
-    places: Any = tuple(((i * block, block),) for i in range(4))
+    places: Any = tuple(((i * block, 0, 0, block, None),) for i in range(4))
     segment = ReadSegment(0, 0, len(source.data), sums, places)
     entry = types.SimpleNamespace(name="data")
     manifest: Any = types.SimpleNamespace(block_nbytes=block, files=[entry], tensors=())
@@ -316,6 +316,27 @@ def test_a_device_reads_from_slabs_alone() -> None:
         assert land(source, target, slab) == []
         assert target.data == source.data
         assert target.addresses == [slab.address + i * block for i in range(4)]
+
+
+@pytest.mark.parametrize(("num_rows", "num_calls"), [(None, 1), (3_000, 1), (30_000, 4)])
+def test_blocks_are_landed_together_unless_they_have_many_rows(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int | None, num_calls: int
+) -> None:
+    """For a device: each row is told it, and takes memory until then."""
+    block = SMALL.block_nbytes
+    data = os.urandom(4 * block)
+    rows = None if num_rows is None else (num_rows, 2, 1)
+    places: Any = tuple(((0, i, 0, 1, rows),) for i in range(4))
+    segment = ReadSegment(0, 0, 4 * block, tuple(block_checksums(memoryview(data), block)), places)
+    manifest: Any = types.SimpleNamespace(block_nbytes=block, files=[None], tensors=())
+    storage: Any = types.SimpleNamespace(path="checkpoint")
+    target, calls = Target(4 * block, is_async=True), list[int]()
+    monkeypatch.setattr(target, "scatter", lambda blocks, *_: calls.append(len(blocks)))
+    with contextlib.closing(Slab(4 * block)) as slab:
+        reading = Reading(storage, manifest, target=target)
+        assert check_and_land(segment, slab, Lending(data, 9), reading, []) == []
+    assert len(calls) == num_calls
+    assert sum(calls) == 4
 
 
 def warm(directory: Path) -> None:

@@ -22,9 +22,14 @@ extern "C" int cudaMemcpyAsync(void* target, const void* source, size_t nbytes, 
                                void* stream);
 extern "C" int standin_is_on_device(const void* pointer);
 
-// Between what it is, the addresses say.
-API int cuMemcpyAsync(void* target, void* source, size_t nbytes, void* stream) {
-  return cudaMemcpyAsync(target, source, nbytes, standin_is_on_device(target) ? 1 : 2, stream);
+API int cuMemcpyDtoHAsync_v2(void* target, void* source, size_t nbytes, void* stream) {
+  if (!standin_is_on_device(source)) return 1; /* CUDA_ERROR_INVALID_VALUE */
+  return cudaMemcpyAsync(target, source, nbytes, 2, stream);
+}
+
+API int cuMemcpyHtoDAsync_v2(void* target, void* source, size_t nbytes, void* stream) {
+  if (!standin_is_on_device(target)) return 1;
+  return cudaMemcpyAsync(target, source, nbytes, 1, stream);
 }
 
 #define REFUSED(name) \
