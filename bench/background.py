@@ -60,7 +60,7 @@ async def waited_for(underway: Underway) -> AsyncIterator[asyncio.Future[None]]:
     """Lend what is done when all is written, and wait for it: nobody removes what is written to."""
     written = asyncio.wrap_future(underway.written)
     try:
-        yield written
+        yield asyncio.shield(written)  # who is cancelled does not cancel what is waited for here
     finally:
         await asyncio.wait((written,))
 

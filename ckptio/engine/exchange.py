@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptio._aio import first_failure, shielded
 from ckptio.engine.context import settle
 from ckptio.engine.landing import bring, close_source
-from ckptio.errors import PeerLostError
+from ckptio.errors import PeerLostError, StateError
 from ckptio.events import ReadProgressed
 from ckptio.plan.load import plan_spans
 
@@ -136,6 +136,7 @@ async def read_shared(
         CheckpointChangedError: A file went away meanwhile.
         PeerLostError: Another rank went away.
         StorageError: The first failure of any part; the others are cancelled and awaited.
+        StateError: Somebody cancelled a part of it, and not the whole.
     """
     exchange = _Exchange(part, reading, link, context)
     half = context.config.num_slabs // 2
@@ -145,6 +146,7 @@ async def read_shared(
             exchange.run_lanes(part.reads, exchange.read, num_pooled, link.slabs),
             exchange.take_all(num_pooled),
         )
+        exchange.require_all()
     except PeerLostError:
         await exchange.close_sources()
         raise
@@ -204,6 +206,7 @@ class _Exchange:
         self._link = link
         self._context = context
         self._nbytes = part.nbytes
+        self._before_nbytes = reading.read_nbytes
         self._files: dict[int, _OpenFile] = {}
         # closed with its last unit: no lane asks for it after that
         self._units_left = Counter(landing.unit.file for landing in part.reads)
@@ -328,6 +331,16 @@ class _Exchange:
         if not self._units_left[file]:
             del self._files[file]
             await shielded(close_source(held.source, self._context))
+
+    def require_all(self) -> None:
+        """Refuse to be through with less than all: groups take a cancelled task for a success.
+
+        Raises:
+            StateError: Somebody cancelled a lane.
+        """
+        if self._reading.read_nbytes - self._before_nbytes < self._nbytes:
+            path = self._reading.storage.path
+            raise StateError(f"a task that read a part of {path!r} was cancelled")
 
     async def close_sources(self) -> None:
         """Close what is open after a failure. No lane is at work any more."""

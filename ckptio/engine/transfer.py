@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings, run_blocking, run_unless_cancelled, shielded
 from ckptio.engine.landing import Reading, bring, close_source, opened
-from ckptio.errors import ConfigError, StorageError
+from ckptio.errors import ConfigError, StateError, StorageError
 from ckptio.plan.load import plan_load
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
@@ -37,13 +37,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _File:
-    """A file on its way; opened by the first worker that comes to it."""
+    """A file on its way; opened by the first worker that comes to it.
+
+    Attributes:
+        num_left: Segments that are not carried over.
+        is_ended: Whether all are, and what they were written to is closed.
+    """
 
     entry: FileEntry
     num_left: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     source: Source | AwaitedSource | None = None
     sink: Sink | AwaitedSink | None = None
+    is_ended: bool = False
 
 
 async def transfer(
@@ -65,6 +71,7 @@ async def transfer(
     Raises:
         CorruptionError: A block does not have its checksum; it was not written.
         CheckpointError: The first failure of any part; the others are cancelled and awaited.
+        StateError: Somebody cancelled a part of it, and not the whole.
     """
     segments = _segments(reading.manifest, files, context)
     work = _Transfer(reading, attempt, context, on_written, iter(segments))
@@ -74,6 +81,9 @@ async def transfer(
     async with work.closing(), Siblings() as group:
         for number in range(min(context.copies.max_slabs, len(segments))):
             group.create_task(work.run(), name=f"copy {reading.storage.path} {number}")
+    if not all(file.is_ended for file in work.files.values()):
+        # groups take a cancelled task for a success
+        raise StateError(f"a task that copied a part of {reading.storage.path!r} was cancelled")
 
 
 def _segments(
@@ -153,6 +163,7 @@ class _Transfer:
             await file.sink.close()
         elif file.sink is not None:
             await run_blocking(self.context.far or self.context.executor, file.sink.close)
+        file.is_ended = True
         await self._close(file)
 
     async def _close(self, file: _File) -> None:

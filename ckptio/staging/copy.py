@@ -89,6 +89,8 @@ class SourceState:
                 watch.moved = leaf
             elif address:
                 moves.append((base + position, address + offset, nbytes))
+            elif leaf in devices and not watch.is_there(leaf):
+                watch.moved = leaf
             elif leaf in devices:
                 in_far.append(piece)
                 way = base + position, pointers[leaf] + offset, nbytes, leaf
@@ -170,14 +172,15 @@ class TargetState:
                 pointer = each.tensor.data_ptr()
             self._addresses.append(address)
             self._pointers.append(pointer)
-        #: By number: where a tensor is that one copy by a device fills.
-        self._devices = {
-            number: each.tensor.device
-            for number, each in enumerate(destinations)
-            if not self._addresses[number]
-            and each.tensor.dtype == each.dtype
-            and far_address_of(each.tensor)
-        }
+        #: By number: where a tensor is that one copy by a device fills; and how one lies that
+        #: torch fills.
+        self._devices: dict[int, torch.device] = {}
+        self._layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+        for number, each in enumerate(destinations):
+            if not self._addresses[number]:
+                self._layouts[number] = _layout_of(each.tensor)
+                if each.tensor.dtype == each.dtype and far_address_of(each.tensor):
+                    self._devices[number] = each.tensor.device
         self._streams = streams
         self._moved: int | None = None
         self.count_write()
@@ -210,7 +213,9 @@ class TargetState:
             base = memory.address + start
             for position, index, offset, nbytes, rows in pieces:
                 address = addresses[index]
-                if tensors[index].data_ptr() != pointers[index]:
+                if tensors[index].data_ptr() != pointers[index] or (
+                    index in devices and not self._is_there(index)
+                ):
                     self._moved = index
                 elif index in devices:
                     ways = far.setdefault(devices[index], [])
@@ -239,6 +244,9 @@ class TargetState:
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
+            if _layout_of(destination.tensor) != self._layouts[index]:
+                self._moved = index
+                continue
             tensor = destination.tensor.detach()
             flat = window(memory, position, nbytes, destination.dtype)
             start = offset // destination.dtype.itemsize
@@ -255,6 +263,11 @@ class TargetState:
     def _far(self) -> CallerStreams:
         assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
         return self._streams
+
+    def _is_there(self, index: int) -> bool:
+        """Whether a device's memory still has all of a tensor; its storage may be resized."""
+        storage, nbytes = self._storages[index], self._tensors[index].nbytes
+        return self._pointers[index] + nbytes <= storage.data_ptr() + storage.nbytes()
 
     def count_write(self) -> None:
         """Tell autograd that the tensors change, before the first byte, and after the last.
@@ -273,10 +286,17 @@ class TargetState:
         if self._moved is not None:
             shape = tuple(self._tensors[self._moved].shape)
             raise TargetError(
-                f"a target of shape {shape} was moved in memory while targets were filled, and so"
+                f"a target of shape {shape} was moved in memory, or changed its shape or storage,"
+                " while targets were filled, and so"
                 " some are and some are not: load again, and share or convert tensors afterwards"
             )
         self.count_write()
+
+
+def _layout_of(
+    tensor: torch.Tensor,
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _rows(

@@ -106,6 +106,12 @@ class SourceWatch:
         self._verdict: dict[str, int | None] = {}
         self._is_copied = False
 
+    def is_there(self, leaf: int) -> bool:
+        """Whether a device's memory still has all of a tensor; its storage may be resized."""
+        storage = self._storages[leaf]
+        stop = self.pointers[leaf] + self.devices[leaf][1]
+        return stop <= storage.data_ptr() + storage.nbytes()
+
     def _spread(self) -> list[int]:
         """Choose some tensors that one memmove copies, from all of the state."""
         plain = [number for number, address in enumerate(self.addresses) if address]
@@ -150,6 +156,9 @@ class SourceWatch:
         for number, (tensor, (pointer, version)) in enumerate(zip(self.tensors, then, strict=True)):
             if tensor.data_ptr() != pointer or _version_of(tensor) != version:
                 return number
+        for leaf in self.devices:
+            if not self.is_there(leaf):
+                return leaf
         return next((sample[0] for sample in self._samples if self._differs(*sample)), None)
 
     def _differs(self, leaf: int, address: int, copied: bytes) -> bool:

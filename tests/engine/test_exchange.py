@@ -20,7 +20,13 @@ from ckptio.config import CheckpointConfig, KiB
 from ckptio.engine.context import EngineContext
 from ckptio.engine.exchange import SharedPart, plan_part, read_shared
 from ckptio.engine.landing import Reading
-from ckptio.errors import CheckpointError, CorruptionError, PeerLostError, StorageError
+from ckptio.errors import (
+    CheckpointError,
+    CorruptionError,
+    PeerLostError,
+    StateError,
+    StorageError,
+)
 from ckptio.events import ReadProgressed
 from ckptio.format.compose import encode_manifest
 from ckptio.format.manifest import Manifest, decode_manifest
@@ -309,6 +315,29 @@ def test_cancelling_anywhere_leaves_nothing_behind(
         again.close()
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_a_lane_that_somebody_cancels_fails_the_load() -> None:
+    """What it was at has not landed, and its file would stay open."""
+
+    async def scenario() -> None:
+        wanted = (Wanted(0, 0, 200 * KiB, 0, 0),)
+        group = await group_of(Wish((200 * KiB,), (wanted, ())), [config_of(4)] * 2)
+        ranks, network = group.ranks(), MemoryNetwork(2, max_delay_s=0.02)
+        loading = asyncio.create_task(ends_of(ranks, network), name="loads")
+        lanes: list[asyncio.Task[object]] = []
+        while not lanes:
+            await asyncio.sleep(0.005)
+            lanes = [t for t in asyncio.all_tasks() if t.get_name() == "lane of the pool"]
+        lanes[0].cancel()
+        failure, other = await loading
+        assert isinstance(failure, StateError)
+        assert "a task that read a part of 'memory' was cancelled" in str(failure)
+        assert other is None
+        group.assert_nothing_is_left(network)
+        network.close()
+
+    run_virtual(scenario(), seed=0)
 
 
 @given(seed=seeds, pools=pools, num_loads=st.integers(2, 3))

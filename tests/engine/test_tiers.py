@@ -7,7 +7,7 @@ import contextlib
 import datetime as dt
 import errno
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from ckptio.errors import (
     FormatError,
     RankError,
     SaveAbortedError,
+    StateError,
     StorageError,
 )
 from ckptio.events import (
@@ -221,6 +222,31 @@ def test_a_failing_copy_leaves_the_first_tier(seed: int, number: int) -> None:
             assert_alike(storages)
 
     run_virtual(scenario(), seed=seed)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_part_of_a_copy_that_somebody_cancels_fails_the_copy(number: int) -> None:
+    """A file with a hole has the size of the whole one."""
+
+    async def scenario() -> None:
+        storages = two(delay_s=0.5)
+        config = config_with(pool_nbytes=1024 * KiB, bucket_nbytes=64 * KiB)
+        async with inline_engine(storages, config) as engine:
+            handle = engine.save(random_state([50 * KiB] * 4), "near/a", then="far/a")
+            await handle
+            parts: list[asyncio.Task[object]] = []
+            while not parts:
+                await asyncio.sleep(0.01)
+                parts = [t for t in asyncio.all_tasks() if t.get_name().startswith("copy near/a ")]
+            parts.sort(key=lambda part: part.get_name())
+            parts[number].cancel()
+            with pytest.raises(StateError, match="copied a part of 'near/a' was cancelled"):
+                await handle.durable
+        assert memory(storages, "far/a").manifest is None
+        for storage in storages.values():
+            assert_quiet(cast("MemoryStorage", storage))
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_a_damaged_block_is_not_copied() -> None:

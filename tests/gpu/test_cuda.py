@@ -16,10 +16,16 @@ import ckptio
 import ckptio.sync
 from ckptio.adapters.dcp import StorageReader, StorageWriter
 from ckptio.config import MiB
-from ckptio.errors import ConfigError, SaveAbortedError, StateError, UnsupportedLeafError
+from ckptio.errors import (
+    ConfigError,
+    SaveAbortedError,
+    StateError,
+    TargetError,
+    UnsupportedLeafError,
+)
 from ckptio.events import Event, PinningRefused
 from ckptio.staging import cuda, far_moves
-from ckptio.staging.copy import SourceState
+from ckptio.staging.copy import SourceState, TargetState
 from ckptio.staging.cuda import HostRegistration
 from tests.rig import assert_same, assert_tidy, config_with, names_in
 
@@ -276,6 +282,76 @@ async def test_a_tensor_that_gets_another_shape_is_saved_as_it_was_or_refused(
             assert "was changed, or moved" in str(error)
             return
         assert_same(await engine.load(tmp_path / "c", device="cpu"), {"t": expected})
+
+
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the second half of its memory back, and to another tensor."""
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    storage.resize_(0)
+    storage.resize_(nbytes // 2)
+    return torch.full((nbytes // 2,), 66, dtype=torch.uint8, device=tensor.device)
+
+
+@pytest.mark.parametrize("how", ["by address", "by torch"])
+@pytest.mark.parametrize("what", ["save", "load"])
+async def test_what_a_storage_has_no_more_meanwhile_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str
+) -> None:
+    """It has the same address again: what lies behind is neither saved nor filled."""
+    cls, name = (SourceState, "gather") if what == "save" else (TargetState, "scatter")
+    copy = getattr(cls, name)
+    tensor = torch.zeros(400_000, dtype=torch.uint8, device="cuda")
+    others: list[torch.Tensor] = []
+    if how == "by torch":
+        monkeypatch.setattr(cuda, "copy_far", lambda *_, **__: False)
+
+    def copy_late(*arguments: Any) -> None:
+        if not others:
+            others.append(halve(tensor))
+        copy(*arguments)
+
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save({"t": torch.ones(400_000, dtype=torch.uint8)}, tmp_path / "before")
+        monkeypatch.setattr(cls, name, copy_late)
+        with pytest.raises((StateError, TargetError), match="moved"):
+            if what == "save":
+                await engine.save({"t": tensor}, tmp_path / "c")
+            else:
+                await engine.load(tmp_path / "before", into={"t": tensor})
+    assert others[0].unique().tolist() == [66]
+    assert names_in(tmp_path) == ["before"]
+
+
+@pytest.mark.parametrize("how", ["by address", "by torch"])
+@pytest.mark.parametrize("change", ["transposed", "of another type", "shorter"])
+async def test_a_target_that_gets_another_shape_is_filled_as_it_was_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, how: str
+) -> None:
+    """At its address: torch would fill it in another order, or convert."""
+    scatter, expected = TargetState.scatter, torch.arange(1000, dtype=torch.int32).view(50, 20)
+    memory = torch.zeros_like(expected, device="cuda")
+    target = memory.detach()
+    if how == "by torch":
+        monkeypatch.setattr(cuda, "copy_far", lambda *_, **__: False)
+
+    def scatter_late(*arguments: Any) -> None:
+        target.data = {
+            "transposed": lambda: memory.transpose(0, 1),
+            "of another type": lambda: memory.view(torch.int16),
+            "shorter": lambda: memory.view(-1)[:1],
+        }[change]()
+        scatter(*arguments)
+
+    async with ckptio.Engine(CONFIG) as engine:
+        await engine.save({"t": expected}, tmp_path / "c")
+        monkeypatch.setattr(TargetState, "scatter", scatter_late)
+        try:
+            await engine.load(tmp_path / "c", into={"t": target})
+        except TargetError as error:
+            assert "changed its shape" in str(error)
+            assert not memory.any()
+            return
+        assert torch.equal(memory.cpu(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
