@@ -18,7 +18,7 @@ from ckptio.format.decode import ObjectDecoder, named_types
 from ckptio.format.encode import RANKS_TAG, TAG
 from ckptio.format.words import numpy_dtype, numpy_scalar, size_of
 from ckptio.layout import DTYPES, numel
-from ckptio.state.leaves import TORCH_DTYPES, is_convertible
+from ckptio.state.leaves import TORCH_DTYPES, is_convertible, raw_bytes
 from ckptio.state.references import check_view
 from ckptio.state.tree import is_absent
 
@@ -252,7 +252,7 @@ class Rebuilder:
     def _array(self, node: Json) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(node["d"])
         raw = self._stored(node["t"])
-        flat = raw.reshape(-1).view(torch.uint8).numpy()
+        flat = raw_bytes(raw).numpy()
         if flat.nbytes != numel(tuple(node["s"])) * dtype.itemsize:
             raise FormatError(f"an array {dtype} {node['s']} does not have {flat.nbytes} bytes")
         if not flat.nbytes:  # numpy.empty would make strings of one character of those of none
