@@ -172,15 +172,15 @@ class TargetState:
                 pointer = each.tensor.data_ptr()
             self._addresses.append(address)
             self._pointers.append(pointer)
-        #: By number: where a tensor is that one copy by a device fills; and how one lies that
-        #: torch fills.
-        self._devices: dict[int, torch.device] = {}
+        #: By number: where a tensor is that one copy by a device fills, and its bytes; and how one
+        #: lies that torch fills.
+        self._devices: dict[int, tuple[torch.device, int]] = {}
         self._layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
         for number, each in enumerate(destinations):
             if not self._addresses[number]:
                 self._layouts[number] = _layout_of(each.tensor)
                 if each.tensor.dtype == each.dtype and far_address_of(each.tensor):
-                    self._devices[number] = each.tensor.device
+                    self._devices[number] = each.tensor.device, each.tensor.nbytes
         self._streams = streams
         self._moved: int | None = None
         self.count_write()
@@ -218,7 +218,7 @@ class TargetState:
                 ):
                     self._moved = index
                 elif index in devices:
-                    ways = far.setdefault(devices[index], [])
+                    ways = far.setdefault(devices[index][0], [])
                     for piece in _rows(start + position, index, offset, nbytes, rows):
                         in_far.append(piece)
                         to = pointers[index] + piece[2]
@@ -266,8 +266,9 @@ class TargetState:
 
     def _is_there(self, index: int) -> bool:
         """Whether a device's memory still has all of a tensor; its storage may be resized."""
-        storage, nbytes = self._storages[index], self._tensors[index].nbytes
-        return self._pointers[index] + nbytes <= storage.data_ptr() + storage.nbytes()
+        storage = self._storages[index]
+        stop = self._pointers[index] + self._devices[index][1]
+        return stop <= storage.data_ptr() + storage.nbytes()
 
     def count_write(self) -> None:
         """Tell autograd that the tensors change, before the first byte, and after the last.
@@ -287,8 +288,8 @@ class TargetState:
             shape = tuple(self._tensors[self._moved].shape)
             raise TargetError(
                 f"a target of shape {shape} was moved in memory, or changed its shape or storage,"
-                " while targets were filled, and so"
-                " some are and some are not: load again, and share or convert tensors afterwards"
+                " while targets were filled, and so some are and some are not: load again, and"
+                " share or convert tensors afterwards"
             )
         self.count_write()
 
