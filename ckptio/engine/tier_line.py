@@ -50,6 +50,7 @@ class CopyLine:
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
         unmade: Saves whose copies failed here, by the names of these, while somebody has them.
+        untold: Ids of saves whose copies are owed no more, which rank 0 has not told others yet.
         silent: A second tier that was waited for in vain, before a commit: no other commit waits
             for one until it has answered.
     """
@@ -63,6 +64,7 @@ class CopyLine:
         self.unmade: weakref.WeakValueDictionary[tuple[str, str], SaveMoments] = (
             weakref.WeakValueDictionary()
         )
+        self.untold: list[str] = []
         self.silent: Storage | None = None
         self._max_copies = max_copies
         self._num_tickets = 0
@@ -100,8 +102,22 @@ class CopyLine:
     def is_owed_no_more(self, name: tuple[str, str]) -> None:
         """Take note that a copy was made after all, or is wanted no more.
 
-        That it failed before is for whoever waited for it, and no reason to fail a run that ends.
+        That it failed before is for whoever waited for it, and no reason to fail a run that ends:
+        on no rank.
         """
+        self.untold.append(name[1])
+        self._forgive(name)
+
+    def hear(self, untold: Collection[str]) -> None:
+        """Take note of the `untold` of rank 0."""
+        for name in [name for name in self.unmade if name[1] in untold]:
+            self._forgive(name)
+
+    def told(self, untold: Collection[str]) -> None:
+        """Take note that all ranks have heard of these."""
+        self.untold = [save_id for save_id in self.untold if save_id not in untold]
+
+    def _forgive(self, name: tuple[str, str]) -> None:
         moments = self.unmade.pop(name, None)
         if moments is not None:
             moments.seen()

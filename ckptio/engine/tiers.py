@@ -184,9 +184,9 @@ class _Copy:
         self._ranks: Ranks = SoloRanks("") if job.resumes else context.ranks
         self._attempt: Attempt | None = None
         self._manifest = b""
-        self._sent_nbytes = 0
-        self._total_nbytes = 0
+        self._sent_nbytes = self._total_nbytes = 0
         self._was_there = False
+        self._heard: list[str] = []
 
     async def run(self) -> int:
         """Copy, and commit with the other ranks; gives the bytes sent.
@@ -209,6 +209,8 @@ class _Copy:
                 raise
         if self._attempt is not None and self._ranks.rank != 0:
             await shielded(self._attempt.leave())
+        if self._ranks is self._context.ranks:  # so all have heard it
+            self._context.copies.told(self._heard)
         self._context.cache.forget(self._job.target)
         return self._sent_nbytes
 
@@ -258,12 +260,13 @@ class _Copy:
                 await self._look_again()
                 session.decisive(is_on=True)
                 await self._commit(session)
-            return Same(is_over)
+            return Same([is_over, copies.untold[:]])
 
-        job = self._job
+        job, copies = self._job, self._context.copies
         message = [job.save_id, job.target.path, job.overwrite, is_done]
-        ended: bool = await session.round("copied", message, decide)
-        return ended
+        is_over, self._heard = await session.round("copied", message, decide)
+        copies.hear(self._heard)
+        return bool(is_over)
 
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
         """Leave what was sent to who goes on with it, if anybody can."""
@@ -273,12 +276,11 @@ class _Copy:
 
     async def _read(self) -> Manifest:
         """Read what is to be copied."""
-        data = await self._raw_manifest()
-        manifest = await run_blocking(self._context.executor, decode_manifest, data)
+        self._manifest = await self._raw_manifest()
+        manifest = await run_blocking(self._context.executor, decode_manifest, self._manifest)
         if manifest.save_id != self._job.save_id:
             raise CheckpointChangedError(self._job.source.path)
         require_slabs(manifest, self._context)
-        self._manifest = data
         return manifest
 
     async def _raw_manifest(self) -> bytes:

@@ -124,7 +124,7 @@ async def _finish(path: str, context: EngineContext) -> str | None:
             if sent_nbytes is not None:
                 made = job.target.path
                 copies.has_replaced(job, unmade)
-        if name in copies.unmade and (made or await _has_no_note(storage, save_id)):
+        if made or (name in copies.unmade and await _has_no_note(storage, save_id)):
             copies.is_owed_no_more(name)
         return made
     finally:

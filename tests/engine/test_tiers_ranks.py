@@ -21,7 +21,7 @@ from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
 from ckptio.format.manifest import decode_manifest
 from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
 from tests.job_rig import DEADLINES, job
-from tests.rig import SMALL, config_with
+from tests.rig import SMALL, InlineCore, config_with
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -151,6 +151,40 @@ def test_what_fails_on_one_rank_fails_on_all_and_rank_0_makes_up_for_it(kind: st
             assert ranks.place.notes == {}
 
     run_virtual(scenario(), seed=0)
+
+
+def test_ranks_hear_of_a_copy_that_rank_0_has_made_after_all() -> None:
+    """As on one rank, it is no reason to fail a run that ends; of one that is owed still, it is."""
+    names = [f"run/{step}" for step in range(5)]
+    near = {name: MemoryStorage(name) for name in names}
+    far = {f"far/{name}": MemoryStorage(f"far/{name}") for name in names}
+    places = {**near, **far}
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS) as ranks:
+
+            async def body(rank: int, engine: Engine) -> list[bool]:
+                twins = {name: place.another_name(name) for name, place in places.items()}
+                core = engine._core
+                assert isinstance(core, InlineCore)
+                core.use_storages(twins)
+                if rank == 0:
+                    twins["far/run/0"].fault = fail_kind("commit")
+                    twins["far/run/1"].fault = fail_kind("commit")
+                handles = []
+                for name in names:
+                    handles.append(engine.save(state_of(rank), name, then=f"far/{name}"))
+                    await handles[-1]
+                    await asyncio.sleep(60)
+                    if name == "run/1":
+                        twins["far/run/0"].fault = None  # the other one stays away
+                return [handle._moments.is_unsettled() for handle in handles]
+
+            assert await ranks.all(body) == [[False, True, False, False, False]] * NUM_RANKS
+            assert all(not engine._core.context.copies.untold for engine in ranks.engines)
+
+    run_virtual(scenario(), seed=0)
+    assert far["far/run/0"].manifest == near["run/0"].manifest
 
 
 def test_ranks_agree_on_the_tier_that_is_read() -> None:
