@@ -78,7 +78,7 @@ class Stops:
         self._key = key
         self._due_in_s = due_in_s
         self._on_stop = on_stop
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may ask, too
         self._num_asked = 0
         self._held: Outcome[None] | None = None
         self._pending: list[Stop] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,8 @@ from ckptio.ranks.interface import Deadlines
 from ckptio.testing import MemoryRanks, run_virtual
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from ckptio.ranks.interface import Ranks
 
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)
@@ -181,3 +184,27 @@ async def test_listening_costs_no_rounds(num_idle: int) -> None:
         await asyncio.wait(watching)
         assert [ranks.num_rounds for ranks in world.ranks] == [1, 1]
         assert [stop.number for stop in trainers[0].agreed] == [num_idle + 1]
+
+
+class _Interrupted(list[Stop]):
+    """Stops at which a signal comes when they are looked at, once."""
+
+    def __init__(self, handler: Callable[[], object]) -> None:
+        super().__init__()
+        self._handlers = [handler]
+
+    def __iter__(self) -> Iterator[Stop]:
+        while self._handlers:
+            self._handlers.pop()()
+        return super().__iter__()
+
+
+def test_a_handler_may_ask_what_it_interrupts() -> None:
+    """A loop that is asking, and a handler of signals that does so, too: nobody waits for ever."""
+    stops = Stops("c", lambda: None, lambda _: None)
+    answers: list[object] = []
+    stops._pending = _Interrupted(lambda: answers.append(stops.ask()))
+    asking = threading.Thread(target=lambda: answers.append(stops.ask()), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert answers == [None, None]
