@@ -20,6 +20,7 @@ from ckptio.staging.memory import (
     boxes,
     far_address_of,
     is_physical,
+    layout_of,
     window,
 )
 from ckptio.staging.moves import move_all, move_rows
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckptio.plan.save import Segment
     from ckptio.staging.cuda import CallerStreams, PendingCopies
     from ckptio.staging.far_moves import FarMove
+    from ckptio.staging.memory import Layout
     from ckptio.staging.pool import Slab
     from ckptio.staging.watch import FlatPiece, Known
     from ckptio.storage.streams import Memory
@@ -110,10 +112,11 @@ class SourceState:
         """Copy by torch what is not copied by address."""
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, leaf, offset, nbytes in pieces:
-            tensor = bits_of(self.watch.tensors[leaf])
+            tensor = self.watch.tensors[leaf]
             if not self._is_as_it_was(leaf, tensor):
                 self.watch.moved = leaf
                 continue
+            tensor = bits_of(tensor)
             flat = window(slab, position, nbytes, tensor.dtype)
             for source, target in boxes(tensor, flat, offset // tensor.itemsize):
                 if tensor.is_cuda:
@@ -127,8 +130,9 @@ class SourceState:
         """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
         watch = self.watch
         if leaf in watch.devices:
-            return tensor.is_contiguous() and tensor.nbytes == watch.devices[leaf][1]
-        return (tuple(tensor.shape), tensor.stride()) == watch.layouts[leaf]
+            is_whole = tensor.is_contiguous() and tensor.nbytes == watch.devices[leaf][1]
+            return is_whole and watch.is_there(leaf)
+        return layout_of(tensor) == watch.layouts[leaf]
 
     def _far(self) -> CallerStreams:
         assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
@@ -175,10 +179,10 @@ class TargetState:
         #: By number: where a tensor is that one copy by a device fills, and its bytes; and how one
         #: lies that torch fills.
         self._devices: dict[int, tuple[torch.device, int]] = {}
-        self._layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+        self._layouts: dict[int, Layout] = {}
         for number, each in enumerate(destinations):
             if not self._addresses[number]:
-                self._layouts[number] = _layout_of(each.tensor)
+                self._layouts[number] = layout_of(each.tensor)
                 if each.tensor.dtype == each.dtype and far_address_of(each.tensor):
                     self._devices[number] = each.tensor.device, each.tensor.nbytes
         self._streams = streams
@@ -244,7 +248,7 @@ class TargetState:
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
-            if _layout_of(destination.tensor) != self._layouts[index]:
+            if layout_of(destination.tensor) != self._layouts[index]:
                 self._moved = index
                 continue
             tensor = destination.tensor.detach()
@@ -292,12 +296,6 @@ class TargetState:
                 " share or convert tensors afterwards"
             )
         self.count_write()
-
-
-def _layout_of(
-    tensor: torch.Tensor,
-) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _rows(

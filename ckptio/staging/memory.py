@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from ckptio.storage.streams import Memory
 
+#: Shape, strides, element type, and bytes of the storage.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
+
 _INT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,6 +46,12 @@ def _is_there(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     start = storage.data_ptr()
     return bool(start) and tensor.data_ptr() + tensor.nbytes <= start + storage.nbytes()
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Say how a tensor lies in its storage, and how large that is."""
+    nbytes = tensor.untyped_storage().nbytes()
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, nbytes
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ import ctypes
 import itertools
 from typing import TYPE_CHECKING, Protocol
 
-from ckptio.staging.memory import address_of, far_address_of
+from ckptio.staging.memory import address_of, far_address_of, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+    from ckptio.staging.memory import Layout
 
 #: Offset in the slab, tensor, offset in its row-major bytes, bytes.
 FlatPiece = tuple[int, int, int, int]
@@ -69,7 +71,7 @@ class SourceWatch:
         addresses: By number: from where one memmove copies, 0 where none can.
         pointers: By number: where the tensor is.
         devices: The CUDA device of each from whose `pointers` that copies, and its bytes.
-        layouts: Shape and strides of each other.
+        layouts: How each other lies in memory.
         moved: One that was found elsewhere, or in another shape, and so was not copied.
     """
 
@@ -77,7 +79,7 @@ class SourceWatch:
         self.tensors = tensors
         self.addresses: list[int] = []
         self.pointers: list[int] = []
-        self.layouts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.layouts: dict[int, Layout] = {}
         self.devices: dict[int, tuple[torch.device, int]] = {}
         self.moved: int | None = None
         self._storages: list[torch.UntypedStorage] = []
@@ -90,7 +92,7 @@ class SourceWatch:
                 if far_address_of(tensor):
                     self.devices[number] = tensor.device, tensor.nbytes
                 elif not address:
-                    self.layouts[number] = tuple(tensor.shape), tensor.stride()
+                    self.layouts[number] = layout_of(tensor)
             else:
                 pointer, stop = one.span
                 address = pointer if one.device is None else 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptio.config import KiB
+from ckptio.errors import TargetError
 from ckptio.plan.save import plan_save
 from ckptio.shards import LeafSpec
 from ckptio.staging.copy import Destination, SourceState, TargetState
@@ -240,3 +241,20 @@ def test_nothing_is_copied_from_or_to_what_a_storage_has_no_more(nbytes: int) ->
     target = TargetState([Destination(tensor, torch.float32)], None)
     with pytest.raises(RuntimeError, match="out of bounds"):
         target.scatter([(0, ((0, 0, 0, 4096, None),))], slab, [])
+
+
+def test_what_torch_copies_is_looked_at_for_the_size_of_its_storage() -> None:
+    """Resized where it was, it is told as moved, and not by whatever torch raises."""
+    whole = torch.arange(4000.0)
+    tensor = whole.view(2, 2000).t()
+    slab = Slab(SMALL.slab_nbytes)
+    source = SourceState([tensor], None)
+    target = TargetState([Destination(tensor, torch.float32)], None)
+    whole.untyped_storage().resize_(4096)
+    source.watch.pointers[0] = target._pointers[0] = tensor.data_ptr()  # as a device may
+    (segment, *_) = plan_save([LeafSpec("t", "float32", (2000, 2))], SMALL).buckets[0].segments
+    source.gather(segment, slab, [])
+    assert source.watch.changed() == 0
+    target.scatter([(0, ((0, 0, 0, 4096, None),))], slab, [])
+    with pytest.raises(TargetError, match="storage"):
+        target.mark_written()
