@@ -6,30 +6,25 @@ classes the caller passed, and never imported.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import datetime as dt
-import re
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.crowds import Crowd, crowd_error
-from ckptio.format.encode import MAX_LEVELS, PATHS, TAG, class_name, join_fqn
+from ckptio.format.encode import MAX_LEVELS, TAG, class_name, join_fqn
 from ckptio.format.fields import CONTEXT, restore
+from ckptio.format.scalars import SCALARS
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.format.encode import Json
 
     DecodeLeaf = Callable[[str, Any], Any]
 
-Moment = TypeVar("Moment", dt.datetime, dt.time)
 #: Whatever a value's own constructor says of a bad document.
 BAD_VALUES = (
     KeyError, ValueError, TypeError, OverflowError, AttributeError,
@@ -38,7 +33,8 @@ BAD_VALUES = (
 _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
-_ZONE_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
+#: Types of JSON whose values are themselves: no name is made for them, as there may be millions.
+_AS_IS = frozenset((int, float, str, bool, type(None)))
 
 
 class Made(NamedTuple):
@@ -113,21 +109,25 @@ class ObjectDecoder:
         if type(node) is dict:
             tag = node.get(TAG)
             if tag is None and TAG not in node:
-                return {
-                    key: self._decode(join_fqn(fqn, key), item, depth + 1)
-                    for key, item in node.items()
-                }
+                if depth < MAX_LEVELS:  # without a generator, as most tensors are in such dicts
+                    return {
+                        key: item
+                        if type(item) in _AS_IS
+                        else self._decode(join_fqn(fqn, key), item, depth + 1)
+                        for key, item in node.items()
+                    }
+                return dict(self._members(fqn, node.items(), depth + 1))
             if type(tag) is str and "t" not in node:
                 if tag in _CONTAINER_TAGS:
                     return self._container(tag, fqn, node, depth + 1)
-                scalar = _SCALARS.get(tag)
+                scalar = SCALARS.get(tag)
                 if scalar is not None:
                     return self._scalar(scalar, fqn, node)
             if self._num_open_keys and (type(tag) is not str or "t" in node):
                 raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
             return self.decode_leaf(fqn, node)
         if type(node) is list:
-            return [self._decode(join_fqn(fqn, i), item, depth + 1) for i, item in enumerate(node)]
+            return [item for _, item in self._members(fqn, enumerate(node), depth + 1)]
         return node.value if type(node) is Made else node
 
     def _scalar(self, make: Callable[[Json], Any], fqn: str, node: Json) -> Any:
@@ -143,12 +143,20 @@ class ObjectDecoder:
         """Give keys and values of a mapping, which is an object or a list of pairs."""
         value = node["v"]
         if type(value) is dict:
-            for key, item in value.items():
-                yield key, self._decode(join_fqn(fqn, key), item, depth)
-            return
+            return self._members(fqn, value.items(), depth)
         keys = self._keys(fqn, [key for key, _ in value], depth)
-        for key, (_, item) in zip(keys, value, strict=True):
-            yield key, self._decode(join_fqn(fqn, key), item, depth)
+        items = (item for _, item in value)
+        return self._members(fqn, zip(keys, items, strict=True), depth)
+
+    def _members(
+        self, fqn: str, pairs: Iterable[tuple[Any, Json]], depth: int
+    ) -> Iterator[tuple[Any, Any]]:
+        """Decode what a container has under its keys; gives it with these."""
+        for key, item in pairs:
+            if type(item) in _AS_IS and depth <= MAX_LEVELS:
+                yield key, item
+            else:
+                yield key, self._decode(join_fqn(fqn, key), item, depth)
 
     def _keys(self, fqn: str, nodes: Sequence[Json], depth: int) -> Iterable[Any]:
         """Decode keys of one container, one after another, before anybody compares them."""
@@ -161,6 +169,8 @@ class ObjectDecoder:
 
     def _key(self, fqn: str, node: Json, depth: int) -> Any:
         """Decode what has to be hashable."""
+        if type(node) in _AS_IS:
+            return node
         self._num_open_keys += 1
         try:
             return self._decode(fqn, node, depth)
@@ -213,8 +223,7 @@ class ObjectDecoder:
         return any(name not in self.types for name in class_names_in(node))
 
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
-        items = enumerate(_list_of(node))
-        return [self._decode(join_fqn(fqn, i), item, depth) for i, item in items]
+        return [item for _, item in self._members(fqn, enumerate(_list_of(node)), depth)]
 
     def _namedtuple(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))
@@ -318,78 +327,6 @@ def _list_of(node: Json) -> list[Json]:
     if type(value) is not list:
         raise FormatError(f"bad {node[TAG]} in the manifest")
     return value
-
-
-def _b64(node: Json) -> bytes:
-    try:
-        return base64.b64decode(node["v"], validate=True)
-    except binascii.Error as error:
-        raise FormatError(f"bad base64 in the manifest: {error}") from None
-
-
-def _float(text: str) -> float:
-    return float(struct.unpack(">d", bytes.fromhex(text))[0])
-
-
-def _zone(node: Json) -> zoneinfo.ZoneInfo:
-    key = node["z"]
-    if not _ZONE_KEY.fullmatch(key):
-        raise FormatError(f"bad time zone {key!r} in the manifest")
-    try:
-        return zoneinfo.ZoneInfo(key)
-    except OSError as error:  # some versions of Python open a directory, say
-        raise zoneinfo.ZoneInfoNotFoundError(key) from error
-
-
-def _datetime(node: Json) -> dt.datetime:
-    return _in_zone(dt.datetime.fromisoformat(node["v"]), node)
-
-
-def _time(node: Json) -> dt.time:
-    return _in_zone(dt.time.fromisoformat(node["v"]), node)
-
-
-def _in_zone(value: Moment, node: Json) -> Moment:
-    """Give a moment its fold, and its zone where ISO 8601 does not say all of it."""
-    value = value.replace(fold=node["f"])
-    if "z" in node:
-        return value.replace(tzinfo=_zone(node))
-    if "n" in node:
-        offset = value.utcoffset()
-        return value.replace(tzinfo=dt.timezone(offset, _text(node["n"])))  # type: ignore[arg-type]  # without an offset it raises
-    return value
-
-
-def _text(node: Json) -> str:
-    """Give a string, which is an object where JSON cannot carry it."""
-    if type(node) is str:
-        return node
-    text: str = _SCALARS["str"](node)
-    return text
-
-
-def _timedelta(node: Json) -> dt.timedelta:
-    days, seconds, microseconds = node["v"]
-    return dt.timedelta(days, seconds, microseconds)
-
-
-def _path(node: Json) -> pathlib.PurePath:
-    return PATHS[node["k"]](_text(node["v"]))
-
-
-_SCALARS: dict[str, Callable[[Json], Any]] = {
-    "int": lambda node: int(node["v"], 16),
-    "float": lambda node: _float(node["v"]),
-    "complex": lambda node: complex(_float(node["v"][:16]), _float(node["v"][16:])),
-    "str": lambda node: _b64(node).decode("utf-8", "surrogatepass"),
-    "bytes": _b64,
-    "bytearray": lambda node: bytearray(_b64(node)),
-    "date": lambda node: dt.date.fromisoformat(node["v"]),
-    "datetime": _datetime,
-    "time": _time,
-    "timedelta": _timedelta,
-    "path": _path,
-}
 
 
 def named_types(types: Collection[type]) -> dict[str, type]:

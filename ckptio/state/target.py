@@ -330,7 +330,11 @@ class Matcher(ObjectMatcher):
         _, names, items = stored
         if (
             type(target) in (list, tuple)
-            and not any(is_filled(item, by_place=len(items) == len(target)) for item in target)
+            and not any(
+                is_filled(item, by_place=len(items) == len(target))
+                for item in target
+                if type(item) not in SCALAR_TYPES
+            )
             and is_kept(fqn, node, self._keep)
             and not holds_absent(node)
         ):

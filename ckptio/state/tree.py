@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Predicate = Callable[[str], object]
 _MISSING = object()
+#: Types of JSON that hold others; what is none of them refers to nothing.
+_NODES = (dict, list)
 _DICT_TAGS = ("dict", "odict", "counter")
 MAPPING_TAGS = (*_DICT_TAGS, "namedtuple", "dataclass")
 _SCALAR_TAGS = frozenset(
@@ -205,13 +208,15 @@ def walk(fqn: str, node: Json) -> Iterator[tuple[str, Json]]:
     """Give name and node of every tensor reference in a tree, in its order."""
     if type(node) is list:
         for i, item in enumerate(node):
-            yield from walk(join_fqn(fqn, i), item)
+            if type(item) in _NODES:
+                yield from walk(join_fqn(fqn, i), item)
     elif type(node) is dict:
         if tensor_index(node) is not None:
             yield fqn, node
             return
         for key, item in children(fqn, node):
-            yield from walk(key, item)
+            if type(item) in _NODES:
+                yield from walk(key, item)
 
 
 def indices_in(node: Json) -> set[int]:
@@ -352,10 +357,21 @@ def identity_of(encoded_key: Json) -> Hashable:
     return (frozenset, frozenset(items)) if tag == "frozenset" else (tuple, *items)
 
 
-def sequence_in(fqn: str, node: Json) -> tuple[bool, list[str], list[Json]] | None:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Names of the items of a list, made when they are asked for: there may be millions."""
+
+    fqn: str
+    number: int
+
+    def __iter__(self) -> Iterator[str]:
+        return (join_fqn(self.fqn, place) for place in range(self.number))
+
+
+def sequence_in(fqn: str, node: Json) -> tuple[bool, Iterable[str], list[Json]] | None:
     """Take the list or tuple at `fqn` apart: whether it is a tuple, names, items."""
     if type(node) is list:
-        return False, [join_fqn(fqn, i) for i in range(len(node))], node
+        return False, _Places(fqn, len(node)), node
     if type(node) is not dict or node.get(TAG) not in ("tuple", "namedtuple"):
         return None
     names, items = zip(*children(fqn, node), strict=True) if node["v"] else ((), ())
