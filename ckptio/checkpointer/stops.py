@@ -78,7 +78,8 @@ class Stops:
         self._key = key
         self._due_in_s = due_in_s
         self._on_stop = on_stop
-        self._lock = threading.RLock()  # a handler of signals may ask, too
+        self._lock = threading.Lock()
+        self._asking: set[int] = set()  # threads that have the lock, or wait for it
         self._num_asked = 0
         self._held: Outcome[None] | None = None
         self._pending: list[Stop] = []
@@ -101,15 +102,23 @@ class Stops:
         """Ask whether to stop at this step, once a step.
 
         Returns:
-            What to do now; nothing; or what to wait for before asking again.
+            What to do now; nothing; or what to wait for before asking again. Nothing, and it does
+            not count, where a signal's handler asks what it interrupts: that gets the answer.
         """
-        with self._lock:
-            if self._held is not None:
-                return self._held
-            self._num_asked += 1
-            due = [stop for stop in self._pending if stop.number <= self._num_asked]
-            self._pending = [stop for stop in self._pending if stop not in due]
-            return max(due, key=lambda stop: bool(stop.reason), default=None)
+        thread = threading.get_ident()
+        if thread in self._asking:
+            return None
+        try:
+            self._asking.add(thread)
+            with self._lock:
+                if self._held is not None:
+                    return self._held
+                self._num_asked += 1
+                due = [stop for stop in self._pending if stop.number <= self._num_asked]
+                self._pending = [stop for stop in self._pending if stop not in due]
+                return max(due, key=lambda stop: bool(stop.reason), default=None)
+        finally:
+            self._asking.discard(thread)
 
     async def watch(self, ranks: Ranks) -> None:
         """Listen for calls until one asks for the last save, or a rank leaves."""

@@ -50,7 +50,8 @@ class CopyLine:
         owing: Directories of which a copy has failed since, and whether another one was made
             after that.
         unmade: Saves whose copies failed here, by the names of these, while somebody has them.
-        untold: Ids of saves whose copies are owed no more, which rank 0 has not told others yet.
+        untold: On rank 0 of several: ids of saves whose copies it has made after all, or that are
+            wanted no more, of which it has not told the others yet.
         silent: A second tier that was waited for in vain, before a commit: no other commit waits
             for one until it has answered.
     """
@@ -102,39 +103,40 @@ class CopyLine:
     def is_owed_no_more(self, name: tuple[str, str]) -> None:
         """Take note that a copy was made after all, or is wanted no more.
 
-        That it failed before is for whoever waited for it, and no reason to fail a run that ends:
-        on no rank.
+        That it failed before is for whoever waited for it, and no reason to fail a run that ends.
         """
-        self.untold.append(name[1])
-        self._forgive(name)
-
-    def hear(self, untold: Collection[str]) -> None:
-        """Take note of the `untold` of rank 0."""
-        for name in [name for name in self.unmade if name[1] in untold]:
-            self._forgive(name)
-
-    def told(self, untold: Collection[str]) -> None:
-        """Take note that all ranks have heard of these."""
-        self.untold = [save_id for save_id in self.untold if save_id not in untold]
-
-    def _forgive(self, name: tuple[str, str]) -> None:
         moments = self.unmade.pop(name, None)
         if moments is not None:
             moments.seen()
 
-    def has_replaced(self, job: CopyJob, others: Collection[tuple[str, str]]) -> None:
+    def hear(self, untold: Collection[str]) -> None:
+        """Take note of the `untold` of rank 0. A run that ends before fails on the others."""
+        for name in [name for name in self.unmade if name[1] in untold]:
+            self.is_owed_no_more(name)
+
+    def told(self, untold: Collection[str]) -> None:
+        """Take note that the other ranks were told of these."""
+        self.untold = [save_id for save_id in self.untold if save_id not in untold]
+
+    def has_replaced(self, job: CopyJob, others: Collection[tuple[str, str]]) -> list[str]:
         """Take note that a copy was made where those of others were to be, which it replaces.
 
         Args:
             job: The copy.
             others: Some of `unmade`, of any places, from before its checkpoint was seen to be
                 there.
+
+        Returns:
+            Ids of the saves of which it has replaced the copies.
         """
+        replaced: list[str] = []
         for other in others:
             moments = self.unmade.get(other)
             is_same_way = moments is not None and moments.copy_to == job.target.path
             if is_same_way and other[0] == job.name[0] and other != job.name:
                 self.is_owed_no_more(other)
+                replaced.append(other[1])
+        return replaced
 
     def part(self, name: tuple[str, str]) -> None:
         """Take note that a copy is under way no more, however it ended."""

@@ -209,7 +209,7 @@ class _Copy:
                 raise
         if self._attempt is not None and self._ranks.rank != 0:
             await shielded(self._attempt.leave())
-        if self._ranks is self._context.ranks:  # so all have heard it
+        if self._ranks is self._context.ranks:  # but for one that was stopped just now
             self._context.copies.told(self._heard)
         self._context.cache.forget(self._job.target)
         return self._sent_nbytes

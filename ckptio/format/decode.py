@@ -109,14 +109,12 @@ class ObjectDecoder:
         if type(node) is dict:
             tag = node.get(TAG)
             if tag is None and TAG not in node:
-                if depth < MAX_LEVELS:  # without a generator, as most tensors are in such dicts
-                    return {
-                        key: item
-                        if type(item) in _AS_IS
-                        else self._decode(join_fqn(fqn, key), item, depth + 1)
-                        for key, item in node.items()
-                    }
-                return dict(self._members(fqn, node.items(), depth + 1))
+                return {
+                    key: item
+                    if type(item) in _AS_IS and depth < MAX_LEVELS
+                    else self._decode(join_fqn(fqn, key), item, depth + 1)
+                    for key, item in node.items()
+                }
             if type(tag) is str and "t" not in node:
                 if tag in _CONTAINER_TAGS:
                     return self._container(tag, fqn, node, depth + 1)
@@ -127,7 +125,12 @@ class ObjectDecoder:
                 raise FormatError(f"a tensor as a key at {fqn!r} in the manifest")
             return self.decode_leaf(fqn, node)
         if type(node) is list:
-            return [item for _, item in self._members(fqn, enumerate(node), depth + 1)]
+            return [
+                item
+                if type(item) in _AS_IS and depth < MAX_LEVELS
+                else self._decode(join_fqn(fqn, i), item, depth + 1)
+                for i, item in enumerate(node)
+            ]
         return node.value if type(node) is Made else node
 
     def _scalar(self, make: Callable[[Json], Any], fqn: str, node: Json) -> Any:
@@ -169,7 +172,7 @@ class ObjectDecoder:
 
     def _key(self, fqn: str, node: Json, depth: int) -> Any:
         """Decode what has to be hashable."""
-        if type(node) in _AS_IS:
+        if type(node) in _AS_IS and depth <= MAX_LEVELS:
             return node
         self._num_open_keys += 1
         try:
@@ -223,7 +226,12 @@ class ObjectDecoder:
         return any(name not in self.types for name in class_names_in(node))
 
     def _sequence(self, fqn: str, node: Json, depth: int) -> list[Any]:
-        return [item for _, item in self._members(fqn, enumerate(_list_of(node)), depth)]
+        return [
+            item
+            if type(item) in _AS_IS and depth <= MAX_LEVELS
+            else self._decode(join_fqn(fqn, i), item, depth)
+            for i, item in enumerate(_list_of(node))
+        ]
 
     def _namedtuple(self, fqn: str, node: Json, depth: int) -> Any:
         fields = dict(self._items(fqn, node, depth))

@@ -123,12 +123,19 @@ async def _finish(path: str, context: EngineContext) -> str | None:
                 await shielded(note.release())  # where it was stopped before it could do so
             if sent_nbytes is not None:
                 made = job.target.path
-                copies.has_replaced(job, unmade)
+                _tell_ranks(context, copies.has_replaced(job, unmade))
         if made or (name in copies.unmade and await _has_no_note(storage, save_id)):
             copies.is_owed_no_more(name)
+            _tell_ranks(context, [save_id])
         return made
     finally:
         copies.part(name)
+
+
+def _tell_ranks(context: EngineContext, save_ids: list[str]) -> None:
+    """Have the other ranks told, with the next copy, of what is owed no more."""
+    if context.ranks.world_size > 1:
+        context.copies.untold += save_ids
 
 
 async def _has_no_note(storage: Storage, save_id: str) -> bool:

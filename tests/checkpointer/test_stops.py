@@ -200,11 +200,18 @@ class _Interrupted(list[Stop]):
 
 
 def test_a_handler_may_ask_what_it_interrupts() -> None:
-    """A loop that is asking, and a handler of signals that does so, too: nobody waits for ever."""
+    """A loop that is asking, and a handler of signals that does so, too: nobody waits for ever.
+
+    The loop is told what is due, and once; what the handler asks is no step.
+    """
     stops = Stops("c", lambda: None, lambda _: None)
     answers: list[object] = []
     stops._pending = _Interrupted(lambda: answers.append(stops.ask()))
+    stop = Stop(number=1, reason="a test")
+    stops._pending.append(stop)
     asking = threading.Thread(target=lambda: answers.append(stops.ask()), daemon=True)
     asking.start()
     asking.join(30)
-    assert answers == [None, None]
+    assert answers == [None, stop]
+    assert stops._num_asked == 1
+    assert stops.ask() is None
