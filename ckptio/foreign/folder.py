@@ -224,9 +224,13 @@ class LocalFolder(Folder):
         """Open a file, or a part of it; see `Folder`."""
         path = self.join(name)
         try:
-            # a part that begins anywhere cannot be read past the page cache
             reader = BlockReader(
-                self._files, path, name=name, nbytes=start + nbytes, direct=start == 0
+                self._files,
+                path,
+                name=name,
+                nbytes=start + nbytes,
+                direct=start == 0,  # a part that begins anywhere cannot be read past the page cache
+                start=start,
             )
         except FileNotFoundError:
             raise CheckpointChangedError(self.root) from None
