@@ -263,6 +263,15 @@ def test_what_dcp_takes_without_sums_is_what_was_measured() -> None:
             assert rounds_to(ratio, figure), (name, how, ratio, figure)
 
 
+def test_what_a_load_right_after_a_save_takes_is_what_was_measured() -> None:
+    """In the list of where ckptio does not lead."""
+    text = " ".join(README.read_text().split())
+    found = re.search(r"1\.7 GB took ([0-9.]+) s, and safetensors ([0-9.]+)\S of that", text)
+    assert found is not None
+    for value, figure in zip(measured("load_back", "", "elapsed_s"), found.groups(), strict=True):
+        assert rounds_to(value, figure), (value, figure)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_table_of_others_says_what_was_measured(name: str) -> None:
     """Of each peer that does it, in one order."""

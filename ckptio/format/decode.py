@@ -34,6 +34,7 @@ _CONTAINER_TAGS = frozenset(
     ("dict", "odict", "counter", "tuple", "set", "frozenset", "namedtuple", "dataclass", "enum")
 )
 #: Types of JSON whose values are themselves: no name is made for them, as there may be millions.
+#: They are passed over in line, for each function is a frame of Python's at each of 201 levels.
 _AS_IS = frozenset((int, float, str, bool, type(None)))
 
 

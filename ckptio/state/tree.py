@@ -112,7 +112,7 @@ def holds_tensors(node: Json) -> bool:
 
 
 def _containers(items: Iterable[Json]) -> Iterator[Json]:
-    return (item for item in items if type(item) in (dict, list))
+    return (item for item in items if type(item) in _NODES)
 
 
 def _check(level: list[Json], num_tensors: int, owned: set[int], *, may_have_ranks: bool) -> bool:

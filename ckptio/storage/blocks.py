@@ -285,7 +285,8 @@ class BlockReader:
         nbytes: Its size as the manifest has it.
         direct: Whether to try to read past the page cache what is not in it.
         start: The first byte that is wanted, if only a part is. What is before it is not counted:
-            that takes up to 3 ms a GiB, and a file may have thousands of parts.
+            that takes 0.03 to 3.5 ms a GiB, most where it was written in small pieces, and a file
+            may have thousands of parts.
 
     Attributes:
         is_cached: Whether nearly all of what is wanted was in the page cache at first.
