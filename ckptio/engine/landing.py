@@ -163,7 +163,7 @@ async def bring(
 
 def check_and_land(
     segment: ReadSegment,
-    slab: Slab,
+    slab: Memory,
     source: Source | None,
     reading: Reading,
     pending: list[PendingCopies],

@@ -9,24 +9,21 @@ beside the targets is the pool, whatever the size of the state.
 
 from __future__ import annotations
 
-import asyncio
 import collections
-import functools
-import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptio._aio import Siblings, outlive, run_blocking
+from ckptio._aio import Siblings, run_blocking
 from ckptio._gc import collection_paused
+from ckptio.config import MiB
 from ckptio.engine.context import num_cached_lanes, settle
-from ckptio.engine.landing import bring, check_and_land, opened
+from ckptio.engine.landing import bring, opened
+from ckptio.engine.lanes import Lanes, have_read, lend, open_each, read_in_lane
 from ckptio.errors import CheckpointChangedError, ConfigError, CorruptionError, StateError
-from ckptio.events import LoadStarted, ReadProgressed
+from ckptio.events import LoadStarted
 from ckptio.plan.load import plan_load
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Sequence
 
     from ckptio.config import CheckpointConfig
@@ -35,12 +32,11 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest
     from ckptio.plan.load import LoadPlan, ReadSegment, Wanted
     from ckptio.staging.cuda import PendingCopies
-    from ckptio.staging.pool import Slab
     from ckptio.storage.streams import Source
 
-#: Seconds after which a visit to a thread ends with the range it is at, so that its slab goes
-#: to who waits, and progress is said: after many ranges from memory, after one or two from a disk.
-_TURN_S = 0.1
+#: Of a file that is opened, read and closed in one visit to a thread, if there are several: what
+#: a disk reads in less than a millisecond.
+_SMALL_NBYTES = MiB
 
 
 async def check_sizes(reading: Reading, files: Sequence[int], context: EngineContext) -> set[int]:
@@ -100,8 +96,11 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
     by_file: dict[int, list[ReadSegment]] = {}
     for segment in plan.segments:
         by_file.setdefault(segment.file, []).append(segment)
+    small = await _small_files(by_file, reading, context)
     try:
         async with Siblings() as group:
+            if small is not None:
+                _start_lanes(small, group, "small files", reading, context, total)
             for file, segments in by_file.items():
                 group.create_task(
                     _read_file(file, segments, reading, context, total), name=f"read file {file}"
@@ -111,6 +110,43 @@ async def read_plan(plan: LoadPlan, reading: Reading, context: EngineContext) ->
         raise
     if reading.read_nbytes - before < total:  # groups take a cancelled task for a success
         raise StateError(f"a task that read a part of {reading.storage.path!r} was cancelled")
+
+
+async def _small_files(
+    by_file: dict[int, list[ReadSegment]], reading: Reading, context: EngineContext
+) -> Lanes | None:
+    """Take small files out, if there are several that can be opened on the thread that reads.
+
+    Args:
+        by_file: Ranges by file; the others stay.
+        reading: The checkpoint.
+        context: The engine.
+    """
+    small = [
+        file
+        for file, segments in by_file.items()
+        if len(segments) == 1 and segments[0].nbytes <= _SMALL_NBYTES
+    ]
+    open_file = await reading.storage.opener() if len(small) > 1 else None
+    if open_file is None:
+        return None
+    left = collections.deque(by_file.pop(file)[0] for file in small)
+    num = min(len(left), context.config.max_reads)
+    return Lanes(left, num, context.lanes, open_each(open_file, reading))
+
+
+def _start_lanes(
+    lanes: Lanes,
+    group: Siblings,
+    what: str,
+    reading: Reading,
+    context: EngineContext,
+    total_nbytes: int,
+) -> None:
+    for lane in range(lanes.num):
+        group.create_task(
+            read_in_lane(lanes, reading, context, total_nbytes), name=f"read {what}, lane {lane}"
+        )
 
 
 async def plan_and_read(
@@ -197,12 +233,8 @@ async def _read_file(
                 num, gate = num_cached_lanes(context.config), context.cached_lanes
             else:
                 num, gate = context.config.max_reads, context.lanes
-            lanes = _Lanes(collections.deque(segments), min(len(segments), num), gate)
-            for lane in range(lanes.num):
-                group.create_task(
-                    _read_in_lane(lanes, source, reading, context, total_nbytes),
-                    name=f"read {entry.name}, lane {lane}",
-                )
+            lanes = Lanes(collections.deque(segments), min(len(segments), num), gate, lend(source))
+            _start_lanes(lanes, group, entry.name, reading, context, total_nbytes)
 
 
 async def _read_segment(
@@ -220,112 +252,4 @@ async def _read_segment(
         finally:
             # a device may be reading the slab, cancelled or not
             await settle(pending, context, saving=False)
-    _have_read(segment.nbytes, damage, reading, context, total_nbytes)
-
-
-@dataclass(slots=True)
-class _Lanes:
-    """What the lanes of a file share.
-
-    Attributes:
-        left: Ranges to be read. Whoever clears it lets all threads end with the range they
-            are at.
-        num: How many lanes there are.
-        gate: Lets some of all lanes of the engine through.
-        waiting: Those that wait for that, or for a slab.
-    """
-
-    left: deque[ReadSegment]
-    num: int
-    gate: asyncio.Semaphore
-    waiting: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-async def _read_in_lane(
-    lanes: _Lanes,
-    source: Source,
-    reading: Reading,
-    context: EngineContext,
-    total_nbytes: int,
-) -> None:
-    """Take ranges off the left end until there are none, a few in each visit to a thread.
-
-    From one range to the next a thread does not go by the loop: that was half a millisecond
-    of the loop for each 16 MiB, which take three to read from the page cache.
-
-    Args:
-        lanes: This and the others, and the ranges.
-        source: The file.
-        reading: The checkpoint.
-        context: The engine.
-        total_nbytes: What the load reads in all.
-    """
-    lane = asyncio.current_task()
-    assert lane is not None  # noqa: S101  # lanes are tasks
-    loop = asyncio.get_running_loop()
-    try:
-        while lanes.left:
-            lanes.waiting.add(lane)
-            async with lanes.gate, context.pool.lease() as slab:  # for the host alone
-                lanes.waiting.discard(lane)
-                turn = functools.partial(_read_turn, lanes, slab, source, reading)
-                nbytes, damage = await outlive(
-                    loop.run_in_executor(context.readers, turn), on_cancel=lanes.left.clear
-                )
-            if nbytes:
-                _have_read(nbytes, damage, reading, context, total_nbytes)
-        for other in lanes.waiting:  # nothing is left to begin: it need not wait for a slab
-            other.cancel()
-    except BaseException:
-        lanes.left.clear()
-        raise
-    finally:
-        # a task keeps the error that ended it, which keeps this frame: with the task in it, all
-        # that was loaded would stay in memory until Python collects garbage
-        lanes.waiting.discard(lane)
-        del lane
-
-
-def _read_turn(
-    lanes: _Lanes, slab: Slab, source: Source, reading: Reading
-) -> tuple[int, list[CorruptionError]]:
-    """Read, verify and land ranges off the left end, a lane's share of them. Blocks.
-
-    It ends with the first range that is damaged, so that this is said before anything that
-    fails behind it.
-
-    Returns:
-        Bytes read, and what is damaged.
-    """
-    nbytes = 0
-    damage: list[CorruptionError] = []
-    share = -(-len(lanes.left) // lanes.num)
-    until = time.monotonic() + _TURN_S
-    for _ in range(share):
-        try:
-            segment = lanes.left.popleft()
-        except IndexError:  # another lane took the last one
-            break
-        damage = check_and_land(segment, slab, source, reading, [])
-        nbytes += segment.nbytes
-        if damage or time.monotonic() >= until:
-            break
-    return nbytes, damage
-
-
-def _have_read(
-    nbytes: int,
-    damage: list[CorruptionError],
-    reading: Reading,
-    context: EngineContext,
-    total_nbytes: int,
-) -> None:
-    """Report what is damaged, and say how far the load is."""
-    while damage:  # as in `Reading.damaged`: no frame keeps an error that has that frame
-        reading.damaged(damage.pop(0))
-    reading.read_nbytes += nbytes
-    context.emit(
-        ReadProgressed(
-            path=reading.storage.path, read_nbytes=reading.read_nbytes, nbytes=total_nbytes
-        )
-    )
+    have_read(segment.nbytes, damage, reading, context, total_nbytes)

@@ -36,11 +36,22 @@ _MAX_LOOKED_AT = 1000
 
 
 class _LinkedFiles(PosixFiles):
-    """Opens what links lead to."""
+    """Opens what links lead to.
+
+    They are followed once: that looks at each part of a path, and took as long as all else of
+    opening one of thousands of parts. A link that leads elsewhere since is not missed: what is
+    open has to be the file that was looked at, see `LocalFolder`.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, str] = {}
 
     def open(self, path: str, *, direct: bool, writable: bool = False) -> int:
         """Open a regular file for reading."""
-        return super().open(os.path.realpath(path), direct=direct, writable=writable)
+        end = self._ends.get(path)
+        if end is None:
+            end = self._ends[path] = os.path.realpath(path)
+        return super().open(end, direct=direct, writable=writable)
 
 
 class Status(NamedTuple):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptio.foreign.interface import ForeignReader
     from ckptio.format.manifest import Manifest
     from ckptio.storage.interface import Attempt, Note, Storage
-    from ckptio.storage.streams import Source
+    from ckptio.storage.streams import Open, Source
 
 T = TypeVar("T")
 
@@ -177,6 +177,21 @@ class AnyStorage:
                     source.close()
             raise
         return opened[0]
+
+    async def opener(self) -> Open | None:
+        """Give what opens a data file on the calling thread; see `storage.interface.Storage`."""
+        reader = await self._recognised()
+        if reader is None:
+            return await self._inner.opener()
+        if isinstance(self._inner, ObjectStorage):
+            return None
+
+        def open_here(name: str, nbytes: int) -> Source:
+            source = reader.open(name, nbytes)
+            assert not isinstance(source, AwaitedSource)  # noqa: S101  # of a file
+            return source
+
+        return open_here
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
         """Whether ours is; what others wrote counts as far away."""

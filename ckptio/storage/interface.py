@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ckptio.errors import FormatError, StorageError
     from ckptio.format.manifest import Manifest
-    from ckptio.storage.streams import AwaitedSink, AwaitedSource, Sink, Source
+    from ckptio.storage.streams import AwaitedSink, AwaitedSource, Open, Sink, Source
 
 T = TypeVar("T")
 
@@ -207,6 +207,10 @@ class Storage(Protocol):
         Raises:
             CheckpointChangedError: It is not there any more.
         """
+        ...
+
+    async def opener(self) -> Open | None:
+        """Give what opens a data file on the calling thread; `None` where opening awaits."""
         ...
 
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:

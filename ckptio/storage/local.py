@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
     from ckptio.format.manifest import Manifest
+    from ckptio.storage.streams import Open
 
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
 _MAX_FOLLOWING = 3
@@ -214,18 +215,22 @@ class LocalStorage:
         """Open a data file; see `interface.Storage`."""
         opened: list[BlockReader] = []
         try:
-            await run_blocking(self._executor, self._open, name, nbytes, opened)
+            await run_blocking(self._executor, lambda: opened.append(self._open(name, nbytes)))
         except BaseException:
             for reader in opened:  # cancelled while the thread opened it: nobody else has it
                 reader.close()
             raise
         return opened[0]
 
-    def _open(self, name: str, nbytes: int, opened: list[BlockReader]) -> None:
+    async def opener(self) -> Open:
+        """Give what opens a data file on the calling thread; see `interface.Storage`."""
+        return self._open
+
+    def _open(self, name: str, nbytes: int) -> BlockReader:
         path = self._join(name)
         direct = self._config.direct_io == "auto"
         try:
-            opened.append(BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct))
+            return BlockReader(self._files, path, name=name, nbytes=nbytes, direct=direct)
         except FileNotFoundError:
             raise CheckpointChangedError(self._path) from None
         except OSError as error:

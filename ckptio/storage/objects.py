@@ -170,6 +170,9 @@ class ObjectStorage:
         store, requests = await self._ready()
         return ObjectSource(self._url, store, requests, self._join(name), name, nbytes)
 
+    async def opener(self) -> None:
+        """Nothing: reading awaits; see `interface.Storage`."""
+
     async def is_cached(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
         """Nothing is kept of what was read; see `interface.Storage`."""
         del ranges

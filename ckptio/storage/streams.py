@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    #: Opens the data file of a name and a size in bytes. Blocks; thread-safe.
+    Open = Callable[[str, int], "Source"]
+
 
 class Memory(Protocol):
     """Memory that holds some bytes: a slab, or pages that are lent.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptio.format.manifest import Manifest
+    from ckptio.storage.streams import Open
     from ckptio.testing.faults import Fault
 
 
@@ -215,6 +216,18 @@ class MemoryStorage:
         """Open a data file; see `interface.Storage`."""
         self.step("open", name)
         await self._wait()
+        return self._open(name, nbytes)
+
+    async def opener(self) -> Open:
+        """Give what opens a data file on the calling thread; see `interface.Storage`."""
+
+        def open_here(name: str, nbytes: int) -> MemorySource:
+            self.step("open", name)
+            return self._open(name, nbytes)
+
+        return open_here
+
+    def _open(self, name: str, nbytes: int) -> MemorySource:
         data = self._place.files.get(name)
         if data is None:
             raise CheckpointChangedError(self._path)

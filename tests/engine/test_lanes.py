@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptio.config import KiB, MiB
-from ckptio.engine import load
+from ckptio.engine import lanes
 from ckptio.engine.context import num_cached_lanes
-from ckptio.errors import CorruptionError
+from ckptio.errors import CorruptionError, StorageError
 from ckptio.events import ReadProgressed
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
 from ckptio.testing.memory_files import MemorySource
@@ -107,7 +107,7 @@ def test_a_visit_to_a_thread_ends_in_time(
     monkeypatch: pytest.MonkeyPatch, turn_s: float, num_visits: int
 ) -> None:
     """From a slow device each visit reads a few ranges, so that progress is said."""
-    monkeypatch.setattr(load, "_TURN_S", turn_s)
+    monkeypatch.setattr(lanes, "_TURN_S", turn_s)
     events: list[Event] = []
 
     async def scenario() -> None:
@@ -164,6 +164,63 @@ async def test_no_more_lanes_than_cores_read_what_is_cached(
         storage.fault = count
         assert_same(await engine.load("memory"), state)
     assert most == most_leased == num_lanes
+
+
+#: A file for each tensor, of which each is read in a visit of its own or in one with others.
+FILES = [4 * KiB, 8 * KiB, 5, 12 * KiB] * 10
+ONE_EACH = config_with(bucket_nbytes=4 * KiB, max_reads=2)
+
+
+def test_small_files_are_read_a_few_in_each_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of tensors of a foreign checkpoint are files of their own."""
+    monkeypatch.setattr(lanes, "_TURN_S", 3600.0)
+    events: list[Event] = []
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}, ONE_EACH, events.append) as engine:
+            state = random_state(FILES)
+            await engine.save(state, "memory")
+            assert len(storage.files) > 20
+            assert_same(await engine.load("memory"), state)
+            assert storage.counts.num_open_sources == 0
+
+    run_virtual(scenario(), seed=0)
+    progress = [event for event in events if isinstance(event, ReadProgressed)]
+    assert len(progress) <= 12  # each visit takes its share of what is left
+    assert progress[-1].read_nbytes == progress[-1].nbytes
+
+
+@pytest.mark.parametrize("number", range(0, 60, 7))
+def test_a_small_file_that_fails_ends_the_load_and_stays_open_nowhere(number: int) -> None:
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}, ONE_EACH) as engine:
+            await engine.save(random_state(FILES), "memory")
+            begun = len(storage.operations) + 3  # the manifest and sizes
+            storage.fault = fail_at(begun + number, errno.EIO)
+            with pytest.raises(StorageError):
+                await engine.load("memory")
+            assert storage.counts.num_open_sources == 0
+            assert engine.statistics().leased_nbytes == 0
+
+    run_virtual(scenario(), seed=number)
+
+
+def test_all_damage_in_small_files_is_collected() -> None:
+    """A visit to a thread ends with the first; the next one goes on behind it."""
+
+    async def scenario() -> None:
+        storage = MemoryStorage()
+        async with inline_engine({"memory": storage}, ONE_EACH) as engine:
+            await engine.save(random_state(FILES), "memory")
+            damaged = sorted(storage.files)[3:9]
+            for name in damaged:
+                storage.files[name][-1] ^= 1
+            report = await engine.verify("memory")
+            assert sorted({error.file for error in report.damage}) == damaged
+
+    run_virtual(scenario(), seed=0)
 
 
 def test_fewer_lanes_map_larger_slabs() -> None:

@@ -113,6 +113,23 @@ async def test_what_a_device_copies_is_written_and_read_when_it_is_there(
     assert device.num_done == device.num_told > 12
 
 
+async def test_small_files_in_one_slab_have_rooms_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a device copies from them it copies when the others have been read, too."""
+    state = random_state([4 * KiB, 6 * KiB, 9 * KiB, 30 * KiB] * 10)
+    storage = MemoryStorage()
+    config = config_with(bucket_nbytes=4 * KiB, max_reads=2)
+    async with inline_engine({"memory": storage}, config) as engine:
+        await engine.save(state, "memory")
+        assert len(storage.files) > 20
+        device = Device(monkeypatch)
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        await engine.load("memory", into=target)
+    assert_same(target, state)
+    assert device.num_done == device.num_told > 20
+
+
 @pytest.mark.parametrize("doing", ["save", "load"])
 async def test_a_slab_goes_back_when_the_device_is_done_with_it(
     monkeypatch: pytest.MonkeyPatch, doing: str

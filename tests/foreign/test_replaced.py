@@ -79,3 +79,15 @@ def test_a_file_of_torch_save_that_is_written_over_ends_no_process(tmp_path: Pat
                 assert sync.load(path, config=SMALL)["w"].shape == (100_000,)
     assert process.returncode == 0
     assert sync.load(path, config=SMALL)["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "safetensors", "dcp"])
+def test_a_link_that_leads_elsewhere_gives_what_it_leads_to(kind: str, tmp_path: Path) -> None:
+    """Links are followed once for a load, and anew for the next one."""
+    first, second = (save_as(kind, tmp_path / f"{i}", float(i)) for i in (1, 2))
+    link = tmp_path / ("latest.pt" if first.is_file() else "latest")
+    with sync.Engine(SMALL) as engine:
+        for path, value in ((first, 1), (second, 2), (first, 1)):
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+            assert engine.load(link)["w"].eq(value).all()
