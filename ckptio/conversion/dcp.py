@@ -5,8 +5,9 @@ whole and synced: the data under a name that nobody else gives, then the metadat
 over what is there, which stays a checkpoint until then. Its data goes last.
 
 `dcp.save` is given tensors without memory, and a planner that reads each one when the
-writer asks for it, which it does one at a time. Large tensors are cut into chunks, so that
-no more than one chunk is ever in memory. The data file is written here, since the stock
+writer asks for it, which it does one at a time. Large tensors are cut into chunks, and small ones
+are read together with those that the writer asks for next: no more than a chunk is ever in memory,
+or what is as large. The data file is written here, since the stock
 writer keeps a tensor of each name until the file has ended.
 
 A conversion that was stopped leaves its data file. The next one compares it with what it
@@ -17,7 +18,6 @@ nor from what. The lock on the directory inside keeps two conversions apart.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import logging
 import os
@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckptio.conversion.ahead import LazyPlanner
 from ckptio.conversion.compared import PIECE_NBYTES, ComparedFile
 from ckptio.conversion.own import (
     make_own_dirs,
@@ -48,7 +46,7 @@ from ckptio.conversion.own import (
     take_lock,
 )
 from ckptio.conversion.safetensors import Written
-from ckptio.conversion.source import new_like, parts_of, require_dict
+from ckptio.conversion.source import new_like, require_dict
 from ckptio.engine.attempt_end import may_go_on
 from ckptio.errors import CheckpointError, CheckpointExistsError, FormatError
 from ckptio.foreign.dcp import METADATA
@@ -59,12 +57,12 @@ from ckptio.storage.files import PosixFiles, set_mode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from ckptio.config import CheckpointConfig
-    from ckptio.conversion.source import Part, Source
+    from ckptio.conversion.source import Source
     from ckptio.format.manifest import TensorEntry
-
 
 _ASIDE = ".ckptio-partial"
 #: What the stock writer calls its files.
@@ -134,74 +132,6 @@ def _save_tensor(tensor: torch.Tensor, file: io.BufferedWriter[ComparedFile]) ->
         raise first from None
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans for tensors without memory, and reads what they stand for when it is written.
-
-    Args:
-        source: The checkpoint that has them.
-        entries: What each tensor stands for, by its identity.
-        advance: Takes bytes as they are read.
-    """
-
-    def __init__(
-        self, source: Source, entries: dict[int, TensorEntry], advance: Callable[[int], None]
-    ) -> None:
-        super().__init__()
-        self._source = source
-        self._entries = entries
-        self._advance = advance
-        self._parts: dict[tuple[str, tuple[int, ...]], Part] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan, with tensors cut into chunks."""
-        plan = super().create_local_plan()
-        items = [part for item in plan.items for part in self._cut(item)]
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
-
-    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
-        entry = self._entries.get(id(self.state_dict[item.index.fqn]))
-        if item.tensor_data is None or entry is None or not entry.nbytes:
-            yield item
-            return
-        for number, part in enumerate(parts_of(entry)):
-            offset = torch.Size(part.region.offset)
-            self._parts[item.index.fqn, part.region.offset] = part
-            yield dataclasses.replace(
-                item,
-                index=MetadataIndex(item.index.fqn, offset, number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offset, torch.Size(part.region.shape)),
-                    properties=item.tensor_data.properties,
-                    size=item.tensor_data.size,
-                ),
-            )
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Read what the writer asks for."""
-        part = self._parts.get((index.fqn, tuple(index.offset or ())))
-        if part is not None:
-            self._advance(part.nbytes)
-            return self._source.read([part])[0]
-        return self._read_in(self.state_dict[index.fqn])
-
-    def _read_in(self, value: Any) -> Any:
-        """Read the tensors inside a value that is written whole."""
-        if isinstance(value, torch.Tensor):
-            entry = self._entries.get(id(value))
-            if entry is None:
-                return value
-            self._advance(entry.nbytes)
-            return self._source.whole(entry)
-        if isinstance(value, dict):
-            # of a dict, since a Counter counts what it is given one by one
-            return type(value)({key: self._read_in(item) for key, item in value.items()})
-        if type(value) in (list, tuple):
-            return type(value)(self._read_in(item) for item in value)
-        return value
-
-
 def write_dcp(
     source: Source,
     path: str,
@@ -249,7 +179,7 @@ def write_dcp(
         made = make_own_dirs(path, config)
         with _place_inside(path, made, config) as aside:
             name = f"__0_{secrets.randbelow(10**_NUM_DIGITS):0{_NUM_DIGITS}}.distcp"
-            _save(state, _Writer(aside, name, config), _LazyPlanner(source, entries, advance))
+            _save(state, _Writer(aside, name, config), LazyPlanner(source, entries, advance))
             _settle(f"{aside}/{METADATA}", config)
             return _move(aside, path, name, overwrite=overwrite, config=config)
     except OSError as error:

@@ -217,7 +217,7 @@ class Source:
 
     def whole(self, entry: TensorEntry) -> torch.Tensor:
         """Read a whole tensor."""
-        return self.read([Part(entry, Box((0,) * len(entry.shape), entry.shape), 0)])[0]
+        return self.read([whole_of(entry)])[0]
 
     def values(self, standing_in: Callable[[int], torch.Tensor]) -> Any:
         """Build the state with its values, and something else for the tensors.
@@ -231,12 +231,10 @@ class Source:
             index = tensor_index(node)
             assert index is not None  # noqa: S101  # of a tree that was checked
             kinds.setdefault(index, set()).add(type(node[TAG]) is int)
-        tensors = {
-            index: standing_in(index)
-            if used == {True}
-            else self.whole(self.manifest.tensors[index])
-            for index, used in kinds.items()
-        }
+        tensors = {index: standing_in(index) for index, used in kinds.items() if used == {True}}
+        others = [index for index in kinds if index not in tensors]
+        parts = [whole_of(self.manifest.tensors[index]) for index in others]
+        tensors.update(zip(others, self.read(parts), strict=True))
         return Rebuilder(tensors, (), []).rebuild("", self.tree)
 
 
@@ -327,6 +325,11 @@ def _read_spans(source: Source, leaves: Sequence[Leaf]) -> Iterator[torch.Tensor
 
 def _viewed(base: torch.Tensor, node: Json) -> torch.Tensor:
     return view_of(base, node).contiguous().resolve_conj().resolve_neg()
+
+
+def whole_of(entry: TensorEntry) -> Part:
+    """Make one part of a whole tensor."""
+    return Part(entry, Box((0,) * len(entry.shape), entry.shape), 0)
 
 
 def parts_of(

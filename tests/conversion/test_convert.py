@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptio
 from ckptio import sync
+from ckptio.conversion import ahead
 from ckptio.conversion.compare import run_diff
-from ckptio.conversion.source import parts_of
+from ckptio.conversion.source import PART_NBYTES, Source, parts_of
 from ckptio.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -73,6 +74,32 @@ def test_a_state_survives_every_way(kind: str, tmp_path: Path) -> None:
         tensor.zero_()
     load_dcp(tmp_path / "dcp", found)
     assert_same_state(found, state)
+
+
+@pytest.mark.parametrize(("limit", "num_reads"), [(PART_NBYTES, 2), (4096, 12), (1, 51)])
+def test_small_tensors_are_read_together_for_dcp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, num_reads: int
+) -> None:
+    """As many as are asked for next and have no more bytes than a large one; views at once."""
+    monkeypatch.setattr(ahead, "PART_NBYTES", limit)
+    large = torch.arange(2000)
+    state: dict[str, Any] = {
+        "w": {f"{i}": torch.full((200,), float(i)) for i in range(49)},
+        "large": large,
+        "views": {f"{i}": [base, base[1:3]] for i, base in enumerate(torch.rand(9, 5).unbind())},
+    }
+    sync.save(state, tmp_path / "ours", config=SMALL)
+    fill, filled = Source.fill, list[int]()
+
+    def count(source: Source, wanted: Any, destinations: Any) -> None:
+        filled.append(sum(each.tensor.nbytes for each in destinations))
+        fill(source, wanted, destinations)
+
+    monkeypatch.setattr(Source, "fill", count)
+    sync.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", config=SMALL)
+    assert_same_state(sync.load(tmp_path / "dcp", config=SMALL), state)
+    assert len(filled) == num_reads
+    assert max(filled[1:]) <= max(limit, large.nbytes)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
