@@ -113,6 +113,19 @@ async def test_small_tensors_are_told_to_the_driver_by_the_slab(
 
 
 @pytest.mark.usefixtures("told")
+async def test_small_tensors_of_a_foreign_file_share_slabs(tmp_path: Path) -> None:
+    """Each is a file of its own, read beside others into a slab from which the device copies."""
+    state = {f"t{i}": torch.randn(1 + 997 * i % 4000) for i in range(600)}
+    torch.save(state, tmp_path / "state.pt")
+    async with ckptio.Engine(CONFIG) as engine:
+        found = await engine.load(tmp_path / "state.pt", device="cuda")
+        target = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
+        await engine.load(tmp_path / "state.pt", into=target)
+    assert_same(on_cpu(found), state)
+    assert_same(on_cpu(target), state)
+
+
+@pytest.mark.usefixtures("told")
 async def test_a_cuda_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Contiguous tensors of every kind, larger than the pool together, with the CPU's beside."""
     state = {
