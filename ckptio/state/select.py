@@ -5,17 +5,33 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptio.errors import ConfigError, shown
 from ckptio.state.tree import Predicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Select = str | Predicate | Collection[str]
 
 _GLOB_SIGN = re.compile(r"[*?[]")
+#: What may end a part of a glob that stands for itself.
+_ENDS = re.compile(r"[*?\[\]]")
+
+
+class _Glob(NamedTuple):
+    """A glob.
+
+    Attributes:
+        pattern: It.
+        inside: What every name has that matches.
+        matches: Whether a name does.
+    """
+
+    pattern: str
+    inside: str
+    matches: Callable[[str], object]
 
 
 def make_predicate(select: Select) -> Predicate:
@@ -49,7 +65,8 @@ class Patterns:
 
     There may be thousands of either, so no name is compared with every pattern: prefixes are
     looked up by what a name begins with, up to each of its dots, and so are globs that are a
-    prefix and `.*`; other globs by what they have before their first sign.
+    prefix and `.*`; other globs by what they have before their first sign and behind their last,
+    and of those that have nothing there only names are tried that have what is between.
 
     Args:
         patterns: Prefixes and globs.
@@ -59,8 +76,8 @@ class Patterns:
         self._unmatched = dict.fromkeys(patterns)
         self._prefixes: dict[str, list[str]] = {}
         self._below: dict[str, str] = {}
-        #: By the length of their heads, and these.
-        self._globs: dict[int, dict[str, list[tuple[str, Predicate]]]] = {}
+        #: By the lengths of their heads and tails, and these.
+        self._globs: dict[tuple[int, int], dict[tuple[str, str], list[_Glob]]] = {}
         for pattern in self._unmatched:
             head = _GLOB_SIGN.split(pattern, maxsplit=1)[0]
             if head == pattern:
@@ -68,9 +85,9 @@ class Patterns:
             elif pattern == f"{head}*" and head.endswith("."):
                 self._below[head[:-1]] = pattern
             else:
-                matches = re.compile(fnmatch.translate(pattern)).match
-                heads = self._globs.setdefault(len(head), {})
-                heads.setdefault(head, []).append((pattern, matches))
+                tail = _ENDS.split(pattern)[-1]
+                ends = self._globs.setdefault((len(head), len(tail)), {})
+                ends.setdefault((head, tail), []).append(_make_glob(pattern))
         self._names = {*self._prefixes, *self._below}
         self._above = {up for name in self._names for up in _outwards(name)}
 
@@ -109,11 +126,19 @@ class Patterns:
             if end < 0:
                 break
             up = up[:end]
-        for length, heads in self._globs.items():
-            for pattern, matches in heads.get(fqn[:length], ()):
-                if matches(fqn):
+        for (num_first, num_last), ends in self._globs.items():
+            for pattern, inside, matches in ends.get(
+                (fqn[:num_first], fqn[len(fqn) - num_last :]), ()
+            ):
+                if inside in fqn and matches(fqn):
                     found.append(pattern)
         return found
+
+
+def _make_glob(pattern: str) -> _Glob:
+    """Compile a glob; what is in brackets is not looked for as it stands."""
+    inside = "" if "[" in pattern else max(_ENDS.split(pattern), key=len)
+    return _Glob(pattern, inside, re.compile(fnmatch.translate(pattern)).match)
 
 
 def _outwards(fqn: str) -> Iterator[str]:
