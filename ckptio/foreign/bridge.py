@@ -23,6 +23,13 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
+class WaitsError(BaseException):
+    """What was called on the loop would wait for it there.
+
+    No `Exception`: those are what a damaged file gives, to who reads one.
+    """
+
+
 class Bridge:
     """Runs what blocks on threads, and what it waits for on the loop.
 
@@ -33,6 +40,7 @@ class Bridge:
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._lock = threading.Lock()
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._num_stopped = 0
@@ -42,7 +50,7 @@ class Bridge:
 
         Cancelling this cancels the requests that it waits for.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         stopped: list[None] = []
 
         def stop() -> None:
@@ -62,8 +70,12 @@ class Bridge:
 
         Raises:
             concurrent.futures.CancelledError: What called this was cancelled.
+            WaitsError: This is the loop's own thread.
         """
         assert self._loop is not None  # noqa: S101  # called below `run`
+        if threading.get_ident() == self._thread:
+            coroutine.close()
+            raise WaitsError
         with self._lock:
             if self._num_stopped:
                 coroutine.close()
@@ -79,16 +91,24 @@ class Bridge:
     def each(self, function: Callable[[V], T], values: Sequence[V]) -> list[T]:
         """Call `function` with each value, some at a time.
 
+        Each thread has values that follow each other: what is read for one of them, as a block of
+        a file is, serves the next, and no other thread waits for it.
+
         Raises:
             Exception: The first failure in the order of the values; no further call is begun.
         """
         if len(values) <= 1:
             return [function(value) for value in values]
-        num_threads = min(self._max_threads, len(values))
-        with Threads(num_threads, "ckptio-foreign") as threads:
-            futures = [threads.submit(function, value) for value in values]
+        share = -(-len(values) // self._max_threads)
+        is_over = threading.Event()
+
+        def work(own: Sequence[V]) -> list[T]:
+            return [function(value) for value in own if not is_over.is_set()]
+
+        starts = range(0, len(values), share)
+        with Threads(len(starts), "ckptio-foreign") as threads:
+            futures = [threads.submit(work, values[start : start + share]) for start in starts]
             try:
-                return [future.result() for future in futures]
+                return [found for future in futures for found in future.result()]
             finally:
-                for future in futures:
-                    future.cancel()
+                is_over.set()

@@ -1,7 +1,7 @@
 """A folder of a foreign checkpoint in an object store.
 
-What is asked for in small pieces (headers, directories of archives, values) is read in
-blocks that are kept for a while: many small items of one file cost few requests. Tensors
+What is asked for in small pieces (headers, directories of archives, values, small tensors) is read
+in blocks that are kept for a while: many small items of one file cost few requests. Large tensors
 are read by the ranges that are wanted of them, straight to where they go.
 
 Anybody may write over such an object at any time. So it is looked at once, before anything of
@@ -13,9 +13,12 @@ some were replaced before they were looked at; no format that is read here says 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptio._aio import run_all
 from ckptio.errors import CheckpointChangedError, StorageError
 from ckptio.foreign.folder import Folder, Status
 from ckptio.storage.object_files import ObjectSource
@@ -23,7 +26,7 @@ from ckptio.storage.store import ConditionFailedError, ObjectMissingError, may_b
 from ckptio.storage.streams import AwaitedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from ckptio.foreign.bridge import Bridge
     from ckptio.storage.requests import Requests
@@ -37,6 +40,12 @@ _BLOCK_NBYTES = 256 << 10
 _MAX_BLOCKS = 64
 #: What is larger is read as it is asked for.
 _MAX_CACHED_NBYTES = 1 << 20
+#: The same of tensors, which may lie in two blocks.
+_MAX_SMALL_NBYTES = _BLOCK_NBYTES // 2
+#: What one request asks for at the most: it has to be answered within `request_timeout_s`.
+_RANGE_NBYTES = 8 << 20
+#: Stands for a look at an object, among the numbers of its blocks.
+_LOOK = -1
 
 
 class ObjectFolder(Folder):
@@ -75,9 +84,15 @@ class ObjectFolder(Folder):
         """Look at an object; see `Folder`."""
         self.join(name)
         if name not in self._seen:
-            self._seen[name] = self._bridge.wait(self._look_at(name))
+            self._bridge.wait(self._look_once(name))
             self._require_expected(name)
         return self._seen[name]
+
+    async def _look_once(self, name: str) -> None:
+        """Look at an object that many threads ask for."""
+        async with self._alone(name, _LOOK):
+            if name not in self._seen:
+                self._seen[name] = await self._look_at(name)
 
     def seen(self) -> dict[str, str]:
         """Give what tells the objects apart that were looked at; see `Folder`."""
@@ -125,17 +140,34 @@ class ObjectFolder(Folder):
             return b""
         if stop - start > _MAX_CACHED_NBYTES:
             return self._bridge.wait(self._read(name, start, stop))
-        return self._bridge.wait(self._read_blocks(name, start, stop, status.nbytes))
+        return self._bridge.wait(self.read_blocks(name, status.nbytes, start, stop))
 
     async def _read(self, name: str, start: int, stop: int) -> bytes:
+        """Read a range, in several requests if it is large."""
+        room = bytearray(stop - start)
+        with memoryview(room) as view:
+            await run_all(
+                (
+                    self._read_into(name, start + at, view[at : at + _RANGE_NBYTES])
+                    for at in range(0, len(view), _RANGE_NBYTES)
+                ),
+                "range of an object",
+            )
+        return bytes(room)
+
+    async def _read_into(self, name: str, start: int, room: memoryview) -> None:
+        """Read a range in one request.
+
+        Raises:
+            CheckpointChangedError: It is of another object than the one that was looked at.
+        """
         key, status = self._key(name), self._seen[name]
         etag = "" if status is None else str(status.version[0])
-        room = bytearray(stop - start)
         try:
             await self._requests.run(
-                f"read [{start}, {stop}) of",
+                f"read [{start}, {start + len(room)}) of",
                 key,
-                lambda: self._store.get_into(key, start, memoryview(room), match=etag),
+                lambda: self._store.get_into(key, start, room, match=etag),
                 has_condition=True,
             )
         except (ObjectMissingError, ConditionFailedError):
@@ -146,10 +178,20 @@ class ObjectFolder(Folder):
             if now is None or not is_same_size or not may_be_same(str(now.version[0]), etag):
                 raise CheckpointChangedError(self.root) from None
             raise
-        return bytes(room)
 
-    async def _read_blocks(self, name: str, start: int, stop: int, nbytes: int) -> bytes:
-        """Read a range that lies in a few blocks."""
+    async def read_blocks(self, name: str, nbytes: int, start: int, stop: int) -> bytes:
+        """Read a range that lies in a few blocks. On the loop.
+
+        Args:
+            name: An object that was looked at.
+            nbytes: Its size.
+            start: First byte.
+            stop: Byte behind the last; not behind the object.
+
+        Raises:
+            CheckpointChangedError: As `read`.
+            StorageError: As `read`.
+        """
         first = start // _BLOCK_NBYTES
         parts = [
             await self._block(name, number, nbytes)
@@ -161,7 +203,7 @@ class ObjectFolder(Folder):
     async def _block(self, name: str, number: int, nbytes: int) -> bytes:
         """Give a block, and read it once if many ask for it."""
         key = (name, number)
-        async with self._locks.setdefault(key, asyncio.Lock()):
+        async with self._alone(name, number):
             block = self._blocks.get(key)
             if block is None:
                 start = number * _BLOCK_NBYTES
@@ -169,7 +211,19 @@ class ObjectFolder(Folder):
                 self._blocks[key] = block
                 if len(self._blocks) > _MAX_BLOCKS:
                     self._blocks.popitem(last=False)
+            else:
+                self._blocks.move_to_end(key)
         return block
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, name: str, number: int) -> AsyncIterator[None]:
+        """Let one at a time ask the store for something; others find it there."""
+        key = (name, number)
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            yield
+        if not lock.locked():  # whoever waits for it still has it, and finds what is there
+            self._locks.pop(key, None)
 
     def open(self, name: str, nbytes: int, start: int = 0) -> AwaitedPart:
         """Open an object, or a part of it; see `Folder`."""
@@ -185,7 +239,9 @@ class ObjectFolder(Folder):
             start + nbytes,
             str(status.version[0]),
         )
-        return AwaitedPart(source, start)
+        is_inside = nbytes < status.nbytes and start + nbytes <= status.nbytes
+        blocks = functools.partial(self.read_blocks, name, status.nbytes)
+        return AwaitedPart(source, start, blocks if is_inside else None)
 
     def each(self, function: Callable[[V], T], values: Sequence[V]) -> list[T]:
         """Call `function` with each value, several at a time; see `Folder`."""
@@ -201,20 +257,35 @@ def _told(status: Status) -> str:
 
 
 class AwaitedPart(AwaitedSource):
-    """A part of an object, as a source of its own.
+    """An object, or a part of one as a source of its own.
+
+    A small part is taken from blocks: it lies among others, and what says where it is, which is
+    beside it, was read in such.
 
     Args:
         source: The object.
         start: Where the part begins.
+        read_blocks: Reads a range of the object in blocks; `None` for a whole object, of which
+            ranges are merged already.
     """
 
-    def __init__(self, source: ObjectSource, start: int) -> None:
+    def __init__(
+        self,
+        source: ObjectSource,
+        start: int,
+        read_blocks: Callable[[int, int], Awaitable[bytes]] | None,
+    ) -> None:
         self._source = source
         self._start = start
+        self._read_blocks = read_blocks
 
     async def read_into(self, offset: int, room: memoryview) -> None:
         """Read a range; see `storage.streams.AwaitedSource`."""
-        await self._source.read_into(self._start + offset, room)
+        start = self._start + offset
+        if self._read_blocks is None or len(room) > _MAX_SMALL_NBYTES:
+            await self._source.read_into(start, room)
+        else:
+            room[:] = await self._read_blocks(start, start + len(room))
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptio._aio import run_blocking
 from ckptio.errors import CheckpointNotFoundError, StorageError, UnknownFormatError
-from ckptio.foreign.bridge import Bridge
+from ckptio.foreign.bridge import Bridge, WaitsError
 from ckptio.foreign.interface import seen_in
 from ckptio.foreign.objects import ObjectFolder
 from ckptio.foreign.recognise import UrlPlaces, find_reader, is_no
@@ -168,6 +168,10 @@ class AnyStorage:
         reader = await self._recognised()
         if reader is None:
             return await self._inner.open(name, nbytes)
+        if isinstance(self._inner, ObjectStorage):
+            # no thread where all that it takes is known, as it is once sizes were looked at
+            with contextlib.suppress(WaitsError):
+                return reader.open(name, nbytes)
         opened: list[Source | AwaitedSource] = []
         try:
             await self._run(lambda: opened.append(reader.open(name, nbytes)))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ckptio.foreign.bridge import Bridge
+from ckptio.foreign.bridge import Bridge, WaitsError
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
 
@@ -84,3 +84,17 @@ async def test_cancelling_ends_what_is_waited_for(num_calls: int) -> None:
         return 5
 
     assert await bridge.run(lambda: bridge.wait(answer())) == 5
+
+
+async def test_on_the_loop_nothing_is_waited_for() -> None:
+    """It would wait for itself: who asks goes to a thread."""
+    bridge = Bridge(2)
+    await bridge.run(lambda: None)
+    with pytest.raises(WaitsError):
+        bridge.wait(asyncio.sleep(0))
+
+
+async def test_values_that_follow_each_other_are_one_threads() -> None:
+    """What is read for one serves the next."""
+    threads = await Bridge(3).run(lambda: Bridge(3).each(lambda _: threading.get_ident(), range(9)))
+    assert [threads[i] == threads[i + 1] for i in (0, 1, 3, 4, 6, 7)] == [True] * 6

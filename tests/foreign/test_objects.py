@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import ckptio
 from ckptio import sync
+from ckptio._own_thread import in_own_thread
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -150,14 +151,55 @@ def test_a_few_rows_read_little(kind: str, tmp_path: Path, store: CountedFileSys
     assert sum(store.read_nbytes.values()) < 4 << 20
 
 
+@pytest.mark.parametrize("kind", ["dcp", "torch.save"])
 def test_small_items_of_one_file_cost_few_requests(
-    tmp_path: Path, store: CountedFileSystem
+    kind: str, tmp_path: Path, store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To find them; each is then read for itself."""
+    """They are found, and then read, in blocks of it; no thread is started to open each."""
+    looks, threads = Counter[str](), list[None]()
+    info = store.info
+
+    def counted_info(_: object, path: str, **options: Any) -> Any:
+        looks[path.rpartition("/")[2]] += 1
+        return info(path, **options)
+
+    def counted_threads(*arguments: Any) -> Any:
+        threads.append(None)
+        return in_own_thread(*arguments)
+
+    monkeypatch.setattr(CountedFileSystem, "info", counted_info)
+    monkeypatch.setattr("ckptio.foreign.bridge.in_own_thread", counted_threads)
     state = {f"t{i}": torch.full((4,), float(i)) for i in range(200)}
-    url = put(store, save_dcp(tmp_path / "dcp", state))
-    assert_same_state(sync.load(url, config=SMALL), state)
-    assert sum(store.num_reads.values()) < 200 + 20
+    path = tmp_path / "a"
+    if kind == "dcp":
+        save_dcp(path, state)
+    else:
+        torch.save(state, path)
+    assert_same_state(sync.load(put(store, path), config=SMALL), state)
+    assert sum(store.num_reads.values()) < 20
+    assert len(threads) < 20
+    for name, num in store.num_reads.items():  # each range asks whether it is the same file
+        assert looks[name] <= num + 2
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_is_read_whole_is_read_in_ranges(
+    tmp_path: Path, store: CountedFileSystem, *, is_new: bool
+) -> None:
+    """However large it is, each request has to be answered within its time."""
+    nbytes, answers = 0, list[int]()
+
+    def note(_: int) -> None:
+        nonlocal nbytes
+        before, nbytes = nbytes, sum(store.read_nbytes.values())
+        answers.append(nbytes - before)
+
+    store.behind_read.append(note)
+    state = {"w": torch.arange(3 << 20).reshape(1024, -1).t()}  # 24 MiB, in another order
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_new)
+    url = put(store, tmp_path / "a.pt")
+    assert_same_state(sync.load(url, config=config_with(max_requests=1)), state)
+    assert 1 << 20 < max(answers) <= 8 << 20
 
 
 def test_views_turned_tensors_and_bytes_in_a_file_of_torch_save(
