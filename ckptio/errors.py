@@ -148,7 +148,7 @@ class MismatchError(TargetError):
         self.mismatched: tuple[str, ...] = tuple(mismatched)
         self._path, self._hint = path, hint
         parts = [
-            f"{len(names)} {kind} ({_some(names)})"
+            f"{len(names)} {kind} ({some_of(names)})"
             for kind, names in (
                 ("missing from the checkpoint", self.missing),
                 ("not in the target", self.unexpected),
@@ -286,7 +286,7 @@ class CorruptionError(FormatError):
         fqns: Sequence[str] = (),
     ) -> None:
         """Say that bytes `[start, stop)` of `file` in checkpoint `path` have `problem`."""
-        held = f", which holds {_some(fqns)}" if fqns else ""
+        held = f", which holds {some_of(fqns)}" if fqns else ""
         where = f"bytes [{start}, {stop}) of {file!r}"
         super().__init__(f"{path!r} is damaged: {problem} in {where}{held}")
         self.path = path
@@ -392,7 +392,7 @@ def name_ranks(ranks: Collection[int], max_runs: int = 16) -> str:
     return f"rank{'s' if len({*ranks}) > 1 else ''} {shown}{more}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
     """Show the first few of `names`, and how many more there are."""
     shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""

@@ -854,3 +854,15 @@ def test_what_is_selected_and_not_there_is_an_error(
     assert not weight.any()
     both = sync.load(path, select=["model", "model.w", "o*"])
     assert set(both) == {"model", "opt"}
+
+
+def test_names_that_nothing_has_are_told_in_a_message_that_can_be_read(tmp_path: Path) -> None:
+    """The first few of thousands, and how many more there are."""
+    sync.save({"w": torch.ones(2)}, tmp_path / "c", config=SMALL)
+    wrong = [f"model.layers.{i}.weight" for i in range(5000)]
+    with pytest.raises(TargetError, match="and 4995 more, and no name of") as caught:
+        sync.load(tmp_path / "c", select=wrong, config=SMALL)
+    assert len(str(caught.value)) < 600
+    with pytest.raises(TargetError, match="selects nothing") as caught:
+        sync.convert(tmp_path / "c", tmp_path / "x", to="hf", select=wrong, config=SMALL)
+    assert len(str(caught.value)) < 600

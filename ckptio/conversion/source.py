@@ -11,7 +11,7 @@ from ckptio.conversion.strip import below
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, FormatError, TargetError
+from ckptio.errors import ConfigError, FormatError, TargetError, shown
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
@@ -146,7 +146,7 @@ class Source:
             tree = prune(tree, make_predicate(select))
             if tree == {}:
                 where = f" below {strip!r}, which names do not begin with then," if strip else ""
-                error = TargetError(f"{select!r} selects nothing{where} in {self.path!r}")
+                error = TargetError(f"{shown(select)} selects nothing{where} in {self.path!r}")
                 if strip:
                     error.add_note("give the names in select= without what strip= takes off")
                 raise error

@@ -66,9 +66,8 @@ class Need(msgspec.Struct, frozen=True, gc=False):
         region = self.region
         if region is None or len(self.entry.chunks) == 1:
             return list(self.entry.chunks)
-        return [
-            chunk for chunk in self.entry.chunks if numel(_shared(self.entry, chunk, region).shape)
-        ]
+        near = _near(self.entry, region)
+        return [chunk for chunk in near if numel(_shared(self.entry, chunk, region).shape)]
 
 
 def want_region(
@@ -92,7 +91,7 @@ def want_region(
     """
     itemsize = DTYPES[entry.dtype].itemsize
     num_ranges = 0
-    for chunk in entry.chunks:
+    for chunk in _near(entry, region):
         shared = _shared(entry, chunk, region)
         if not numel(shared.shape):
             continue
@@ -112,6 +111,30 @@ def want_region(
             if rows > 1:
                 want = want._replace(rows=rows, step=step * itemsize, stride=stride * itemsize)
             wanted.append(want)
+
+
+def _near(entry: TensorEntry, region: Box) -> Sequence[Chunk]:
+    """Give the chunks that may have something of a region.
+
+    A tensor has a chunk for each of a thousand ranks, of which one is wanted. So all but a few are
+    passed over by one dimension: that in which the region takes the smallest share.
+    """
+    chunks, shape = entry.chunks, entry.shape
+    if len(chunks) == 1 or not all(shape):
+        return chunks
+    shares = [part / whole for part, whole in zip(region.shape, shape, strict=True)]
+    if not shares or (least := min(shares)) == 1:
+        return chunks
+    dim = shares.index(least)
+    first = region.offset[dim]
+    stop = first + region.shape[dim]
+    return [
+        chunk
+        for chunk in chunks
+        if (start := chunk.global_offset) is None
+        or (size := chunk.local_shape) is None
+        or (start[dim] < stop and first < start[dim] + size[dim])
+    ]
 
 
 def _shared(entry: TensorEntry, chunk: Chunk, region: Box) -> Box:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptio.engine.hints import nothing_fits
-from ckptio.errors import TargetError
+from ckptio.errors import TargetError, some_of
 from ckptio.state.select import Patterns
 from ckptio.state.tree import names_kept_for_ranks
 
@@ -36,7 +36,7 @@ def require_selected(
         # patterns that nothing has matched before
         is_of_others = [keep(name) for name in names_kept_for_ranks(manifest)]
         if isinstance(keep, Patterns) and keep.unmatched:
-            names = ", ".join(map(repr, keep.unmatched))
+            names = some_of(keep.unmatched)
             whose = f"checkpoint {path!r}" + ("" if request.into is None else " or target")
             raise TargetError(
                 f"select= asks for {names}, and no name of {whose} matches;"

@@ -210,4 +210,5 @@ def run_virtual(coroutine: Coroutine[Any, Any, T], *, seed: int) -> T:
 def _name_of(function: Callable[..., object]) -> str:
     while hasattr(function, "func"):
         function = function.func
-    return getattr(function, "__qualname__", repr(function))
+    name: str | None = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else name  # that of a bound state may be megabytes

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +37,8 @@ from tests.strategies import assert_same, random_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptio.plan.load import Wanted
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -429,6 +433,58 @@ def test_the_place_of_each_chunk_is_chosen() -> None:
     want_region(cut, Box((2,), (1,)), 0, found, last)
     assert [(want.file, want.start) for want in found] == [(1, 16)]
     assert [chunk.file for chunk in Need(cut, 0, None, Box((2,), (1,))).chunks()] == [1]
+
+
+def grid(num_rows: int, num_columns: int, height: int, width: int) -> TensorEntry:
+    """Cut a matrix into chunks of `height` by `width`, each in a file of its own."""
+    chunks = [
+        Chunk(file, 0, (row, column), (height, width))
+        for file, (row, column) in enumerate(
+            itertools.product(range(0, num_rows, height), range(0, num_columns, width))
+        )
+    ]
+    return TensorEntry("w", "float32", (num_rows, num_columns), tuple(chunks))
+
+
+@given(
+    row=st.integers(0, 12),
+    column=st.integers(0, 8),
+    height=st.integers(0, 12),
+    width=st.integers(0, 8),
+    is_turned=st.booleans(),
+)
+def test_a_region_comes_from_the_chunks_that_have_it(
+    row: int, column: int, height: int, width: int, *, is_turned: bool
+) -> None:
+    """From each that shares an element with it, and from no other."""
+    entry = grid(12, 8, 2, 4) if is_turned else grid(12, 8, 3, 1)
+    region = Box((row, column), (min(height, 12 - row), min(width, 8 - column)))
+    (top, left), (rows, columns) = region.offset, region.shape
+    inside = {
+        chunk.file
+        for chunk in entry.chunks
+        for box in [entry.box_of(chunk)]
+        if {*range(top, top + rows)} & {*range(box.offset[0], box.offset[0] + box.shape[0])}
+        and {*range(left, left + columns)} & {*range(box.offset[1], box.offset[1] + box.shape[1])}
+    }
+    assert {chunk.file for chunk in Need(entry, 0, None, region).chunks()} == inside
+    wanted: list[Wanted] = []
+    want_region(entry, region, 0, wanted)
+    assert {want.file for want in wanted} == inside
+    assert sum(want.nbytes * want.rows for want in wanted) == rows * columns * 4
+
+
+@pytest.mark.parametrize("region", [Box((5, 0), (1, 4000)), Box((0, 5), (4000, 1))])
+def test_a_part_of_a_tensor_of_many_chunks_costs_what_it_has(region: Box) -> None:
+    """No call for each chunk: a rank of a thousand wants one."""
+    entry = grid(4000, 4000, 4000 if region.offset[1] else 4, 4 if region.offset[1] else 4000)
+    seen: list[str] = []
+    sys.setprofile(lambda _, event, __: seen.append(event) if event == "call" else None)
+    try:
+        want_region(entry, region, 0, [])
+    finally:
+        sys.setprofile(None)
+    assert len(seen) < 60
 
 
 def test_a_solo_engine_saves_and_loads_shards_of_the_whole(tmp_path: Path) -> None:
