@@ -328,7 +328,7 @@ class DcpReader:
             file, first, nbytes = self._checked(name)
 
             def read(start: int, stop: int) -> bytes:
-                return self._folder.read(file, first + start, first + stop)
+                return self._folder.read_within(nbytes, file, first + start, first + stop)
 
             try:
                 self._starts[name] = find_tensor(

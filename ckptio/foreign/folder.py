@@ -106,6 +106,18 @@ class Folder(abc.ABC):
             StorageError: It cannot be read.
         """
 
+    def read_within(self, extent_nbytes: int, name: str, start: int, stop: int) -> bytes:
+        """Read a few bytes of an item that says where the rest of it is; as `read` does.
+
+        Args:
+            extent_nbytes: Size of the item. What is near is read along, unless that is of it, too.
+            name: The file.
+            start: First byte.
+            stop: Byte behind the last.
+        """
+        del extent_nbytes
+        return self.read(name, start, stop)
+
     @abc.abstractmethod
     def open(self, name: str, nbytes: int, start: int = 0) -> Source | AwaitedSource:
         """Open a file, or a part of it, for reading.

@@ -40,8 +40,6 @@ _BLOCK_NBYTES = 256 << 10
 _MAX_BLOCKS = 64
 #: What is larger is read as it is asked for.
 _MAX_CACHED_NBYTES = 1 << 20
-#: The same of tensors, which may lie in two blocks.
-_MAX_SMALL_NBYTES = _BLOCK_NBYTES // 2
 #: What one request asks for at the most: it has to be answered within `request_timeout_s`.
 _RANGE_NBYTES = 8 << 20
 #: Stands for a look at an object, among the numbers of its blocks.
@@ -132,13 +130,17 @@ class ObjectFolder(Folder):
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Read a range of an object; see `Folder`."""
+        return self.read_within(0, name, start, stop)
+
+    def read_within(self, extent_nbytes: int, name: str, start: int, stop: int) -> bytes:
+        """Read a range of an object, alone if it is of a large item; see `Folder`."""
         status = self.status(name)
         if status is None:
             raise CheckpointChangedError(self.root)
         stop = min(stop, status.nbytes)
         if stop <= start:
             return b""
-        if stop - start > _MAX_CACHED_NBYTES:
+        if stop - start > _MAX_CACHED_NBYTES or extent_nbytes > _BLOCK_NBYTES:
             return self._bridge.wait(self._read(name, start, stop))
         return self._bridge.wait(self.read_blocks(name, status.nbytes, start, stop))
 
@@ -282,7 +284,7 @@ class AwaitedPart(AwaitedSource):
     async def read_into(self, offset: int, room: memoryview) -> None:
         """Read a range; see `storage.streams.AwaitedSource`."""
         start = self._start + offset
-        if self._read_blocks is None or len(room) > _MAX_SMALL_NBYTES:
+        if self._read_blocks is None or len(room) > _BLOCK_NBYTES:
             await self._source.read_into(start, room)
         else:
             room[:] = await self._read_blocks(start, start + len(room))

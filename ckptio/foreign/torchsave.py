@@ -311,7 +311,7 @@ class TorchSaveReader:
             raise FormatError("a tensor is larger than its member of the archive")
         if member.header not in self._starts:
             names_stop = member.header + LOCAL_HEADER_NBYTES + len(member.name)
-            header = self._read(member.header, names_stop)
+            header = self._folder.read_within(member.nbytes, self._name, member.header, names_stop)
             start = member.header + own_header_nbytes(header, member.name)
             if start + member.nbytes > member.stop:
                 raise FormatError("the members of the archive lie over each other")

@@ -182,6 +182,23 @@ def test_small_items_of_one_file_cost_few_requests(
         assert looks[name] <= num + 2
 
 
+@pytest.mark.parametrize("kind", ["dcp", "torch.save"])
+@pytest.mark.parametrize("nbytes", [96 << 10, 200 << 10, 300 << 10, 600 << 10])
+def test_what_is_near_is_read_once(
+    kind: str, nbytes: int, tmp_path: Path, store: CountedFileSystem
+) -> None:
+    """What says where a tensor is brings its neighbours, or nothing but itself."""
+    state = {f"t{i}": torch.rand(nbytes // 4) for i in range(20)}
+    path = tmp_path / "a"
+    if kind == "dcp":
+        save_dcp(path, state)
+    else:
+        torch.save(state, path)
+    config = ckptio.CheckpointConfig(pool_nbytes=32 << 20)
+    assert_same_state(sync.load(put(store, path), config=config), state)
+    assert sum(store.read_nbytes.values()) < 1.15 * 20 * nbytes + (1 << 19)
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_what_is_read_whole_is_read_in_ranges(
     tmp_path: Path, store: CountedFileSystem, *, is_new: bool
