@@ -54,6 +54,7 @@ class LazyPlanner(DefaultSavePlanner):
         #: Those that are not read yet, in the order in which the writer asks for them.
         self._left: deque[_Key] = deque()
         self._ahead: dict[_Key, torch.Tensor] = {}
+        self._lent: torch.Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         """Plan, with tensors cut into chunks."""
@@ -89,7 +90,14 @@ class LazyPlanner(DefaultSavePlanner):
         return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Read what the writer asks for."""
+        """Read what the writer asks for, and take back the memory of what it asked for before.
+
+        It is done with that; but what `torch.save` leaves behind, in some versions of torch, has
+        it until Python collects garbage.
+        """
+        if self._lent is not None:
+            self._lent.untyped_storage().resize_(0)
+            self._lent = None
         key = _key_of(index)
         part = self._parts.get(key)
         if part is None:
@@ -97,7 +105,8 @@ class LazyPlanner(DefaultSavePlanner):
         if key not in self._ahead:
             self._read_ahead(key)
         self._advance(part.nbytes)
-        return self._ahead.pop(key)
+        self._lent = self._ahead.pop(key)
+        return self._lent
 
     def _read_ahead(self, key: _Key) -> None:
         """Read a part, and those that are asked for next."""

@@ -82,7 +82,8 @@ class _NoBytes:
     of_ckptio = True
 
     def __init__(self) -> None:
-        self.__module__, self.__qualname__ = "builtins", "bytes"
+        self.__module__ = "builtins"
+        self.__name__ = self.__qualname__ = "bytes"  # torch before 2.7 asks for the first
 
     def __call__(self) -> bytes:
         """Make them."""

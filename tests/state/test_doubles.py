@@ -99,6 +99,7 @@ def schedulers() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.Sequen
     return optimizer, kinds.SequentialLR(optimizer, parts, [4])
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of torch itself, before 2.7
 def test_the_state_dict_of_a_sequence_of_schedulers_is_filled(tmp_path: Path) -> None:
     """Of a fresh one, a list is its own and one of its first part's; no longer of a used one."""
     optimizer, used = schedulers()
