@@ -222,7 +222,7 @@ class StorageRoot:
     ) -> list[T | FormatError | StorageError]:
         return [decode(name, await self.read_manifest(name)) for name in names]
 
-    async def remove(self, name: str) -> int:
+    async def remove(self, name: str, save_id: str | None = None) -> int:
         raise NotImplementedError(name)
 
     async def sweep(self, name: str, quiet_s: float) -> None:

@@ -207,8 +207,8 @@ class Keeper:
         found: Sequence[Found] | None = None,
         *,
         called: Sequence[str] = (),
-    ) -> tuple[int, ...]:
-        """Say which steps a policy does not keep, lowest first.
+    ) -> dict[int, str]:
+        """Say which steps a policy does not keep, lowest first, and the id of each one's save.
 
         Args:
             policy: What to keep.
@@ -224,10 +224,12 @@ class Keeper:
         records, failure = await self._read(await self.find() if found is None else found)
         if failure is not None:
             raise failure
-        return await run_blocking(
+        removals = await run_blocking(
             self._executor,
             lambda: plan_removals(records, policy, exempt=exempt, called=called),
         )
+        save_ids = {record.step: record.save_id for record in records}
+        return {step: save_ids[step] for step in removals}
 
     async def size(self, step: int) -> int:
         """Say how many bytes a step has; 0 if its manifest cannot be read."""
@@ -237,17 +239,21 @@ class Keeper:
         except (FormatError, StorageError):
             return 0
 
-    async def remove(self, step: int) -> Removal:
+    async def remove(self, step: int, save_id: str | None = None) -> Removal:
         """Remove a step. A failure is an event, not an error.
 
         A cancellation is raised when it has gone and the event was sent.
-        """
-        return await shielded(self._remove(step))
 
-    async def _remove(self, step: int) -> Removal:
+        Args:
+            step: Its number.
+            save_id: The save that `plan` has seen there: another one stays. Any if not given.
+        """
+        return await shielded(self._remove(step, save_id))
+
+    async def _remove(self, step: int, save_id: str | None) -> Removal:
         name = step_name(step)
         try:
-            nbytes = await self.root.remove(name)
+            nbytes = await self.root.remove(name, save_id)
         except CheckpointNotFoundError:
             return Removal(step=step, nbytes=0)  # somebody else was faster
         except (FormatError, StorageError) as error:

@@ -275,14 +275,14 @@ class Upkeep:
         removals = await keeper.plan(policy, self.exempt(), found, called=called)
         self._look_for_metrics(keeper, policy)
         for start in range(0, len(removals), MAX_REMOVALS):
-            some = removals[start : start + MAX_REMOVALS]
-            ends = await run_all([self._let_go(step, keeper) for step in some], "remove a step")
+            some = list(removals.items())[start : start + MAX_REMOVALS]
+            ends = await run_all([self._let_go(*each, keeper) for each in some], "remove a step")
             for error in ends:
                 if error is not None:
                     raise error
 
-    async def _let_go(self, step: int, keeper: Keeper) -> StorageError | None:
-        """Remove a step, unless somebody needs it by now; gives why nobody can tell.
+    async def _let_go(self, step: int, save_id: str, keeper: Keeper) -> StorageError | None:
+        """Remove what a save made, unless somebody needs it by now; gives why nobody can tell.
 
         That is not raised here: it would cut off the removals beside this one.
         """
@@ -293,7 +293,7 @@ class Upkeep:
         except StorageError as error:
             return without_frames(error)  # it has this one: no circle
         if step not in self.exempt() and not self._is_in_a_hurry():
-            await keeper.remove(step)
+            await keeper.remove(step, save_id)
         return None
 
     async def _owes(self, step: int) -> bool:

@@ -186,7 +186,7 @@ class _Pruning:
             self._kept = sorted(good - {*doomed})
             self._unreadable = [step for step in steps if step not in good]
 
-            async def let_go(step: int) -> Removal | Owed:
+            async def let_go(step: int, save_id: str) -> Removal | Owed:
                 if not self._even_owed:
                     path = root.join(step_name(step))
                     storage = resolve_storage(path, config, threads, self._hear, stores)
@@ -195,12 +195,12 @@ class _Pruning:
                         return owed
                 if self._dry_run:
                     return Removal(step=step, nbytes=await keeper.size(step))
-                return await keeper.remove(step)
+                return await keeper.remove(step, save_id)
 
             for start in range(0, len(doomed), MAX_REMOVALS):
-                some = doomed[start : start + MAX_REMOVALS]
-                ends = await run_all([let_go(step) for step in some], "remove a step")
-                for step, end in zip(some, ends, strict=True):
+                some = list(doomed.items())[start : start + MAX_REMOVALS]
+                ends = await run_all([let_go(*each) for each in some], "remove a step")
+                for (step, _), end in zip(some, ends, strict=True):
                     if isinstance(end, Owed):
                         self._owed.append((step, end))
                     else:

@@ -365,10 +365,14 @@ class Root(Protocol):
         """
         ...
 
-    async def remove(self, name: str) -> int:
+    async def remove(self, name: str, save_id: str | None = None) -> int:
         """Remove a checkpoint: its manifest first, then what it is made of.
 
         What is left behind a failure is no checkpoint, and goes with a later `sweep`.
+
+        Args:
+            name: Its name.
+            save_id: Of which save it is to be; any if not given.
 
         Returns:
             Bytes of its data files.
@@ -377,7 +381,7 @@ class Root(Protocol):
             CheckpointNotFoundError: There is none.
             FormatError: Its manifest cannot be read; nothing was removed.
             StorageError: It could not be taken back, or another save was committed there
-                meanwhile; nothing was removed.
+                meanwhile, or since it was decided; nothing was removed.
         """
         ...
 

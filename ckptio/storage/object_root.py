@@ -44,6 +44,7 @@ from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.interface import Found
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
+from ckptio.storage.removal import require_save
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError, may_be_same, version_of
 
@@ -171,9 +172,9 @@ class ObjectRoot:
 
         return await run_some(read, names, _MAX_LOOKS, "read a manifest")
 
-    async def remove(self, name: str) -> int:
+    async def remove(self, name: str, save_id: str | None = None) -> int:
         """Remove a checkpoint; see `interface.Root`."""
-        return await _Removal(self, name, *await self._ready(self.join(name))).remove()
+        return await _Removal(self, name, *await self._ready(self.join(name))).remove(save_id)
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `interface.Root`."""
@@ -208,10 +209,11 @@ class _Removal:
         except ObjectMissingError:
             raise CheckpointNotFoundError(self._url) from None
 
-    async def remove(self) -> int:
+    async def remove(self, save_id: str | None) -> int:
         """Remove a checkpoint, manifest first; gives the bytes of its data files."""
         info, data, pointed = await self.read()
         summary = await run_blocking(self._executor, decode_summary, data)
+        require_save(self._url, summary, save_id)
         tomb = f"{self._prefix}.manifest-{summary.save_id}-old"
         commit = encode_pointer(summary.save_id, data) if pointed else data
         await self._requests.must("write", tomb, lambda: self._put(tomb, commit))

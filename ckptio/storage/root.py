@@ -47,6 +47,7 @@ from ckptio.storage.leftovers import (
     put_back,
     read_summary,
 )
+from ckptio.storage.removal import require_save
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
@@ -208,13 +209,14 @@ class LocalRoot:
                     raise FormatError(f"{path!r} is no manifest: {error.strerror}") from None
             raise storage_error(error, path, "cannot read the manifest") from error
 
-    async def remove(self, name: str) -> int:
+    async def remove(self, name: str, save_id: str | None = None) -> int:
         """Remove a checkpoint; see `Root`."""
-        return await run_blocking(self._executor, self._remove, self.join(name))
+        return await run_blocking(self._executor, self._remove, self.join(name), save_id)
 
-    def _remove(self, directory: str) -> int:
+    def _remove(self, directory: str, save_id: str | None) -> int:
         commit, manifest = self._read(directory)
         summary = decode_summary(manifest)
+        require_save(directory, summary, save_id)
         tomb = f".manifest-{summary.save_id}-old"
         try:
             self._take_back(directory, tomb, commit)

@@ -19,7 +19,7 @@ from ckptio._aio import Threads, outlive
 from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper
 from ckptio.checkpointer.steps import metrics_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
-from ckptio.events import CheckpointRemoved, RetentionFailed
+from ckptio.events import CheckpointRemoved, CleanupFailed, RetentionFailed
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
@@ -163,6 +163,36 @@ def test_no_removal_comes_between_a_commit_and_what_follows_it(
     assert run_virtual(scenario(), seed=0) == [2, 5]
 
 
+def test_a_step_that_another_saves_over_is_not_removed_for_its_older_self(tmp_path: Path) -> None:
+    """Nobody has decided anything about the save that is there by then."""
+
+    async def scenario() -> None:
+        log = EventLog()
+        async with engines(log=log) as (engine,):
+            async with checkpointer_on(engine, tmp_path) as other:
+                for step in (1, 2, 3):
+                    await other.save(filled_state(SIZES, step), step)
+                async with checkpointer_on(engine, tmp_path, keep=KeepLast(1)) as ckpt:
+                    upkeep = ckpt._core.upkeep
+                    owes = upkeep._owes
+
+                    async def look(step: int) -> bool:
+                        answer = await owes(step)
+                        if step == 2:  # it is about to go
+                            await other.save(filled_state(SIZES, 9), 2, overwrite=True)
+                        return answer
+
+                    upkeep._owes = look  # type: ignore[method-assign]  # to come in between
+                    await ckpt.save(filled_state(SIZES, 4), 4)
+            assert committed_steps(tmp_path) == [2, 4]
+            async with checkpointer_on(engine, tmp_path) as ckpt:
+                assert values_in(await ckpt.load(step=2)) == {9}
+        (failed,) = log.of(CleanupFailed)
+        assert failed.error.errno == errno.ESTALE
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_what_another_checkpointer_saved_last_stays(tmp_path: Path) -> None:
     """It went back, which the order of the saves here does not say."""
 
@@ -291,9 +321,9 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
                 await keeper.plan(KeepLast(1))
             assert [record.step for record in await keeper.records()] == [1, 2, 4]
             root.failing = ""
-            assert await keeper.plan(KeepLast(1)) == (1, 2, 3)
+            assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
             root.failing = step_name(3)  # known by now, and not read again
-            assert await keeper.plan(KeepLast(1)) == (1, 2, 3)
+            assert [*await keeper.plan(KeepLast(1))] == [1, 2, 3]
             threads.shutdown()
 
     run_virtual(scenario(), seed=0)
@@ -332,8 +362,8 @@ class _Reading(LocalRoot):
         self.load: asyncio.Task[Any] | None = None
         self._num_removed = 0
 
-    async def remove(self, name: str) -> int:
-        nbytes = await super().remove(name)
+    async def remove(self, name: str, save_id: str | None = None) -> int:
+        nbytes = await super().remove(name, save_id)
         self._num_removed += 1
         if self._num_removed == MAX_REMOVALS:
             self.load = asyncio.get_running_loop().create_task(self._ckpt.load(step=self._step))
@@ -376,11 +406,11 @@ class _Counting(LocalRoot):
 
     num_now = num_most = 0
 
-    async def remove(self, name: str) -> int:
+    async def remove(self, name: str, save_id: str | None = None) -> int:
         self.num_now += 1
         self.num_most = max(self.num_most, self.num_now)
         try:
-            return await super().remove(name)
+            return await super().remove(name, save_id)
         finally:
             self.num_now -= 1
 
@@ -586,7 +616,8 @@ def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> N
     log = EventLog()
 
     class SlowRoot(LocalRoot):
-        async def remove(self, name: str) -> int:  # noqa: ARG002  # as the root's own
+        async def remove(self, name: str, save_id: str | None = None) -> int:
+            del name, save_id
             await outlive(asyncio.ensure_future(asyncio.sleep(1)))  # as for its thread
             return 10
 

@@ -155,6 +155,21 @@ async def test_a_checkpoint_is_removed_manifest_first(threads: Threads) -> None:
 
 
 @pytest.mark.parametrize("is_pointed", [False, True])
+async def test_another_save_than_the_one_that_goes_stays(
+    threads: Threads, *, is_pointed: bool
+) -> None:
+    """It was committed there after it was decided that the one before it goes."""
+    store = DictStore()
+    write(store, "a", is_pointed=is_pointed)
+    root, before = root_at(store, threads), dict(store.objects)
+    with pytest.raises(StorageError, match="another save was committed there"):
+        await root.remove("a", SAVE_IDS[1])
+    assert store.objects == before
+    await root.remove("a", SAVE_IDS[0])
+    assert not store.objects
+
+
+@pytest.mark.parametrize("is_pointed", [False, True])
 @pytest.mark.parametrize("effect", ["before", "after"])
 async def test_a_removal_that_is_killed_leaves_a_checkpoint_or_none(
     threads: Threads, effect: str, *, is_pointed: bool

@@ -455,6 +455,17 @@ async def test_what_was_taken_by_mistake_is_put_back_by_a_sweep(
     assert committed(directory) == newer
 
 
+async def test_another_save_than_the_one_that_goes_stays(tmp_path: Path, threads: Threads) -> None:
+    """It was committed there after it was decided that the one before it goes."""
+    await write(tmp_path / "a", threads)
+    root = root_at(tmp_path, threads)
+    with pytest.raises(StorageError, match="another save was committed there"):
+        await root.remove("a", SAVE_IDS[1])
+    assert committed(tmp_path / "a") == CONTENTS
+    await root.remove("a", SAVE_IDS[0])
+    assert not (tmp_path / "a").exists()
+
+
 async def test_what_cannot_be_read_is_not_removed(tmp_path: Path, threads: Threads) -> None:
     """A damaged manifest, or one of a newer version; a link to elsewhere."""
     await write(tmp_path / "a", threads)
