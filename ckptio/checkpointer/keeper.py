@@ -62,12 +62,12 @@ class Keeper:
         self.root = root
         self._executor = executor
         self._emit = emit
-        self._known: dict[str, tuple[Hashable, StepRecord]] = {}
+        self._known: dict[str, tuple[Hashable, StepRecord, int]] = {}
 
     @property
     def known(self) -> list[StepRecord]:
         """What `records` or `plan` read last, in any order."""
-        return [record for _, record in self._known.values()]
+        return [record for _, record, _ in self._known.values()]
 
     async def find(self) -> list[Found]:
         """List what has the name of a step, committed or not.
@@ -168,6 +168,23 @@ class Keeper:
             known += _steps_of(item.name for item in looked if item.version is not None)
         return sorted(known)
 
+    async def unread(self, found: Sequence[Found]) -> list[int]:
+        """List the steps that were found and have no record, and are there yet, lowest first.
+
+        Args:
+            found: What `find` gave, and `plan` was asked about last.
+
+        Raises:
+            StorageError: They cannot be looked at.
+        """
+        committed = [item.name for item in found if item.version is not None]
+        told = [
+            step
+            for name, step in zip(committed, _steps_of(committed), strict=True)
+            if name not in self._known
+        ]
+        return await self._committed(dict.fromkeys(told))
+
     async def records(self) -> list[StepRecord]:
         """Read what is known of each committed step, lowest first.
 
@@ -186,18 +203,18 @@ class Keeper:
         news = [item for item in found if before.get(item.name, (None,))[0] != item.version]
         read = await self.root.read_manifests([item.name for item in news], _record_of)
         answers = dict(zip(news, read, strict=True))
-        known: dict[str, tuple[Hashable, StepRecord]] = {}
+        known: dict[str, tuple[Hashable, StepRecord, int]] = {}
         failure: StorageError | None = None
         for item in found:
-            answer = answers[item] if item in answers else before[item.name][1]
+            answer = answers[item] if item in answers else before[item.name][1:]
             if isinstance(answer, (FormatError, CheckpointNotFoundError)):
                 continue  # nothing to count on, or gone meanwhile
             if isinstance(answer, StorageError):
                 failure = failure or answer
             else:
-                known[item.name] = (item.version, answer)
+                known[item.name] = (item.version, *answer)
         self._known = known
-        records = sorted((r for _, r in known.values()), key=lambda record: record.step)
+        records = sorted((r for _, r, _ in known.values()), key=lambda record: record.step)
         return records, failure
 
     async def plan(
@@ -232,7 +249,12 @@ class Keeper:
         return {step: save_ids[step] for step in removals}
 
     async def size(self, step: int) -> int:
-        """Say how many bytes a step has; 0 if its manifest cannot be read."""
+        """Say how many bytes a step has; 0 if its manifest cannot be read.
+
+        By what `records` or `plan` read last, if they have seen it.
+        """
+        if (known := self._known.get(step_name(step))) is not None:
+            return known[2]
         try:
             data = await self.root.read_manifest(step_name(step))
             return (await run_blocking(self._executor, decode_summary, data)).nbytes
@@ -295,7 +317,7 @@ def _is_step(name: str) -> bool:
     return parse_name(name) is not None
 
 
-def _record_of(name: str, manifest: bytes) -> StepRecord:
+def _record_of(name: str, manifest: bytes) -> tuple[StepRecord, int]:
     """Read the record of what is called as a step is; see `record_of`."""
     step = parse_name(name)
     assert step is not None  # noqa: S101  # only steps are looked for

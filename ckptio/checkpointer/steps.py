@@ -96,8 +96,8 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None) -> Metadata:
     return {"step": step, "metrics": dict(packed)} if packed else {"step": step}
 
 
-def record_of(step: int, manifest: bytes) -> StepRecord:
-    """Read a step's record from its manifest. Blocks.
+def record_of(step: int, manifest: bytes) -> tuple[StepRecord, int]:
+    """Read a step's record from its manifest, and the bytes of its data files. Blocks.
 
     Raises:
         FormatError: The manifest is damaged, or of a version that this one does not read.
@@ -110,4 +110,5 @@ def record_of(step: int, manifest: bytes) -> StepRecord:
     if created.tzinfo is None:
         created = created.replace(tzinfo=dt.UTC)
     metrics = unpack_metrics(summary.metadata.get("metrics"))
-    return StepRecord(step=step, created=created, metrics=metrics, save_id=summary.save_id)
+    record = StepRecord(step=step, created=created, metrics=metrics, save_id=summary.save_id)
+    return record, summary.nbytes

@@ -23,13 +23,10 @@ from ckptio.cli.terminal import Terminal
 from ckptio.cli.text import count, format_nbytes, visible
 from ckptio.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigError,
-    FormatError,
     StorageError,
 )
 from ckptio.events import CleanupFailed
-from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
 from ckptio.storage.keys import shown_url
 from ckptio.storage.resolve import remote_url, resolve_storage
@@ -38,12 +35,10 @@ from ckptio.storage.stores import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
     from ckptio.plan.retention import Retention, StepRecord
-    from ckptio.storage.interface import Storage
 
     Json = dict[str, Any]
 
@@ -177,21 +172,20 @@ class _Pruning:
                 threads, os.path.exists, root.path
             ):
                 raise ConfigError("there is no such directory")
-            doomed = await keeper.plan(policy)
-            records = await keeper.records()
+            found = await keeper.find()  # once: in a store, it is a request for each step
+            doomed = await keeper.plan(policy, found=found)
+            records = keeper.known
             require_metrics(policy, records)
-            steps = await keeper.steps()
-            require_steps(policy, steps)
             good = {record.step for record in records}
+            self._unreadable = await keeper.unread(found)
+            require_steps(policy, [*good, *self._unreadable])
             self._kept = sorted(good - {*doomed})
-            self._unreadable = [step for step in steps if step not in good]
 
             async def let_go(step: int, save_id: str) -> Removal | Owed:
                 if not self._even_owed:
                     path = root.join(step_name(step))
                     storage = resolve_storage(path, config, threads, self._hear, stores)
-                    owed = await _owed(storage, threads)
-                    if owed is not None:
+                    if (owed := await read_owed(storage, save_id)) is not None:
                         return owed
                 if self._dry_run:
                     return Removal(step=step, nbytes=await keeper.size(step))
@@ -261,20 +255,6 @@ class _Pruning:
             for step in self._unreadable
         ]
         return found
-
-
-async def _owed(storage: Storage, executor: Executor) -> Owed | None:
-    """Say whether the checkpoint that is somewhere is still to be copied."""
-    try:
-        _, data = await storage.read_manifest()
-        if not isinstance(data, bytes):
-            return None
-        save_id = (await run_blocking(executor, decode_summary, data)).save_id
-    except CheckpointNotFoundError:  # somebody else was faster
-        return None
-    except (FormatError, StorageError):
-        return Owed(None)
-    return await read_owed(storage, save_id)
 
 
 def _why(error: Exception | None) -> str | None:

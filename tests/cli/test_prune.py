@@ -8,6 +8,7 @@ import torch
 from ckptio import sync
 from ckptio.__main__ import main
 from ckptio.storage.file_names import NOTE_PREFIX
+from ckptio.testing import MemoryBackend, MemoryBucket, MemoryStore
 from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
 from tests.rig import SMALL, names_in
 from tests.test_import import modules_after
@@ -205,6 +206,37 @@ def test_a_root_that_is_not_there_is_wrong_usage(
     (tmp_path / "x").write_text("a file")
     assert main(["prune", str(tmp_path / "x"), "--keep-last", "1"]) == 2
     assert main(["prune", "s3://bucket/run", "--keep-last", "1"]) == 2
+
+
+def test_prune_looks_once_at_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A look at each manifest and one reading of it; of what goes, a look for a copy that is owed.
+
+    What is removed is read once more: it must be what was decided about.
+    """
+    bucket = MemoryBucket()
+    stores = [MemoryStore(bucket)]
+    monkeypatch.setattr(
+        "ckptio.storage.stores.find_backend", lambda _protocol, _config: MemoryBackend(stores[-1])
+    )
+    with sync.Checkpointer("mem://run", config=SMALL) as ckpt:
+        for step in range(1, 7):
+            ckpt.save({"w": torch.zeros(100)}, step)
+    sizes = []
+    for last, num_gone, options in ((6, 0, ["--dry-run"]), (2, 4, ["--dry-run"]), (2, 4, [])):
+        stores.append(MemoryStore(bucket))
+        counts = stores[-1].counts
+        argv = ("prune", "mem://run", "--keep-last", str(last), *options)
+        code, document = run_json(capsys, *argv)
+        assert (code, len(document["removed"])) == (0, num_gone)
+        assert counts["list"] == 1
+        assert counts["get"] == 6 + num_gone * (1 if options else 2)
+        if options:
+            assert counts["head"] == 6
+        sizes.append([removed["nbytes"] for removed in document["removed"]])
+    assert sizes[1] == sizes[2]
+    assert min(sizes[1]) > 0
 
 
 def test_prune_needs_no_torch(root: Path) -> None:
