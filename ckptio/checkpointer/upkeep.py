@@ -24,7 +24,6 @@ from ckptio.checkpointer.steps import step_name
 from ckptio.errors import FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
 from ckptio.runtime.leaving import end_saves, unsettled
-from ckptio.runtime.owed_copies import is_owed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -288,7 +287,7 @@ class Upkeep:
         """
         try:
             # whether or not this run has a second tier: while that is down, one may do without
-            if keeper is self._keeper and await self._owes(step):
+            if keeper is self._keeper and await self._owes(step, save_id):
                 return None
         except StorageError as error:
             return without_frames(error)  # it has this one: no circle
@@ -296,10 +295,10 @@ class Upkeep:
             await keeper.remove(step, save_id)
         return None
 
-    async def _owes(self, step: int) -> bool:
-        """Whether a step of the first tier is still to be copied."""
+    async def _owes(self, step: int, save_id: str) -> bool:
+        """Whether what a save made on the first tier is still to be copied."""
         storage = self._context.resolver.storage(self._keeper.root.join(step_name(step)))
-        return await is_owed(storage, self._context)
+        return await storage.has_note(save_id)
 
     def _look_for_metrics(self, keeper: Keeper, policy: Retention) -> None:
         """Say, once, that everything is kept since nothing has the metric that decides."""

@@ -136,8 +136,8 @@ def test_no_removal_comes_between_a_commit_and_what_follows_it(
                 upkeep = ckpt._core.upkeep
                 owes, looked, committed = upkeep._owes, asyncio.Event(), asyncio.Event()
 
-                async def look(step: int) -> bool:
-                    answer = await owes(step)
+                async def look(step: int, save_id: str) -> bool:
+                    answer = await owes(step, save_id)
                     if step == 2 and not looked.is_set():  # it is about to go
                         looked.set()
                         await committed.wait()
@@ -176,8 +176,8 @@ def test_a_step_that_another_saves_over_is_not_removed_for_its_older_self(tmp_pa
                     upkeep = ckpt._core.upkeep
                     owes = upkeep._owes
 
-                    async def look(step: int) -> bool:
-                        answer = await owes(step)
+                    async def look(step: int, save_id: str) -> bool:
+                        answer = await owes(step, save_id)
                         if step == 2:  # it is about to go
                             await other.save(filled_state(SIZES, 9), 2, overwrite=True)
                         return answer
@@ -436,10 +436,10 @@ def test_a_few_steps_are_removed_at_a_time(tmp_path: Path) -> None:
                 upkeep = ckpt._core.upkeep
                 owes = upkeep._owes
 
-                async def look(step: int) -> bool:
+                async def look(step: int, save_id: str) -> bool:
                     if step == 4:
                         raise StorageError("nobody can tell", path=upkeep._keeper.root.join("4"))
-                    return await owes(step)
+                    return await owes(step, save_id)
 
                 upkeep._owes = look  # type: ignore[method-assign]  # to fail there
                 await ckpt.save(filled_state(SIZES, 8), 8)

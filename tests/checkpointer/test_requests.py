@@ -132,6 +132,7 @@ def test_a_policy_takes_no_look_at_each_step_that_it_keeps() -> None:
             await save(ckpt, num_steps)  # each manifest is read once
             store.log.clear()
             await save(ckpt, num_steps + 1)
+            assert store.log.count(("get", f"run/{step_name(1)}/manifest.json")) == 1  # it goes
             requests.append(count(store))
             assert await ckpt.steps() == tuple(range(2, num_steps + 2))
             return [*requests, count(store)]
