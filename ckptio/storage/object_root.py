@@ -44,7 +44,6 @@ from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.interface import Found
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
-from ckptio.storage.object_survey import Survey
 from ckptio.storage.removal import require_save
 from ckptio.storage.requests import Requests
 from ckptio.storage.store import ObjectMissingError, may_be_same, version_of
@@ -93,7 +92,6 @@ class ObjectRoot:
         self._config = config
         self._executor = executor
         self._emit = emit
-        self._survey = Survey(base)
 
     @property
     def path(self) -> str:
@@ -109,14 +107,8 @@ class ObjectRoot:
         accepts: Callable[[str], bool] | None = None,
         unseen: Callable[[str, StorageError], None] | None = None,
     ) -> list[Found]:
-        """Find what is there: by listings, or a look at each manifest; see `interface.Root`."""
-        there = await self.names()
-        names = [name for name in there if accepts is None or accepts(name)]
-        if accepts is not None and len(names) == len(there):  # else there may be anything, and much
-            infos = await self._survey.manifests(*await self._ready(self._url), names)
-            if infos is not None:
-                return [_found(name, infos.get(name)) for name in names]
-        return await self._look(names, unseen)
+        """Find what is there: one listing, and a look at each manifest; see `interface.Root`."""
+        return await self._look(await self.names(accepts), unseen)
 
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
         """List names: one listing; see `interface.Root`."""
@@ -148,13 +140,13 @@ class ObjectRoot:
             try:
                 info = await requests.run("look at", key, lambda: store.head(key))
             except ObjectMissingError:
-                return _found(name, None)
+                return Found(name=name, version=None)
             except StorageError as error:
                 if unseen is None:
                     raise
                 unseen(name, error)
                 return None
-            return _found(name, info)
+            return Found(name=name, version=version_of(info))
 
         found: list[Found | None] = []
         for start in range(0, len(names), _MAX_LOOKS):
@@ -196,16 +188,6 @@ class ObjectRoot:
 
     def _key(self, name: str, file: str = "") -> str:
         return f"{self._base}{name}/{file}"
-
-
-def _found(name: str, info: ObjectInfo | None) -> Found:
-    """Say what was seen of a manifest, alike by a look and by a listing, which round times.
-
-    A manifest names its save: two with one etag, where there is one, are of the same save.
-    """
-    if info is None:
-        return Found(name=name, version=None)
-    return Found(name=name, version=(info.etag, info.nbytes) if info.etag else version_of(info))
 
 
 class _Removal:

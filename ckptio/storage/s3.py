@@ -128,11 +128,9 @@ class S3Store:
         self._fs = fs
         self.address = address_of(client)
         self._extras: dict[str, Mapping[str, Any]] = {}
-        is_amazons = is_amazon(self.address.endpoint)  # of others, some list what has gone
         self._traits = StoreTraits(
             min_part_nbytes=_MIN_PART_NBYTES,
-            conditional="atomic" if is_amazons else "none",
-            lists_all=is_amazons,
+            conditional="atomic" if is_amazon(self.address.endpoint) else "none",
         )
 
     @property

@@ -133,9 +133,6 @@ class StoreTraits:
             then, or writes whatever is there.
         begins_again: What carries out an upload may begin it several times, under names that
             nobody gets: what is left of that has to be looked for.
-        lists_all: A listing of all that is below a prefix takes a request for about a thousand
-            objects, and shows what is there at that moment: nothing that has gone, and all that
-            has come.
     """
 
     min_part_nbytes: int = 1
@@ -143,7 +140,6 @@ class StoreTraits:
     in_order: bool = False
     conditional: str = "none"
     begins_again: bool = False
-    lists_all: bool = False
 
 
 class Upload(Protocol):

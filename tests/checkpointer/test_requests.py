@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptio import KeepLast
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import HigherStepFound, LeftoversRemoved
 from ckptio.storage.file_names import QUIET_S
-from ckptio.storage.store import StoreTraits
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines
 from tests.rig import SAVE_IDS, assert_same, filled_state
@@ -112,35 +110,6 @@ def test_no_request_is_for_every_step_there_is(
 ) -> None:
     """Of a run without `keep=`: a thousand saves would take half a million of them."""
     assert requests(what, 5, tiers) == requests(what, 50, tiers)
-
-
-def test_a_policy_takes_no_look_at_each_step_that_it_keeps() -> None:
-    """Where one listing tells as much: of a thousand steps, each save looked at all."""
-
-    async def scenario(num_steps: int) -> list[dict[str, int]]:
-        store = await store_with(num_steps)
-        store.traits = StoreTraits(conditional="atomic", lists_all=True)
-        store.log.clear()
-        async with (
-            engines(store=store) as (engine,),
-            checkpointer_on(
-                engine, "dict://run", keep=KeepLast(num_steps), sweep_after_s=3600.0
-            ) as ckpt,
-        ):
-            await opened(ckpt)
-            requests = [count(store)]
-            await save(ckpt, num_steps)  # each manifest is read once
-            store.log.clear()
-            await save(ckpt, num_steps + 1)
-            assert store.log.count(("get", f"run/{step_name(1)}/manifest.json")) == 1  # it goes
-            requests.append(count(store))
-            assert await ckpt.steps() == tuple(range(2, num_steps + 2))
-            return [*requests, count(store)]
-
-    few, many = (run_virtual(scenario(number), seed=0) for number in (50, 200))
-    assert few == many
-    assert few[0] == {"list": 3}
-    assert few[2] == {"list": 2}
 
 
 def test_few_local_steps_cost_no_look_at_every_copy() -> None:

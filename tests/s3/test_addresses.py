@@ -145,20 +145,3 @@ async def test_credentials_have_two_names(client: str, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="username and key, which are one") as caught:
         await write(client, {**options, "key": "hidden"})
     assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-async def test_only_the_listings_of_amazon_are_believed(client: str) -> None:
-    """They show what is there at that moment; those of others may show what has gone."""
-    told = []
-    for options in (OPTIONS, {**OPTIONS, "endpoint_url": "https://s3.us-east-1.amazonaws.com"}):
-        config = CheckpointConfig(s3_client=client, storage_options=options)  # type: ignore[arg-type]  # one of them
-        threads = Threads(2, "test")
-        stores = Stores(config, threads)
-        try:
-            store, _ = await stores.at("s3://bucket/run")[0].get()
-            told.append(store.traits.lists_all)
-        finally:
-            await stores.close()
-            threads.shutdown()
-    assert told == [False, True]

@@ -19,7 +19,6 @@ from ckptio.storage.store import (
     ObjectMissingError,
     RefusedError,
     StoreError,
-    StoreTraits,
     TransientError,
     UploadInfo,
 )
@@ -153,71 +152,6 @@ async def test_a_checkpoint_is_removed_manifest_first(threads: Threads) -> None:
     assert whole(store, "b")
     with pytest.raises(CheckpointNotFoundError):
         await root.remove("a")
-
-
-def store_with(num_steps: int, num_files: int = 2, *, lists_all: bool = True) -> DictStore:
-    """Make a store of many steps; the first one has no manifest."""
-    store = DictStore()
-    store.traits = StoreTraits(conditional="atomic", lists_all=lists_all)
-    for step, file in itertools.product(range(num_steps), range(num_files)):
-        name = f"data-{file}" if file else "manifest.json"
-        if step or file:
-            store.set(f"run/{step:03d}/{name}", b"x")
-    return store
-
-
-async def kinds_to_find(store: DictStore, root: ObjectRoot) -> dict[str, int]:
-    """Find what is there, check that, and count requests by their kind."""
-    store.log.clear()
-    found = await root.find(lambda name: name.isdigit())
-    assert [item.name for item in found if item.version is None] == ["000"]
-    looked = await root.look([item.name for item in found])
-    assert found == looked  # one that was seen in both ways is not read anew
-    kinds = [kind for kind, _ in store.log][: -len(found)]
-    return {kind: kinds.count(kind) for kind in kinds}
-
-
-async def test_many_steps_of_few_files_are_looked_at_by_a_listing(threads: Threads) -> None:
-    """The first one has a listing of its own, once: so many files are there to each."""
-    store = store_with(100)
-    root = root_at(store, threads)
-    assert await kinds_to_find(store, root) == {"list": 3}
-    store.set("run/007/manifest.json", b"another")
-    del store.objects["run/008/manifest.json"]
-    store.set("run/008/manifest.json", b"x")
-    assert await kinds_to_find(store, root) == {"list": 2}
-
-
-async def test_steps_are_looked_at_one_by_one_where_that_is_better(threads: Threads) -> None:
-    """Few of them, or many files to each; other things beside them; what lists late."""
-    looks = {"list": 1, "head": 100}
-    store = store_with(100, 20)
-    root = root_at(store, threads)
-    assert await kinds_to_find(store, root) == {"list": 2, "head": 100}
-    assert await kinds_to_find(store, root) == looks
-    store = store_with(20)
-    assert await kinds_to_find(store, root_at(store, threads)) == {"list": 1, "head": 20}
-    store = store_with(100, lists_all=False)
-    assert await kinds_to_find(store, root_at(store, threads)) == looks
-    store = store_with(100)
-    store.set("run/notes.txt", b"mine")
-    assert await kinds_to_find(store, root_at(store, threads)) == {"list": 3}
-    store.set("run/logs/1", b"mine")
-    assert await kinds_to_find(store, root_at(store, threads)) == looks
-
-
-async def test_what_cannot_be_listed_whole_is_looked_at(threads: Threads) -> None:
-    """The first time, and from then on."""
-    store = store_with(100)
-
-    def refuse(kind: str, key: str) -> None:
-        if (kind, key) == ("list", "run/") and len(store.log) > 1:
-            raise RefusedError("no")
-
-    store.on_request = refuse
-    root = root_at(store, threads)
-    assert await kinds_to_find(store, root) == {"list": 2, "head": 100}
-    assert await kinds_to_find(store, root) == {"list": 1, "head": 100}
 
 
 @pytest.mark.parametrize("is_pointed", [False, True])
