@@ -320,7 +320,7 @@ class SecondTier:
             if await self._save_id(path) == save_id:
                 higher = await first.newest(num_local, above=step)
                 if len(higher) == num_local and step not in exempt():
-                    await first.remove(step)
+                    await first.remove(step, save_id)
 
     async def _save_id(self, path: str) -> str | None:
         """Give the save id of a step of the first tier; `None` if it is still to be copied."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ class Lanes:
         gate: Lets some of all lanes of the engine through.
         opened: Lends the file of a range, on a thread.
         waiting: Those that wait for the gate, or for a slab.
+        lock: Held by who looks whether the next range fits, and takes it.
     """
 
     left: deque[ReadSegment]
@@ -59,6 +61,15 @@ class Lanes:
     gate: asyncio.Semaphore
     opened: Opened
     waiting: set[asyncio.Task[None]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, room_nbytes: int) -> ReadSegment | None:
+        """Take the next range if there is one, and it fits."""
+        with self.lock:
+            try:
+                return self.left.popleft() if self.left[0].nbytes <= room_nbytes else None
+            except IndexError:  # another lane took the last one
+                return None
 
 
 @dataclass(slots=True)
@@ -148,14 +159,10 @@ def _read_turn(
     share = -(-len(lanes.left) // lanes.num)
     until = time.monotonic() + _TURN_S
     for _ in range(share):
-        try:
-            segment = lanes.left.popleft()
-        except IndexError:  # another lane took the last one
+        segment = lanes.take(len(slab.view) - at)
+        if segment is None:
             break
         stop = at + -(-segment.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        if stop > len(slab.view):
-            lanes.left.appendleft(segment)
-            break
         with lanes.opened(segment) as source:
             if reading.holds_slabs:
                 room = _Room(slab.view[at:stop], slab.address + at, slab.pinned)

@@ -95,20 +95,33 @@ class Bridge:
         a file is, serves the next, and no other thread waits for it.
 
         Raises:
-            Exception: The first failure in the order of the values; no further call is begun.
+            Exception: The first failure in the order of the values; behind it no further call is
+                begun, but for those that its failure overtook.
+            WaitsError: This is the loop's own thread, and it would wait.
         """
         if len(values) <= 1:
             return [function(value) for value in values]
+        if threading.get_ident() == self._thread:
+            raise WaitsError
         share = -(-len(values) // self._max_threads)
-        is_over = threading.Event()
+        failed: list[int] = []
 
-        def work(own: Sequence[V]) -> list[T]:
-            return [function(value) for value in own if not is_over.is_set()]
+        def work(start: int) -> list[T]:
+            found: list[T] = []
+            for value in values[start : start + share]:
+                if any(before < start for before in failed):
+                    break
+                try:
+                    found.append(function(value))
+                except BaseException:
+                    failed.append(start)
+                    raise
+            return found
 
         starts = range(0, len(values), share)
         with Threads(len(starts), "ckptio-foreign") as threads:
-            futures = [threads.submit(work, values[start : start + share]) for start in starts]
+            futures = [threads.submit(work, start) for start in starts]
             try:
                 return [found for future in futures for found in future.result()]
             finally:
-                is_over.set()
+                failed.append(-1)  # where the caller was interrupted

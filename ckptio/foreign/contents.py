@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from ckptio.errors import FormatError
-from ckptio.foreign.folder import OverlapError, range_name, require_apart, split_range
+from ckptio.foreign.folder import OverlapError, place_of, range_name, require_apart, split_range
 from ckptio.foreign.pickles import Record, short
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
@@ -67,6 +69,28 @@ class Contents:
                 self._take(fqn, record, ranges)
             else:
                 raise FormatError(f"{short(fqn)} is neither a tensor nor a value")
+        self._sort()
+
+    def _sort(self) -> None:
+        """Number chunks as they lie in the files, the order in which they are looked at and read.
+
+        Metadata has them by tensor: of hundreds of ranks, one from each file in turn, so that a
+        block of a file was read anew for each tensor.
+        """
+        names = sorted(self.chunks, key=place_of)
+        numbers = {name: number for number, name in enumerate(names)}
+        if names == (before := list(self.chunks)):
+            return
+        self.chunks = {name: self.chunks[name] for name in names}
+        self.tensors = [
+            replace(
+                tensor,
+                chunks=tuple(
+                    replace(chunk, file=numbers[before[chunk.file]]) for chunk in tensor.chunks
+                ),
+            )
+            for tensor in self.tensors
+        ]
 
     def _take(self, fqn: str, record: Record, ranges: dict[tuple[str, Any], str]) -> None:
         """Read what is said of a tensor, and take its chunks."""

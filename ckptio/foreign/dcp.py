@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptio.errors import CorruptionError, FormatError
 from ckptio.foreign.archive import find_tensor
 from ckptio.foreign.contents import Contents
-from ckptio.foreign.folder import OverlapError, split_range
+from ckptio.foreign.folder import OverlapError, place_of
 from ckptio.foreign.interface import Encoded, at, encode_places, make_manifest, place
 from ckptio.foreign.nesting import nest
 from ckptio.foreign.pickles import UnpicklingError, first_sentence, read_metadata
@@ -177,7 +177,7 @@ class DcpReader:
 
         reason = self._refusals().get(name)
         if reason is not None:
-            nbytes = _split(name)[2]
+            nbytes = place_of(name)[2]
             files.append((name, nbytes))
             chunk = Chunk(len(files) - 1, 0)
             tensors.append(TensorEntry(item.fqn, "uint8", (nbytes,), (chunk,)))
@@ -225,7 +225,7 @@ class DcpReader:
     def _refusals(self) -> dict[str, Refusal]:
         """Say which items cannot be loaded, and why."""
         if self._refused is None:
-            names = list(self._contents.values)
+            names = sorted(self._contents.values, key=place_of)  # as they lie in the files
             reasons = self._folder.each(self._reason, names)
             self._refused = {
                 name: reason
@@ -301,8 +301,8 @@ class DcpReader:
         """Load a chunk that does not lie in one piece, as torch does."""
         from ckptio.foreign.values import bytes_of  # noqa: PLC0415  # imports torch
 
-        if item.nbytes > _split(name)[2]:  # one element that stands for many, say
-            raise self._bad(item, f"{item.nbytes} bytes of it lie in {_split(name)[2]}")
+        if item.nbytes > place_of(name)[2]:  # one element that stands for many, say
+            raise self._bad(item, f"{item.nbytes} bytes of it lie in {place_of(name)[2]}")
         try:
             return bytes_of(self._load(name), item.dtype, item.shape)
         except UnpicklingError as error:
@@ -348,7 +348,7 @@ class DcpReader:
         Raises:
             CorruptionError: It is not.
         """
-        file, start, nbytes = _split(name)
+        file, start, nbytes = place_of(name)
         found = self._folder.part_nbytes(file, start, nbytes)
         if found == nbytes:
             return file, start, nbytes
@@ -370,10 +370,4 @@ def _distinct(name: str, names: set[str]) -> str:
     while found in names:
         found, number = f"{name}~{number}", number + 1
     names.add(found)
-    return found
-
-
-def _split(name: str) -> tuple[str, int, int]:
-    found = split_range(name)
-    assert found is not None  # noqa: S101  # made by `range_name`
     return found

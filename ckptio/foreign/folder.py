@@ -39,8 +39,8 @@ class _LinkedFiles(PosixFiles):
     """Opens what links lead to.
 
     They are followed once: that looks at each part of a path, and took as long as all else of
-    opening one of thousands of parts. A link that leads elsewhere since is not missed: what is
-    open has to be the file that was looked at, see `LocalFolder`.
+    opening one of thousands of parts. Where a link leads elsewhere since, what it led to is read
+    on, or `LocalFolder.status` raises: what is open has to be the file that was looked at.
     """
 
     def __init__(self) -> None:
@@ -204,9 +204,8 @@ class LocalFolder(Folder):
             raise storage_error(error, path, "cannot stat a file") from error
         if not stat.S_ISREG(status.st_mode):
             return None
-        version = _version_of(status)
-        self._seen.setdefault(name, version)
-        return Status(status.st_size, status.st_mtime, version)
+        self._require_same(name, status)
+        return Status(status.st_size, status.st_mtime, _version_of(status))
 
     def matching(self, pattern: re.Pattern[str]) -> list[str]:
         """List the directory, or the first part of a large one; see `Folder`."""
@@ -217,7 +216,7 @@ class LocalFolder(Folder):
         return []
 
     def _require_same(self, name: str, status: os.stat_result) -> None:
-        """Check that an open file is the one that was looked at.
+        """Check that a file is the one that was looked at first.
 
         Raises:
             CheckpointChangedError: It is not.
@@ -336,6 +335,13 @@ def split_range(name: str) -> tuple[str, int, int] | None:
     """Give file, start and bytes of a range; `None` if the name is a file's own."""
     found = _RANGE.match(name)
     return None if found is None else (found[1], int(found[2]), int(found[3]))
+
+
+def place_of(name: str) -> tuple[str, int, int]:
+    """Give file, start and bytes of what is a range; sorts names as they lie in the files."""
+    found = split_range(name)
+    assert found is not None  # noqa: S101  # made by `range_name`
+    return found
 
 
 class OverlapError(FormatError):

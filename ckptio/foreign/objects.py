@@ -222,10 +222,12 @@ class ObjectFolder(Folder):
         """Let one at a time ask the store for something; others find it there."""
         key = (name, number)
         lock = self._locks.setdefault(key, asyncio.Lock())
-        async with lock:
-            yield
-        if not lock.locked():  # whoever waits for it still has it, and finds what is there
-            self._locks.pop(key, None)
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():  # whoever waits for it still has it, and finds what is there
+                self._locks.pop(key, None)
 
     def open(self, name: str, nbytes: int, start: int = 0) -> AwaitedPart:
         """Open an object, or a part of it; see `Folder`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from ckptio.engine import lanes
 from ckptio.engine.context import num_cached_lanes
 from ckptio.errors import CorruptionError, StorageError
 from ckptio.events import ReadProgressed
+from ckptio.plan.load import ReadSegment
 from ckptio.testing import MemoryStorage, fail_at, run_virtual
 from ckptio.testing.memory_files import MemorySource
 from tests.rig import SMALL, assert_same, config_with, inline_engine, random_state
@@ -205,6 +207,16 @@ def test_a_small_file_that_fails_ends_the_load_and_stays_open_nowhere(number: in
             assert engine.statistics().leased_nbytes == 0
 
     run_virtual(scenario(), seed=number)
+
+
+def test_a_range_that_does_not_fit_is_left_where_it_is() -> None:
+    """Never out and in again: a lane that saw none left would end the others."""
+    ranges = [ReadSegment(0, 0, nbytes, (), ()) for nbytes in (4, 9, 1)]
+    shared = lanes.Lanes(deque(ranges), 1, asyncio.Semaphore(), lanes.open_each(None, None))  # type: ignore[arg-type]  # nobody opens any
+    assert shared.take(4) is ranges[0]
+    assert shared.take(8) is None
+    assert [*shared.left] == ranges[1:]
+    assert (shared.take(9), shared.take(9), shared.take(9)) == (ranges[1], ranges[2], None)
 
 
 def test_all_damage_in_small_files_is_collected() -> None:

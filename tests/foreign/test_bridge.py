@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckptio.foreign.bridge import Bridge, WaitsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_tasks")
 
@@ -92,9 +98,49 @@ async def test_on_the_loop_nothing_is_waited_for() -> None:
     await bridge.run(lambda: None)
     with pytest.raises(WaitsError):
         bridge.wait(asyncio.sleep(0))
+    with pytest.raises(WaitsError):
+        bridge.each(lambda _: bridge.wait(asyncio.sleep(0)), [1, 2])
 
 
 async def test_values_that_follow_each_other_are_one_threads() -> None:
     """What is read for one serves the next."""
     threads = await Bridge(3).run(lambda: Bridge(3).each(lambda _: threading.get_ident(), range(9)))
     assert [threads[i] == threads[i + 1] for i in (0, 1, 3, 4, 6, 7)] == [True] * 6
+
+
+class OneByOne:
+    """Threads of which each is done before the next one begins."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Callable[[int], Any], start: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(start))
+        except ZeroDivisionError as error:
+            future.set_exception(error)
+        return future
+
+
+def test_a_failure_ends_what_is_behind_it_and_nothing_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when all that is before it has come to its end."""
+    monkeypatch.setattr("ckptio.foreign.bridge.Threads", OneByOne)
+    called: list[int] = []
+
+    def call(value: int) -> None:
+        called.append(value)
+        if value == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Bridge(3).each(call, range(9))
+    assert called == [0, 1, 2, 3]

@@ -28,6 +28,7 @@ from ckptio.errors import (
     FormatError,
     StorageError,
 )
+from ckptio.foreign import objects
 from tests.foreign.rig import (
     assert_same_state,
     make_training_state,
@@ -35,6 +36,7 @@ from tests.foreign.rig import (
     save_dcp,
     save_hf,
 )
+from tests.foreign.test_dcp import save_chunks
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
@@ -180,6 +182,17 @@ def test_small_items_of_one_file_cost_few_requests(
     assert len(threads) < 20
     for name, num in store.num_reads.items():  # each range asks whether it is the same file
         assert looks[name] <= num + 2
+
+
+def test_chunks_of_many_ranks_are_read_as_they_lie_in_the_files(
+    tmp_path: Path, store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor has one in each file: by tensors, no block would be there still for the next."""
+    monkeypatch.setattr(objects, "_MAX_BLOCKS", 1)
+    w = torch.arange(480.0).reshape(60, 8)
+    url = put(store, save_chunks(tmp_path / "dcp", w, [(row, 0, 1, 8) for row in range(60)]))
+    assert torch.equal(sync.load(url, config=config_with(max_requests=1))["w"], w)
+    assert sum(store.num_reads.values()) < 20
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])

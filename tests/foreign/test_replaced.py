@@ -14,6 +14,7 @@ import torch
 from ckptio import sync
 from ckptio.errors import CheckpointChangedError, CheckpointError
 from ckptio.events import LoadStarted
+from ckptio.foreign.folder import LocalFolder
 from tests.foreign.rig import save_dcp, save_hf
 from tests.rig import SMALL
 
@@ -91,3 +92,32 @@ def test_a_link_that_leads_elsewhere_gives_what_it_leads_to(kind: str, tmp_path:
             link.unlink(missing_ok=True)
             link.symlink_to(path)
             assert engine.load(link)["w"].eq(value).all()
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "safetensors", "dcp"])
+def test_a_link_that_moves_while_it_is_read_mixes_nothing(kind: str, tmp_path: Path) -> None:
+    """The load goes on with what it was, all of it, or fails."""
+    first, second = (save_as(kind, tmp_path / f"{i}", float(i)) for i in (1, 2))
+    link = tmp_path / ("latest.pt" if first.is_file() else "latest")
+    link.symlink_to(first)
+
+    def move(event: Event) -> None:
+        if isinstance(event, LoadStarted):
+            link.unlink()
+            link.symlink_to(second)
+
+    with sync.Engine(SMALL, observer=move) as engine, contextlib.suppress(CheckpointChangedError):
+        assert engine.load(link)["w"].eq(1).all()
+    assert sync.load(link, config=SMALL)["w"].eq(2).all()
+
+
+def test_a_file_that_is_another_by_now_is_not_looked_at_as_the_same(tmp_path: Path) -> None:
+    """What is read is of the first, so a look must not be of the second."""
+    first, second = (save_as("torch.save", tmp_path / f"{i}", float(i)) for i in (1, 2))
+    (tmp_path / "latest.pt").symlink_to(first)
+    folder = LocalFolder(str(tmp_path))
+    assert folder.read("latest.pt", 0, 4)
+    (tmp_path / "latest.pt").unlink()
+    (tmp_path / "latest.pt").symlink_to(second)
+    with pytest.raises(CheckpointChangedError):
+        folder.status("latest.pt")
