@@ -27,6 +27,7 @@ from ckptio import (
     sync,
 )
 from ckptio.checkpointer import tiers
+from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
 from ckptio.events import (
@@ -44,7 +45,7 @@ from ckptio.storage.files import PosixFiles
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
-from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in
+from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in, values_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -715,5 +716,36 @@ def test_a_look_at_the_second_tier_that_fails_is_none() -> None:
             looking: Running[bool] = Running()
             looking.end.set_exception(error)
             await SecondTier("/far", None).require_free(1, looking)
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_local_step_that_is_saved_over_as_it_goes_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second tier has its older self alone: of what another process saved there is no copy."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    newest = Keeper.newest
+    saved: list[None] = []
+
+    async def scenario() -> None:
+        async with engines() as (engine,), engines() as (other_engine,):
+
+            async def save_over(keeper: Keeper, num: int, *, above: int = -1, **more: Any) -> Any:
+                found = await newest(keeper, num, above=above, **more)
+                if above == 1 and found and not saved:
+                    saved.append(None)
+                    async with checkpointer_on(other_engine, near) as other:
+                        await other.save(filled_state(SIZES, 9), 1, overwrite=True)
+                return found
+
+            monkeypatch.setattr(Keeper, "newest", save_over)
+            async with checkpointer_on(engine, near, then=far, keep_local=1) as ckpt:
+                for step in (1, 2):
+                    await ckpt.save(filled_state(SIZES, step), step).durable
+            assert saved
+            assert committed_steps(near) == [1, 2]
+            async with checkpointer_on(engine, near) as ckpt:
+                assert values_in(await ckpt.load(step=1)) == {9}
 
     run_virtual(scenario(), seed=0)

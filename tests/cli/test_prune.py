@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
+from ckptio.checkpointer.keeper import Keeper
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.testing import MemoryBackend, MemoryBucket, MemoryStore
 from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
@@ -237,6 +239,23 @@ def test_prune_looks_once_at_what_is_there(
         sizes.append([removed["nbytes"] for removed in document["removed"]])
     assert sizes[1] == sizes[2]
     assert min(sizes[1]) > 0
+
+
+def test_what_is_saved_over_as_it_goes_stays(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was decided of the save that was there."""
+    unread, (first, *_) = Keeper.unread, sorted(root.iterdir())
+
+    async def save_over(keeper: Keeper, found: Any) -> Any:
+        await asyncio.to_thread(sync.save, {"w": torch.ones(3)}, first, overwrite=True)
+        return await unread(keeper, found)
+
+    monkeypatch.setattr(Keeper, "unread", save_over)
+    code, document = run_json(capsys, "prune", str(root), "--keep-last", "1")
+    assert code == 2
+    assert [bool(item["error"]) for item in document["removed"]] == [True, *[False] * 4]
+    assert sync.load(first)["w"].eq(1).all()
 
 
 def test_prune_needs_no_torch(root: Path) -> None:
