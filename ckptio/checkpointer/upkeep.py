@@ -273,8 +273,9 @@ class Upkeep:
         called = [moments.save_id for _, moments in self._called]
         removals = await keeper.plan(policy, self.exempt(), found, called=called)
         self._look_for_metrics(keeper, policy)
-        for start in range(0, len(removals), MAX_REMOVALS):
-            some = list(removals.items())[start : start + MAX_REMOVALS]
+        going = list(removals.items())
+        for start in range(0, len(going), MAX_REMOVALS):
+            some = going[start : start + MAX_REMOVALS]
             ends = await run_all([self._let_go(*each, keeper) for each in some], "remove a step")
             for error in ends:
                 if error is not None:

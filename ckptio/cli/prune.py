@@ -173,13 +173,13 @@ class _Pruning:
             ):
                 raise ConfigError("there is no such directory")
             found = await keeper.find()  # once: in a store, it is a request for each step
-            doomed = await keeper.plan(policy, found=found)
+            doomed = list((await keeper.plan(policy, found=found)).items())
             records = keeper.known
             require_metrics(policy, records)
             good = {record.step for record in records}
             self._unreadable = await keeper.unread(found)
             require_steps(policy, [*good, *self._unreadable])
-            self._kept = sorted(good - {*doomed})
+            self._kept = sorted(good - {step for step, _ in doomed})
 
             async def let_go(step: int, save_id: str) -> Removal | Owed:
                 if not self._even_owed:
@@ -192,7 +192,7 @@ class _Pruning:
                 return await keeper.remove(step, save_id)
 
             for start in range(0, len(doomed), MAX_REMOVALS):
-                some = list(doomed.items())[start : start + MAX_REMOVALS]
+                some = doomed[start : start + MAX_REMOVALS]
                 ends = await run_all([let_go(*each) for each in some], "remove a step")
                 for (step, _), end in zip(some, ends, strict=True):
                     if isinstance(end, Owed):

@@ -95,7 +95,11 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def status(self, name: str) -> Status | None:
-        """Look at a file; `None` if there is no regular file of this name."""
+        """Look at a file; `None` if there is no regular file of this name.
+
+        Raises:
+            CheckpointChangedError: It is another one than at the first look.
+        """
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> bytes:

@@ -76,6 +76,14 @@ def save_dcp(folder: Path, state: dict[str, Any], **options: Any) -> Path:
     return folder
 
 
+def save_small(kind: str, path: Path, state: dict[str, Any]) -> Path:
+    """Save many tensors into one file, with stock DCP ("dcp") or `torch.save`."""
+    if kind == "dcp":
+        return save_dcp(path, state)
+    torch.save(state, path)
+    return path
+
+
 def load_dcp(folder: Path, state: dict[str, Any]) -> None:
     """Load with stock torch.distributed.checkpoint."""
     with quiet():

@@ -35,6 +35,7 @@ from tests.foreign.rig import (
     make_weights,
     save_dcp,
     save_hf,
+    save_small,
 )
 from tests.foreign.test_dcp import save_chunks
 from tests.rig import SMALL, config_with
@@ -172,11 +173,7 @@ def test_small_items_of_one_file_cost_few_requests(
     monkeypatch.setattr(CountedFileSystem, "info", counted_info)
     monkeypatch.setattr("ckptio.foreign.bridge.in_own_thread", counted_threads)
     state = {f"t{i}": torch.full((4,), float(i)) for i in range(200)}
-    path = tmp_path / "a"
-    if kind == "dcp":
-        save_dcp(path, state)
-    else:
-        torch.save(state, path)
+    path = save_small(kind, tmp_path / "a", state)
     assert_same_state(sync.load(put(store, path), config=SMALL), state)
     assert sum(store.num_reads.values()) < 20
     assert len(threads) < 20
@@ -202,11 +199,7 @@ def test_what_is_near_is_read_once(
 ) -> None:
     """What says where a tensor is brings its neighbours, or nothing but itself."""
     state = {f"t{i}": torch.rand(nbytes // 4) for i in range(20)}
-    path = tmp_path / "a"
-    if kind == "dcp":
-        save_dcp(path, state)
-    else:
-        torch.save(state, path)
+    path = save_small(kind, tmp_path / "a", state)
     config = ckptio.CheckpointConfig(pool_nbytes=32 << 20)
     assert_same_state(sync.load(put(store, path), config=config), state)
     assert sum(store.read_nbytes.values()) < 1.15 * 20 * nbytes + (1 << 19)

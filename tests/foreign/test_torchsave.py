@@ -23,7 +23,7 @@ from ckptio.errors import FormatError, UnknownFormatError
 from ckptio.events import ReadProgressed
 from ckptio.storage import linux
 from tests.adapters.rig import small_disk
-from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
+from tests.foreign.rig import assert_same_state, make_training_state, save_dcp, save_small
 from tests.foreign.test_dcp import Payload
 from tests.rig import SMALL
 
@@ -435,11 +435,7 @@ def test_thousands_of_tensors_are_read_a_few_in_each_visit_to_a_thread(
     """Each is a file of its own here; by way of the loop each took half a millisecond."""
     monkeypatch.setattr(lanes, "_TURN_S", 3600.0)
     state = {f"w{i}": torch.full((100,), float(i)) for i in range(200)}
-    path = tmp_path / "state"
-    if kind == "dcp":
-        save_dcp(path, state)
-    else:
-        torch.save(state, path)
+    path = save_small(kind, tmp_path / "state", state)
     events: list[Event] = []
     assert_same_state(sync.load(path, config=SMALL, observer=events.append), state)
     progress = [event for event in events if isinstance(event, ReadProgressed)]
