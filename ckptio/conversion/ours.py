@@ -46,6 +46,7 @@ from ckptio.state.flatten import FlatState
 from ckptio.state.tree import renumbered
 from ckptio.storage.leftovers import files_of
 from ckptio.storage.resolve import local_path, remote_url
+from ckptio.storage.tombs import tombs_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,7 +136,7 @@ def write_checkpoint(
                 sync_kept(f"{directory}/{name}", core.config)
             sync_above(directory, core.config)
             return found
-        if not os.path.lexists(f"{directory}/.manifest-{own_id}-old"):  # it is being removed
+        if not tombs_in(directory, own_id):  # else it is being removed
             save_id = own_id
             before = _stamps(directory, save_id)
     if there and not overwrite:

@@ -39,11 +39,11 @@ from ckptio.storage.leftovers import (
     find_leftovers,
     held_leftovers,
     notes_of,
-    put_back_mistakes,
     read_summary,
 )
 from ckptio.storage.manifest_name import ManifestName
 from ckptio.storage.notes import take_note, taken
+from ckptio.storage.tombs import put_back_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -238,7 +238,7 @@ class LocalAttempt:
             self._write_file(name.new, manifest)
             self._sync_dirs()
             self._check_present()
-            name.give(manifest, overwrite=self._overwrite)
+            name.give(manifest, overwrite=self._overwrite, look=self._look_behind)
         except CommitConflictError:
             raise
         except OSError as error:
@@ -250,6 +250,9 @@ class LocalAttempt:
             self._failure = failure
             raise self._failure from error
         self._clean_up()
+
+    def _look_behind(self) -> None:
+        """Look, behind the commit, whether it may stay; see `resumed`."""
 
     async def stay(self) -> None:
         """Nothing has to be said: the lock of a living save is held."""

@@ -6,12 +6,14 @@ data-SAVE-RANK-BUCKET.safetensors   tensors; no two saves, ranks or buckets meet
 .manifest-SAVE                      its manifest, on the way to its place; or, after an exchange
                                     of the two, the one that it replaced
 .manifest-SAVE-was                  the one that it replaces, where names cannot be exchanged
-.manifest-SAVE-old                  its manifest, out of its place: it is being removed
+.manifest-SAVE-old-REMOVAL          its manifest, out of its place: it is being removed; in a store
+                                    a copy, without the last part
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 
 ATTEMPT_PREFIX = ".attempt-"
 NEW_MANIFEST_PREFIX = ".manifest-"
@@ -20,7 +22,7 @@ NOTE_PREFIX = ".copy-"
 #: Of a copy of the manifest that a save replaces.
 REPLACED_SUFFIX = "-was"
 #: The manifest of a checkpoint that is being removed.
-TOMB = re.compile(r"\.manifest-[0-9a-f]{32}-old")
+TOMB = re.compile(r"\.manifest-([0-9a-f]{32})-old(?:-[0-9a-f]{8})?")
 #: A save that is alive writes something every few seconds, or sends something every few
 #: minutes; an hour without is its end.
 QUIET_S = 3600.0
@@ -29,3 +31,8 @@ QUIET_S = 3600.0
 def data_file_name(save_id: str, rank: int, index: int) -> str:
     """Name a data file."""
     return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"
+
+
+def tomb_name(save_id: str) -> str:
+    """Name the manifest that a removal takes out of its place: a name of this removal alone."""
+    return f".manifest-{save_id}-old-{secrets.token_hex(4)}"

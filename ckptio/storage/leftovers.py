@@ -17,9 +17,8 @@ manifest in place before that manifest is read.
 What is needed is what the manifest lists, and what a living save may still put back in its
 place: the manifest that it has replaced is beside it until its own is durable.
 
-A removal that is killed may have taken a manifest out of its place that another save had put
-there just then. It lies under the name of the removed one, it is a checkpoint still, and is put
-back before anybody looks for leftovers.
+What a killed removal took by mistake is a checkpoint still (`storage.tombs`), and is put back
+before anybody looks for leftovers.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _FIRST_RANK = "-00000-"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OURS = re.compile(
     r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})"
-    r"(?:-\d{5}-\d{5}\.safetensors|-old|-was|\.json)?"
+    r"(?:-\d{5}-\d{5}\.safetensors|-old(?:-[0-9a-f]{8})?|-was|\.json)?"
 )
 
 
@@ -98,33 +97,6 @@ def is_whole(directory: str, summary: Summary) -> bool:
             for file in summary.files
         )
     return False
-
-
-def put_back(files: PosixFiles, directory: str, tomb: str) -> None:
-    """Make a checkpoint again of what was taken by mistake, unless there is a newer one."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        files.publish(f"{directory}/{tomb}", f"{directory}/{MANIFEST_NAME}")
-    with contextlib.suppress(FileNotFoundError):  # it was moved, not linked
-        files.unlink(f"{directory}/{tomb}")
-
-
-def put_back_mistakes(files: PosixFiles, directory: str) -> None:
-    """Put back what a removal that was killed had taken by mistake, if anything.
-
-    Raises:
-        OSError: It cannot be put back.
-    """
-    if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
-        return
-    try:
-        tombs = [name for name in sorted(os.listdir(directory)) if TOMB.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for tomb in tombs:
-        with contextlib.suppress(FileNotFoundError, FormatError):  # then it is left over
-            summary, _ = read_summary(files, f"{directory}/{tomb}")
-            if summary.save_id not in tomb and is_whole(directory, summary):
-                put_back(files, directory, tomb)
 
 
 def find_leftovers(

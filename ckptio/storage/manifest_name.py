@@ -74,12 +74,15 @@ class ManifestName:
         self._manifest = b""
         self._is_sent = False  # something that gives the name has been asked for
 
-    def give(self, manifest: bytes, *, overwrite: bool) -> None:
+    def give(
+        self, manifest: bytes, *, overwrite: bool, look: Callable[[], None] = lambda: None
+    ) -> None:
         """Make a manifest visible that is written, and its name durable; undo it if that fails.
 
         Args:
             manifest: What is in the file at `new`.
             overwrite: Whether it may replace another one.
+            look: Raises `OSError` where it has its name, and may not keep it.
 
         Raises:
             CommitConflictError: The name is taken.
@@ -88,6 +91,7 @@ class ManifestName:
         self._manifest = manifest
         self.replaced = self._give(overwrite=overwrite)
         try:
+            look()
             if self._config.durability == "full":
                 self._files.fsync_dir(self._directory)
         except OSError as error:

@@ -13,6 +13,11 @@ The lock on the attempt's file is that of every attempt (`storage.attempt`): whi
 earlier one lives, nobody takes it over, and nothing that it wrote is removed. An attempt that
 fails removes nothing that may be part of a checkpoint: of one that was committed under its id
 just before it began, or, where there are no locks, at any time.
+
+A checkpoint of the same id may be removed at that moment, and its files with it. The name that the
+removal gives to its manifest (`storage.tombs`) says so: it comes before any file goes, and goes
+after all of them. So an attempt that finds one does not begin; and behind its commit it looks once
+more, for that and then for its files: where there is none and they are there, nobody removes them.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ from ckptio.config import PAGE_NBYTES
 from ckptio.errors import CommitConflictError, FormatError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.attempt import LocalAttempt
-from ckptio.storage.blocks import BlockWriter
-from ckptio.storage.file_names import ATTEMPT_PREFIX, REPLACED_SUFFIX
+from ckptio.storage.blocks import BlockWriter, storage_error
+from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S, REPLACED_SUFFIX
 from ckptio.storage.leftovers import is_at, read_summary
+from ckptio.storage.tombs import tombs_in
 
 #: What opening a link, a directory, a FIFO or a socket for writing ends with.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
@@ -43,8 +49,34 @@ class ResumedAttempt(LocalAttempt):
     def prepare(self) -> None:
         """Take the lock over, and clear what the earlier attempt left beside data. Blocks."""
         super().prepare()
+        try:
+            self._require_unremoved()
+        except OSError as error:
+            self._is_alone = False  # nothing goes that a removal may put back
+            self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+            raise storage_error(error, self._directory, "cannot begin a save") from error
         self._retire(self._name.new)  # after an exchange it is the one that was replaced
         self._try_remove(self._name.new + REPLACED_SUFFIX)
+
+    def _require_unremoved(self) -> None:
+        """Check that nobody removes a checkpoint of this id; take over what a dead removal left.
+
+        Raises:
+            OSError: Somebody does, or did within the hour.
+        """
+        for tomb in tombs_in(self._directory, self._save_id):
+            path = self._path(tomb)
+            with contextlib.suppress(FileNotFoundError):
+                taken_s = os.stat(path, follow_symlinks=False).st_ctime  # renamed then
+                if taken_s + QUIET_S >= os.fstat(self._lock_fd).st_mtime:
+                    raise _removed(tomb)
+                self._files.unlink(path)
+
+    def _look_behind(self) -> None:
+        """Look whether the files stay; see above."""
+        if tombs := tombs_in(self._directory, self._save_id):
+            raise _removed(tombs[0])
+        self._check_present()
 
     def _open_marker(self, path: str) -> int:
         try:
@@ -103,6 +135,10 @@ class ResumedAttempt(LocalAttempt):
             return False
         except (FormatError, OSError):
             return True
+
+
+def _removed(tomb: str) -> OSError:
+    return OSError(errno.EBUSY, f"this very checkpoint is being removed there ({tomb!r})")
 
 
 class ResumedWriter(BlockWriter):

@@ -36,19 +36,18 @@ from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
-from ckptio.storage.file_names import ATTEMPT_PREFIX, TOMB
+from ckptio.storage.file_names import ATTEMPT_PREFIX, tomb_name
 from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.leftovers import (
     find_leftovers,
     held_leftovers,
-    is_whole,
     newest_s,
     notes_of,
-    put_back,
     read_summary,
 )
 from ckptio.storage.removal import require_save
 from ckptio.storage.resolve import local_path, remote_url
+from ckptio.storage.tombs import forget_mistakes, is_to_be_put_back, put_back, tombs_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,11 +55,14 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.format.summary import Summary
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.stores import Stores
 
 T = TypeVar("T")
+
+_STAYS = "another save was committed there just now; it stays"
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 #: How often a manifest is looked for that a commit points to; others may commit meanwhile.
@@ -217,8 +219,9 @@ class LocalRoot:
         commit, manifest = self._read(directory)
         summary = decode_summary(manifest)
         require_save(directory, summary, save_id)
-        tomb = f".manifest-{summary.save_id}-old"
+        tomb = tomb_name(summary.save_id)
         try:
+            forget_mistakes(self._files, directory, summary.save_id, commit)
             self._take_back(directory, tomb, commit)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
@@ -254,13 +257,17 @@ class LocalRoot:
             self._require_same(f"{directory}/{tomb}", data)
             if self._config.durability == "full":
                 self._files.fsync_dir(directory)
+        except FileNotFoundError:
+            if os.path.lexists(manifest):  # a sweep has put back what was taken
+                raise OSError(errno.ESTALE, _STAYS) from None
+            raise
         except OSError:
             put_back(self._files, directory, tomb)
             raise
 
     def _require_same(self, manifest: str, data: bytes) -> None:
         if read_regular(self._files, manifest, MAX_MANIFEST_NBYTES) != data:
-            raise OSError(errno.ESTALE, "another save was committed there just now; it stays")
+            raise OSError(errno.ESTALE, _STAYS)
 
     def _bury(self, directory: str, tomb: str) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them.
@@ -269,6 +276,9 @@ class LocalRoot:
         """
         try:
             summary, pointed = read_summary(self._files, f"{directory}/{tomb}")
+            is_mistake = is_to_be_put_back(directory, tomb, summary)
+            # of a manifest whose files are gone, or going; or of a copy that was made again
+            is_stale = summary.save_id not in tomb or self._is_committed(directory, summary)
         except FileNotFoundError:
             # somebody else was faster, or is at it; what it points to goes just before it does
             self._unlink(directory, tomb)
@@ -277,17 +287,25 @@ class LocalRoot:
             failure = error if isinstance(error, OSError) else OSError(errno.EBADMSG, str(error))
             self._cannot_remove(directory, tomb, failure)
             return
-        if summary.save_id not in tomb:
-            if is_whole(directory, summary):
-                put_back(self._files, directory, tomb)
-            else:  # a copy of a manifest whose files are gone
-                self._unlink(directory, tomb)
+        if is_mistake:
+            put_back(self._files, directory, tomb)
+            return
+        if is_stale:
+            self._unlink(directory, tomb)
             return
         names = [file.name for file in summary.files if summary.save_id in file.name]
         names += notes_of(directory, summary.save_id)
         if not [name for name in names if not self._unlink(directory, name)]:
             for name in (*pointed, tomb):  # last: what it lists is not forgotten
                 self._unlink(directory, name)
+
+    def _is_committed(self, directory: str, taken: Summary) -> bool:
+        """Whether the checkpoint that is there is of the same save, and has the same files."""
+        try:
+            there, _ = read_summary(self._files, f"{directory}/{MANIFEST_NAME}")
+        except (FileNotFoundError, FormatError):
+            return False
+        return there.save_id == taken.save_id
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `Root`."""
@@ -305,11 +323,11 @@ class LocalRoot:
             return
         written_s = max(os.stat(directory).st_mtime, newest_s(directory, names))
         is_quiet = written_s + quiet_s < time.time()
-        tombs = [name for name in names if TOMB.fullmatch(name)]
+        tombs = tombs_in(directory)
         for tomb in tombs:
             self._bury(directory, tomb)
-        if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
-            return
+            if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
+                return
         if is_quiet:
             now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
             dead = find_leftovers(self._files, directory, "", now_s)

@@ -12,9 +12,10 @@ import pytest
 
 from ckptio.errors import StorageError
 from ckptio.events import CleanupFailed
-from ckptio.storage.leftovers import find_leftovers, put_back_mistakes
+from ckptio.storage.leftovers import find_leftovers
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
+from ckptio.storage.tombs import put_back_mistakes
 from ckptio.testing import Crash, EventLog, RecordingFiles
 from tests.rig import (
     SAVE_IDS,

@@ -307,7 +307,7 @@ async def test_a_checkpoint_is_removed_with_its_directory(tmp_path: Path, thread
     assert names_in(tmp_path / "run") == []
     changes = [kind for kind, _ in files.kinds("replace", "fsync_dir", "unlink", "rmdir")]
     assert changes == ["replace", "fsync_dir", "unlink", "unlink", "unlink", "rmdir"]
-    assert files.kinds("unlink")[-1][1] == f".manifest-{SAVE_IDS[0]}-old"
+    assert files.kinds("unlink")[-1][1].startswith(f".manifest-{SAVE_IDS[0]}-old-")
     with pytest.raises(CheckpointNotFoundError):
         await root.remove("a")
 

@@ -1,0 +1,281 @@
+"""Removals that meet: other removals, saves over the checkpoint, copies of it, and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio._aio import Threads
+from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
+from ckptio.storage.file_names import QUIET_S, tomb_name
+from ckptio.storage.files import NoExclusiveNames
+from ckptio.storage.leftovers import is_whole, read_summary
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import LocalRoot
+from ckptio.storage.tombs import put_back_mistakes, tombs_in
+from ckptio.testing import Crash, EventLog, RecordingFiles
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    manifest_of,
+    names_in,
+    write_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptio.testing import Fault, Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+OLD, NEW = contents_of(A, 5000, 9000), contents_of(B, 10_000)
+CONTENTS = {A: OLD, B: NEW, C: contents_of(C, 10)}
+
+
+class NoNames(RecordingFiles):
+    """A mount that gives no name on condition."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(fault, has_links=False, has_exchange=False)
+
+    def rename_to_free(self, source: str, target: str) -> None:
+        raise NoExclusiveNames(errno.EINVAL, f"{source} gets no name", target)
+
+
+MOUNTS: dict[str, Callable[[Fault | None], RecordingFiles]] = {
+    "links": RecordingFiles,
+    "renames": lambda fault: RecordingFiles(fault, has_links=False),
+    "no names": NoNames,
+}
+
+
+def storage_at(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalStorage:
+    return LocalStorage(str(path), SMALL, threads, EventLog(), files)
+
+
+def root_of(path: Path, threads: Threads, files: RecordingFiles | None = None) -> LocalRoot:
+    return LocalRoot(str(path.parent), SMALL, threads, EventLog(), files)
+
+
+def elsewhere(work: Callable[[Threads], object]) -> None:
+    """Do something as another process would, to its end."""
+    others = Threads(1, "others")
+    try:
+        work(others)
+    finally:
+        others.shutdown()
+
+
+def save(path: Path, save_id: str, mount: str = "links") -> None:
+    """Save, also over what is there."""
+
+    def work(threads: Threads) -> None:
+        storage = storage_at(path, threads, MOUNTS[mount](None))
+        asyncio.run(write_files(storage, save_id, CONTENTS[save_id], overwrite=True))
+
+    elsewhere(work)
+
+
+def sweep(path: Path) -> None:
+    elsewhere(lambda threads: asyncio.run(root_of(path, threads).sweep(path.name, -1)))
+
+
+def remove(path: Path, save_id: str, told: list[str], files: RecordingFiles | None = None) -> None:
+    """Remove a save's checkpoint; says how that ended."""
+
+    def work(threads: Threads) -> None:
+        try:
+            asyncio.run(root_of(path, threads, files).remove(path.name, save_id))
+        except CheckpointNotFoundError:
+            told.append("gone")
+        except StorageError:
+            told.append("stays")
+        else:
+            told.append("removed")
+
+    elsewhere(work)
+
+
+def copy_again(path: Path, told: list[str], files: RecordingFiles | None = None) -> None:
+    """Make a copy after all, of the files that are there; says how that ended."""
+
+    async def copy(threads: Threads) -> None:
+        storage = storage_at(path, threads, files)
+        attempt = await storage.begin(A, overwrite=True, resumes=True)
+        try:
+            for name, data in OLD.items():
+                await attempt.keep(name, len(data))
+            await attempt.commit(manifest_of(A, OLD))
+        except BaseException:
+            await attempt.leave()
+            raise
+
+    def work(threads: Threads) -> None:
+        try:
+            asyncio.run(copy(threads))
+        except (CommitConflictError, StorageError):
+            told.append("failed")
+        else:
+            told.append("copied")
+
+    elsewhere(work)
+
+
+@pytest.mark.parametrize("first", ["removal", "copy"])
+def test_a_copy_that_is_made_again_and_a_removal_of_it_leave_all_or_nothing(
+    tmp_path: Path, first: str
+) -> None:
+    """They have one id, and so the same files. Either comes before each operation of the other."""
+    ends = set[tuple[str, ...]]()
+    for number in itertools.count():
+        path, told = tmp_path / str(number), list[str]()
+        save(path, A)
+
+        def interrupt(
+            operation: Operation, at: int = number, path: Path = path, told: list[str] = told
+        ) -> None:
+            if operation.number == at and first == "removal":
+                copy_again(path, told)
+            elif operation.number == at:
+                remove(path, A, told)
+
+        if first == "removal":
+            remove(path, A, told, RecordingFiles(interrupt))
+        else:
+            copy_again(path, told, RecordingFiles(interrupt))
+        ends.add(tuple(told))
+        assert committed(path) in (None, OLD)  # raises if it is there in part
+        if told[-1] == "copied" and len(told) == 1:
+            assert committed(path) == OLD
+        sweep(path)
+        assert committed(path) in (None, OLD)
+        if len(told) == 1:
+            break
+    assert {("failed", "removed"), ("removed", "failed")} & ends
+
+
+def test_a_copy_is_not_begun_where_its_like_is_being_removed(tmp_path: Path) -> None:
+    """Nothing that a removal may put back goes then; what a dead one left is taken over."""
+    path = tmp_path / "c"
+    save(path, A)
+    (path / "manifest.json").rename(path / tomb_name(A))
+    before = names_in(path)
+    told: list[str] = []
+    copy_again(path, told)
+    assert told == ["failed"]
+    assert names_in(path) == before
+    # where there are no locks, the marker that is there keeps its time
+    marker, later_s = path / f".attempt-{A}", time.time() + 2 * QUIET_S
+    marker.touch()
+    os.utime(marker, (later_s, later_s))
+    copy_again(path, told, RecordingFiles(has_locks=False))
+    assert told == ["failed", "copied"]
+    assert committed(path) == OLD
+    assert tombs_in(str(path)) == []
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_what_is_saved_over_the_one_that_goes_stays(tmp_path: Path, mount: str) -> None:
+    """Before each operation of the removal; whatever the file system can do."""
+    for number in itertools.count():
+        path, told = tmp_path / str(number), list[str]()
+        save(path, A)
+
+        def interrupt(operation: Operation, at: int = number, path: Path = path) -> None:
+            if operation.number == at:
+                save(path, B, mount)
+
+        files = MOUNTS[mount](interrupt)
+        remove(path, A, told, files)
+        if len(files.operations) <= number:
+            break
+        assert committed(path) == NEW
+        sweep(path)
+        save(path, C, mount)
+        assert committed(path) == CONTENTS[C]
+        assert names_in(path) == sorted(["manifest.json", *CONTENTS[C]])
+
+
+@pytest.mark.parametrize("mount", ["links", "renames"])
+def test_two_removals_do_not_lose_what_is_saved_over_meanwhile(tmp_path: Path, mount: str) -> None:
+    """Both take it by mistake: the second when the first has put it back, and is not done yet."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    has_read, has_put_back, has_taken = (threading.Event() for _ in range(3))
+
+    def second(operation: Operation) -> None:
+        if operation.kind == "replace":
+            has_read.set()
+            has_put_back.wait(30)
+        elif has_read.is_set() and not has_taken.is_set():
+            has_taken.set()
+
+    def first(operation: Operation) -> None:
+        if operation.kind == "replace":
+            save(path, B)
+        elif operation.kind == "unlink" and not has_put_back.is_set():
+            has_put_back.set()
+            has_taken.wait(30)
+
+    late = threading.Thread(target=remove, args=(path, A, told, MOUNTS[mount](second)))
+    late.start()
+    has_read.wait(30)
+    remove(path, A, told, MOUNTS[mount](first))
+    late.join()
+    assert committed(path) == NEW
+    assert told == ["stays", "stays"]
+
+
+def test_what_was_put_back_and_is_then_removed_does_not_come_back(tmp_path: Path) -> None:
+    """A removal was killed behind its mistake, and another one right behind the manifest."""
+    path = tmp_path / "c"
+    save(path, B)
+    manifest = (path / "manifest.json").read_bytes()
+    (path / tomb_name(A)).write_bytes(manifest)
+    stop = RecordingFiles(lambda operation: _crash_on(operation, "fsync_dir"))
+    with pytest.raises(Crash):
+        remove(path, B, [], stop)
+    assert len(tombs_in(str(path))) == 1
+    # as an earlier look would have it: both are there
+    (path / tomb_name(A)).write_bytes(manifest)
+    put_back_mistakes(RecordingFiles(), str(path))
+    assert committed(path) is None
+    sweep(path)
+    assert not path.exists()
+
+
+def _crash_on(operation: Operation, kind: str) -> None:
+    if operation.kind == kind:
+        raise Crash
+
+
+def test_a_removal_whose_find_a_sweep_put_back_says_that_it_stays(tmp_path: Path) -> None:
+    """It took another save's by mistake, and the sweep was faster."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    is_taken: list[Operation] = []
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind == "replace":
+            save(path, B)
+            is_taken.append(operation)
+        elif is_taken and not told:
+            told.append("")
+            sweep(path)
+
+    remove(path, A, told, RecordingFiles(interrupt))
+    assert told == ["", "stays"]
+    summary, _ = read_summary(RecordingFiles(), str(path / "manifest.json"))
+    assert summary.save_id == B
+    assert is_whole(str(path), summary)
