@@ -30,6 +30,10 @@ S = TypeVar("S")
 P = ParamSpec("P")
 F = TypeVar("F", bound="Callable[..., Coroutine[Any, Any, Any]]")
 
+#: Seconds for what is removed behind an abort, all of it: a store that does not answer is not
+#: waited for.
+GRACE_S = 10.0
+
 
 def returns_coroutine(function: F) -> F:
     """Mark a function that returns a coroutine: mocks and retries ask whether to await it."""
@@ -262,13 +266,25 @@ class _Call(Generic[T]):
         return self.func()
 
 
-async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
+async def shielded(coroutine: Coroutine[Any, Any, T], *, grace_s: float | None = None) -> T:
     """Run `coroutine` to its end, even when the caller is cancelled meanwhile.
 
     For short sequences of library awaits that would leave a thread or a file behind if
     they were cut in the middle.
+
+    Args:
+        coroutine: What to run.
+        grace_s: Seconds behind the caller's cancellation after which it is cancelled as well; it
+            is waited for then, too. Never if not given.
     """
-    return await outlive(asyncio.ensure_future(coroutine))
+    task = asyncio.ensure_future(coroutine)
+    stop: Callable[[], object] | None = None
+    if grace_s is not None:
+        stop = functools.partial(asyncio.get_running_loop().call_later, grace_s, task.cancel)
+    try:
+        return await outlive(task, stop)
+    finally:
+        del task, stop  # as in `outlive`
 
 
 def take_back_cancel() -> None:

@@ -6,10 +6,12 @@ what is committed at the moment; nothing is written down beside the checkpoints.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking, shielded
+from ckptio._aio import GRACE_S, run_blocking, shielded
 from ckptio.checkpointer.steps import parse_name, record_of, step_name
 from ckptio.errors import CheckpointNotFoundError, FormatError, StorageError
 from ckptio.events import CheckpointRemoved, CleanupFailed
@@ -47,6 +49,11 @@ class Removal:
     step: int
     nbytes: int
     error: Exception | None = None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the storage did not answer: nor will it for the next one."""
+        return isinstance(self.error, OSError) and self.error.errno == errno.ETIMEDOUT
 
 
 class Keeper:
@@ -264,13 +271,14 @@ class Keeper:
     async def remove(self, step: int, save_id: str | None = None) -> Removal:
         """Remove a step. A failure is an event, not an error.
 
-        A cancellation is raised when it has gone and the event was sent.
+        A cancellation is raised when it has gone and the event was sent; or ten seconds later,
+        where a store does not answer. What is left of it then is what a kill leaves.
 
         Args:
             step: Its number.
             save_id: The save that `plan` has seen there: another one stays. Any if not given.
         """
-        return await shielded(self._remove(step, save_id))
+        return await shielded(self._remove(step, save_id), grace_s=GRACE_S)
 
     async def _remove(self, step: int, save_id: str | None) -> Removal:
         name = step_name(step)
@@ -278,6 +286,10 @@ class Keeper:
             nbytes = await self.root.remove(name, save_id)
         except CheckpointNotFoundError:
             return Removal(step=step, nbytes=0)  # somebody else was faster
+        except asyncio.CancelledError:
+            cut = OSError(errno.ETIMEDOUT, "the run ends, and the removal did not")
+            self._emit(CleanupFailed(path=self.root.join(name), file="", error=cut))
+            raise
         except (FormatError, StorageError) as error:
             cause = error if isinstance(error, OSError) else OSError(str(error))
             self._emit(CleanupFailed(path=self.root.join(name), file="", error=cause))

@@ -282,9 +282,10 @@ class Upkeep:
                     raise error
 
     async def _let_go(self, step: int, save_id: str, keeper: Keeper) -> StorageError | None:
-        """Remove what a save made, unless somebody needs it by now; gives why nobody can tell.
+        """Remove what a save made, unless somebody needs it by now.
 
-        That is not raised here: it would cut off the removals beside this one.
+        Gives why nobody can tell, or remove anything, as the storage does not answer. That is not
+        raised here: it would cut off the removals beside this one.
         """
         try:
             # whether or not this run has a second tier: while that is down, one may do without
@@ -293,7 +294,9 @@ class Upkeep:
         except StorageError as error:
             return without_frames(error)  # it has this one: no circle
         if step not in self.exempt() and not self._is_in_a_hurry():
-            await keeper.remove(step, save_id)
+            removal = await keeper.remove(step, save_id)
+            if removal.is_unanswered and isinstance(removal.error, StorageError):
+                return without_frames(removal.error)
         return None
 
     async def _owes(self, step: int, save_id: str) -> bool:

@@ -194,11 +194,22 @@ class _Pruning:
             for start in range(0, len(doomed), MAX_REMOVALS):
                 some = doomed[start : start + MAX_REMOVALS]
                 ends = await run_all([let_go(*each) for each in some], "remove a step")
-                for (step, _), end in zip(some, ends, strict=True):
-                    if isinstance(end, Owed):
-                        self._owed.append((step, end))
-                    else:
-                        self._removals.append(end)
+                self._note([step for step, _ in some], ends)
+
+    def _note(self, steps: Sequence[int], ends: Sequence[Removal | Owed]) -> None:
+        """Take note of what became of some steps.
+
+        Raises:
+            StorageError: The storage did not answer: nor will it for those behind.
+        """
+        self._owed += [
+            (s, end) for s, end in zip(steps, ends, strict=True) if isinstance(end, Owed)
+        ]
+        removals = [end for end in ends if isinstance(end, Removal)]
+        self._removals += removals
+        for removal in removals:
+            if removal.error is not None and removal.is_unanswered:
+                raise removal.error
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, CleanupFailed) and event.file:

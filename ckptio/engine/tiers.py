@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptio._aio import Siblings, run_blocking, shielded, take_back_cancel
+from ckptio._aio import GRACE_S, Siblings, run_blocking, shielded, take_back_cancel
 from ckptio.engine.heads import read_head
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import require_slabs
@@ -166,7 +166,7 @@ async def make_copy(job: CopyJob, context: EngineContext, note: Note | None) -> 
 async def _drop(note: Note, job: CopyJob, context: EngineContext) -> None:
     """Remove the note of a copy that is made; an event, not an error, if it stays."""
     try:
-        await shielded(note.drop())
+        await shielded(note.drop(), grace_s=GRACE_S)
     except StorageError as error:
         context.emit(CleanupFailed(path=job.source.path, file="", error=error))
         await shielded(note.release())

@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_blocking, shielded
+from ckptio._aio import GRACE_S, run_blocking, shielded
 from ckptio.engine.heads import read_head
 from ckptio.engine.tiers import CopyJob, make_copy
 from ckptio.errors import CheckpointError, CheckpointNotFoundError, StorageError
@@ -168,7 +168,7 @@ async def _take_owed(
         await shielded(note.release())
         raise
     if job.target.identity == storage.identity:  # it was moved to where it is wanted
-        await shielded(note.drop())
+        await shielded(note.drop(), grace_s=GRACE_S)
         return None
     return job, note
 

@@ -27,7 +27,7 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptio._aio import shielded
+from ckptio._aio import GRACE_S, shielded
 from ckptio.errors import StorageError
 from ckptio.events import RequestRetried
 from ckptio.storage.keys import shown_url
@@ -52,8 +52,6 @@ T = TypeVar("T")
 _PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 20.0
-#: For what is removed behind an abort, all of it: a store that does not answer is not waited for.
-_BRIEF_S = 10.0
 
 
 def settling_wait_s(tries: int) -> float:
@@ -166,9 +164,9 @@ class Requests:
         answer takes a third of that, and leaves time for others.
         """
         requests = Requests(self.path, self._config, self._limit, self._emit, self._rng)
-        ends_s = asyncio.get_running_loop().time() + _BRIEF_S
+        ends_s = asyncio.get_running_loop().time() + GRACE_S
         requests._ends_s = ends_s if self._ends_s is None else min(ends_s, self._ends_s)
-        requests._longest_s = min(self._longest_s, _BRIEF_S / 3)
+        requests._longest_s = min(self._longest_s, GRACE_S / 3)
         requests._is_told = True  # who has given up waits for no better
         return requests
 

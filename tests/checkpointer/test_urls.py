@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -32,14 +33,14 @@ from ckptio import (
     sync,
 )
 from ckptio.checkpointer.steps import step_name
-from ckptio.events import CheckpointRemoved, LeftoversRemoved, RetentionFailed
+from ckptio.events import CheckpointRemoved, CleanupFailed, LeftoversRemoved, RetentionFailed
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL, assert_same, filled_state
 from tests.storage.object_rig import DictStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ckptio.storage.store import ObjectInfo
 
@@ -342,6 +343,98 @@ def test_a_commit_does_not_wait_long_for_a_second_tier_that_is_away() -> None:
             await handle.durable
 
     run_virtual(scenario(), seed=0)
+
+
+class _Mute(DictStore):
+    """A store that stops to answer where a checkpoint is removed, or the note beside it."""
+
+    def __init__(self, of: str = "/manifest.json") -> None:
+        super().__init__()
+        self.of = of
+        self.is_mute = False
+        self.num_asked = 0
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        if self.is_mute and self.of in keys[0]:
+            self.num_asked += 1
+            await asyncio.Event().wait()
+        await super().delete(keys)
+
+
+@pytest.mark.parametrize("how", ["error", "preempted"])
+def test_a_removal_that_gets_no_answer_does_not_hold_who_leaves(how: str) -> None:
+    """Ten seconds at the most: it would be tried for as many minutes."""
+    store, log, left_s = _Mute(), EventLog(), list[float]()
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with engines(store=store, log=log) as (engine,):
+            with contextlib.suppress(KeyError):
+                async with checkpointer_on(
+                    engine, "dict://run", keep=KeepLast(1), preempt_deadline_s=5.0
+                ) as ckpt:
+                    await ckpt.save(state_of(1), 1)
+                    store.is_mute = True
+                    await ckpt.save(state_of(2), 2)
+                    while not store.num_asked:
+                        await asyncio.sleep(0.01)
+                    left_s.append(clock())
+                    if how == "error":
+                        raise KeyError
+                    ckpt.preempt("a notice")
+                    await asyncio.sleep(0.1)
+                    await ckpt.save(state_of(3), 3)
+            left_s.append(clock())
+
+    run_virtual(scenario(), seed=0)
+    assert left_s[1] - left_s[0] < 16
+    (event,) = log.of(CleanupFailed)
+    assert event.path == f"dict://run/{step_name(1)}"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_note_that_a_store_keeps_does_not_hold_who_leaves(*, is_late: bool) -> None:
+    """Of a copy that is made; by the run that saved, or by one that makes it after all."""
+    store, left_s = _Mute("/.copy-"), list[float]()
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with engines(store=store) as (engine,):
+            for _ in range(1 + is_late):
+                store.is_mute, store.num_asked = True, 0
+                with contextlib.suppress(KeyError):
+                    async with checkpointer_on(engine, "dict://near", then="dict://far") as ckpt:
+                        if not await ckpt.steps():
+                            ckpt.save(state_of(1), 1)
+                        while not store.num_asked:
+                            await asyncio.sleep(0.01)
+                        left_s.append(clock())
+                        raise KeyError
+                left_s.append(clock())
+
+    run_virtual(scenario(), seed=0)
+    for begin_s, end_s in itertools.pairwise(left_s):
+        assert end_s - begin_s < 16
+    assert len(left_s) == 2 + 2 * is_late
+
+
+def test_a_store_that_removes_nothing_is_not_asked_for_each_step() -> None:
+    """It was tried for ten minutes for each three of them, one after the other."""
+    store, log = _Mute(), EventLog()
+
+    async def scenario() -> None:
+        async with engines(store=store, log=log) as (engine,):
+            async with checkpointer_on(engine, "dict://run") as ckpt:
+                for step in range(1, 9):
+                    await ckpt.save(state_of(step), step)
+            store.is_mute = True
+            async with checkpointer_on(engine, "dict://run", keep=KeepLast(1)) as ckpt:
+                await ckpt.save(state_of(9), 9)
+
+    run_virtual(scenario(), seed=0)
+    tried = {event.path for event in log.of(CleanupFailed)}
+    assert tried == {f"dict://run/{step_name(step)}" for step in (1, 2, 3)}
+    assert "no answer" in str(log.of(RetentionFailed)[0].error)
 
 
 def places_in(store: DictStore) -> dict[str, list[str]]:

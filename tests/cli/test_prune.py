@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from ckptio import sync
 from ckptio.__main__ import main
-from ckptio.checkpointer.keeper import Keeper
+from ckptio.checkpointer.keeper import Keeper, Removal
+from ckptio.errors import StorageError
 from ckptio.storage.file_names import NOTE_PREFIX
 from ckptio.testing import MemoryBackend, MemoryBucket, MemoryStore
 from tests.cli.rig import NARROW, owe, run_json, run_on_terminal
@@ -93,6 +95,26 @@ def test_what_cannot_be_removed_is_said(
     assert code == 2
     assert "link" in document["removed"][0]["error"]
     assert names_in(root) == [NAMES[0], NAMES[5]]
+
+
+def test_no_more_is_asked_of_a_storage_that_does_not_answer(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind the three that are tried at once stays, and that is an error."""
+    error = StorageError("cannot remove it: no answer", path="x", code=errno.ETIMEDOUT)
+
+    async def remove(_: Keeper, step: int, __: str) -> Removal:
+        return Removal(step=step, nbytes=1, error=error)
+
+    monkeypatch.setattr(Keeper, "remove", remove)
+    code, document = run_json(capsys, "prune", str(root), "--keep-last", "1")
+    assert code == 2
+    assert [removal["step"] for removal in document["removed"]] == [1, 2, 3]
+    assert "no answer" in document["error"]
+    assert main(["prune", str(root), "--keep-last", "1"]) == 2
+    captured = capsys.readouterr()
+    assert "removed 0 steps" in captured.out
+    assert "step-00000003 is still there: cannot remove it: no answer" in captured.err
 
 
 def test_a_step_whose_copy_is_owed_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
