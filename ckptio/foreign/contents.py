@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from ckptio.errors import FormatError
 from ckptio.foreign.folder import OverlapError, place_of, range_name, require_apart, split_range
+from ckptio.foreign.interface import with_files
 from ckptio.foreign.pickles import Record, short
 from ckptio.format.manifest import MAX_EXTENT, Chunk, TensorEntry
 from ckptio.layout import DTYPES, numel
@@ -72,25 +71,14 @@ class Contents:
         self._sort()
 
     def _sort(self) -> None:
-        """Number chunks as they lie in the files, the order in which they are looked at and read.
+        """Number chunks as they lie in the files.
 
-        Metadata has them by tensor: of hundreds of ranks, one from each file in turn, so that a
-        block of a file was read anew for each tensor.
+        Metadata has them by tensor: of hundreds of ranks, one from each file in turn.
         """
-        names = sorted(self.chunks, key=place_of)
-        numbers = {name: number for number, name in enumerate(names)}
-        if names == (before := list(self.chunks)):
-            return
-        self.chunks = {name: self.chunks[name] for name in names}
-        self.tensors = [
-            replace(
-                tensor,
-                chunks=tuple(
-                    replace(chunk, file=numbers[before[chunk.file]]) for chunk in tensor.chunks
-                ),
-            )
-            for tensor in self.tensors
-        ]
+        before = list(self.chunks)
+        order = sorted(range(len(before)), key=lambda number: place_of(before[number]))
+        self.chunks = {before[number]: self.chunks[before[number]] for number in order}
+        self.tensors = with_files(self.tensors, order)
 
     def _take(self, fqn: str, record: Record, ranges: dict[tuple[str, Any], str]) -> None:
         """Read what is said of a tensor, and take its chunks."""

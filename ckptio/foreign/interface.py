@@ -15,6 +15,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ckptio.errors import CheckpointError, FormatError, UnsupportedLeafError
 from ckptio.format.encode import TAG, ObjectEncoder
@@ -143,6 +144,28 @@ def make_manifest(
     )
     check_tensors(manifest)
     return manifest
+
+
+def with_files(tensors: Sequence[TensorEntry], order: Sequence[int]) -> list[TensorEntry]:
+    """Have chunks refer to files in another order: that in which they are looked at and read.
+
+    As they lie. Small ones are read by blocks of what they lie in, of which some are kept: in
+    another order a block is read anew for each.
+
+    Args:
+        tensors: The tensors.
+        order: The numbers that files had, as they come now.
+    """
+    numbers = {old: new for new, old in enumerate(order)}
+    if all(old == new for old, new in numbers.items()):
+        return list(tensors)
+    return [
+        replace(
+            tensor,
+            chunks=tuple(replace(chunk, file=numbers[chunk.file]) for chunk in tensor.chunks),
+        )
+        for tensor in tensors
+    ]
 
 
 def notes_of(manifest: Manifest) -> tuple[str, ...]:

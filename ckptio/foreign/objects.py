@@ -1,8 +1,10 @@
 """A folder of a foreign checkpoint in an object store.
 
 What is asked for in small pieces (headers, directories of archives, values, small tensors) is read
-in blocks that are kept for a while: many small items of one file cost few requests. Large tensors
-are read by the ranges that are wanted of them, straight to where they go.
+in blocks, of which the last 16 MiB are kept: many small items of one file cost few requests. Where
+each has a header of its own, all headers are looked at before the first item is read; so items that
+take more than that together are read twice. Large tensors are read by the ranges that are wanted of
+them, straight to where they go.
 
 Anybody may write over such an object at any time. So it is looked at once, before anything of
 it is read, and every answer has to be of the object that was seen then: a load that meets
@@ -16,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptio._aio import run_all
@@ -44,6 +47,14 @@ _MAX_CACHED_NBYTES = 1 << 20
 _RANGE_NBYTES = 8 << 20
 #: Stands for a look at an object, among the numbers of its blocks.
 _LOOK = -1
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Who asks for one thing at the moment, and who waits for that."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_users: int = 0
 
 
 class ObjectFolder(Folder):
@@ -76,7 +87,7 @@ class ObjectFolder(Folder):
         self._seen: dict[str, Status | None] = {}
         self._expected: Mapping[str, str] = {}
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+        self._turns: dict[tuple[str, int], _Turn] = {}
 
     def status(self, name: str) -> Status | None:
         """Look at an object; see `Folder`."""
@@ -221,13 +232,15 @@ class ObjectFolder(Folder):
     async def _alone(self, name: str, number: int) -> AsyncIterator[None]:
         """Let one at a time ask the store for something; others find it there."""
         key = (name, number)
-        lock = self._locks.setdefault(key, asyncio.Lock())
+        turn = self._turns.setdefault(key, _Turn())
+        turn.num_users += 1
         try:
-            async with lock:
+            async with turn.lock:
                 yield
         finally:
-            if not lock.locked():  # whoever waits for it still has it, and finds what is there
-                self._locks.pop(key, None)
+            turn.num_users -= 1
+            if not turn.num_users:
+                del self._turns[key]
 
     def open(self, name: str, nbytes: int, start: int = 0) -> AwaitedPart:
         """Open an object, or a part of it; see `Folder`."""

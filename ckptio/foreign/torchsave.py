@@ -16,13 +16,11 @@ Files of before 1.6 are no archives, and are loaded as a whole, too.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import io
 import os
 import zipfile
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +37,6 @@ from ckptio.foreign.archive import (
     Window,
     is_pickle,
     name_in,
-    own_header_nbytes,
     read_member,
     require_plain,
     require_stored,
@@ -47,7 +44,8 @@ from ckptio.foreign.archive import (
 )
 from ckptio.foreign.folder import LocalFolder
 from ckptio.foreign.holes import NoRoomError, file_of_holes, header_of, mapped
-from ckptio.foreign.interface import at, make_manifest
+from ckptio.foreign.interface import at, make_manifest, with_files
+from ckptio.foreign.members import Member, Members
 from ckptio.foreign.pickles import UnpicklingError
 from ckptio.foreign.refusals import of_objects, of_pickle, of_whole
 from ckptio.foreign.rules import allowed, is_big, number_of, numbered, outline_of, read_as, under
@@ -72,25 +70,6 @@ _MAX_DIRECTORY_NBYTES = 1 << 28
 #: Of the names that tensors have in the manifest.
 _PREFIX = "tensor-"
 _OTHER_ORDER = "its bytes are in another order than this machine's"
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A member of the archive that holds the elements of tensors.
-
-    Attributes:
-        start: Where they are in the file with holes.
-        nbytes: Their size.
-        header: Where the member's own header is in the real file.
-        stop: Where the next member begins there.
-        name: Its name.
-    """
-
-    start: int
-    nbytes: int
-    header: int
-    stop: int
-    name: bytes
 
 
 class _NotByRangesError(FormatError):
@@ -140,8 +119,7 @@ class TorchSaveReader:
         status = self._folder.status(self._name)
         if status is None:
             raise CheckpointChangedError(self._folder.root)
-        self._starts: dict[int, int] = {}
-        self._members: list[_Member] = []
+        self._members = Members(self._folder, self._name, [])
         self._memory: list[tuple[int, int, int]] = []
         self._scanned: list[Scanned] = []
         try:
@@ -199,13 +177,14 @@ class TorchSaveReader:
         tensors: list[TensorEntry] = []
         end = self._outlined
         tree = add_flat(flat, str, lambda n: _PREFIX + numbered(n, end), files, tensors)
+        order = sorted(range(len(files)), key=self._lies_at)
         return make_manifest(
             writer="torch.save",
             version=version,
             modified_s=status.modified_s if status is not None else 0.0,
             block_nbytes=self._block_nbytes,
-            files=files,
-            tensors=tensors,
+            files=[files[number] for number in order],
+            tensors=with_files(tensors, order),
             tree=tree.node,
             seen=self._folder.seen(),
         )
@@ -236,12 +215,13 @@ class TorchSaveReader:
 
     def _outline(self, archive: zipfile.ZipFile, fd: int, nbytes: int) -> None:
         """Write everything but tensors."""
-        members, stops = require_stored(archive, nbytes), stops_of(archive)
-        if is_big(self._order) and not any(name.endswith("/byteorder") for name in members):
+        stored, stops = require_stored(archive, nbytes), stops_of(archive)
+        members: list[Member] = []
+        if is_big(self._order) and not any(name.endswith("/byteorder") for name in stored):
             raise _NotByRangesError(_OTHER_ORDER)
         start = archive.start_dir
         write_at(fd, self._read(start, nbytes), start)
-        for name, info in members.items():
+        for name, info in stored.items():
             if info.header_offset < 0:
                 raise FormatError(f"member {name!r} begins before the file")
             encoded = name_in(info)
@@ -254,7 +234,7 @@ class TorchSaveReader:
             if "/data/" in name:
                 if info.file_size:
                     header, stop = info.header_offset, stops[info.header_offset]
-                    self._members.append(_Member(start, info.file_size, header, stop, encoded))
+                    members.append(Member(start, info.file_size, header, stop, encoded))
                 continue
             if info.file_size > _MAX_MEMBER_NBYTES:
                 raise FormatError(f"member {name!r} has {info.file_size} bytes")
@@ -264,7 +244,7 @@ class TorchSaveReader:
             if name.endswith("/byteorder") and data != b"little":
                 raise _NotByRangesError(_OTHER_ORDER)
             write_at(fd, data, start)
-        self._members.sort(key=lambda member: member.start)
+        self._members = Members(self._folder, self._name, members)
 
     def _read(self, start: int, stop: int) -> bytes:
         return self._folder.read(self._name, start, stop)
@@ -298,25 +278,11 @@ class TorchSaveReader:
                 return address - first + offset
         return None
 
-    def _real(self, position: int, nbytes: int) -> int:
-        """Say where in the real file bytes of the one with holes are.
-
-        Raises:
-            FormatError: They are in no member.
-        """
-        number = bisect.bisect_right(self._members, position, key=lambda member: member.start) - 1
-        member = self._members[number] if number >= 0 else _Member(0, 0, 0, 0, b"")
-        inside = position - member.start
-        if inside + nbytes > member.nbytes:
-            raise FormatError("a tensor is larger than its member of the archive")
-        if member.header not in self._starts:
-            names_stop = member.header + LOCAL_HEADER_NBYTES + len(member.name)
-            header = self._folder.read_within(member.nbytes, self._name, member.header, names_stop)
-            start = member.header + own_header_nbytes(header, member.name)
-            if start + member.nbytes > member.stop:
-                raise FormatError("the members of the archive lie over each other")
-            self._starts[member.header] = start
-        return self._starts[member.header] + inside
+    def _lies_at(self, number: int) -> int:
+        """Say where a tensor begins in the file with holes; before all if it is not there."""
+        source = self._flat.sources[number]
+        place = self._place_of(source.untyped_storage()) if self._memory else None
+        return -1 if place is None else place + int(source.storage_offset()) * source.itemsize
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Look whether tensors are there, and give their bytes.
@@ -369,8 +335,8 @@ class TorchSaveReader:
             if _is_plain(tensor):
                 inside = int(tensor.storage_offset()) * tensor.itemsize
                 length = tensor.numel() * tensor.itemsize
-                return self._real(place + inside, length), length
-            return self._real(place, storage.nbytes()), storage.nbytes()
+                return self._members.real(place + inside, length), length
+            return self._members.real(place, storage.nbytes()), storage.nbytes()
         except FormatError as error:
             raise at(self._folder.join(self._name), error) from None
 

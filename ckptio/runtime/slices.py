@@ -52,7 +52,8 @@ def slice_flow(
     region, shape = region_of(name, entry.shape if view is None else tuple(view["s"]), index)
     part = None if view is None else _part_of(view, region, entry)
     reading = Reading(storage, manifest)
-    files = sorted({chunk.file for chunk in entry.chunks})
+    near = entry.chunks if part is not None else Need(entry, 0, region=region).chunks()
+    files = sorted({chunk.file for chunk in near})
     yield lambda context: check_sizes(reading, files, context)
     wanted: list[Wanted] = []
     if part is None:

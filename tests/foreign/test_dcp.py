@@ -5,7 +5,7 @@ import io
 import os
 import pickle
 from pathlib import Path  # noqa: TC003  # fixtures are annotated with it
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,8 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 from ckptio import sync
 from ckptio.conversion.compare import run_diff
 from ckptio.errors import CorruptionError, FormatError, TargetError
+from ckptio.foreign.dcp import DcpReader
 from tests.foreign.rig import assert_same_state, make_training_state, save_dcp
 from tests.rig import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @pytest.fixture
@@ -82,6 +86,25 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
     folder = save_chunks(tmp_path / "chunks", w, boxes)
     assert torch.equal(sync.load(folder, config=SMALL)["w"], w)
     assert torch.equal(sync.load_slice(folder, "w", (slice(3, 5), 2), config=SMALL), w[3:5, 2])
+
+
+def test_a_slice_needs_no_chunk_that_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tensor with a chunk from each of many ranks, few are looked at."""
+    w, asked = torch.arange(480.0).reshape(60, 8), list[str]()
+    path = save_chunks(tmp_path / "dcp", w, [(row, 0, 1, 8) for row in range(60)])
+    sizes = DcpReader.sizes
+
+    def counted(self: DcpReader, names: Sequence[str]) -> list[int | None]:
+        asked.extend(names)
+        return sizes(self, names)
+
+    monkeypatch.setattr(DcpReader, "sizes", counted)
+    assert torch.equal(sync.load_slice(path, "w", slice(5, 8), config=SMALL), w[5:8])
+    assert len(asked) == 3
+    assert sync.load_slice(path, "w", slice(5, 5), config=SMALL).shape == (0, 8)
+    assert len(asked) == 3
 
 
 def save_chunks(folder: Path, w: torch.Tensor, boxes: list[tuple[int, int, int, int]]) -> Path:

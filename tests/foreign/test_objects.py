@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import random
 import stat
 import zipfile
 from collections import Counter
@@ -190,6 +191,23 @@ def test_chunks_of_many_ranks_are_read_as_they_lie_in_the_files(
     url = put(store, save_chunks(tmp_path / "dcp", w, [(row, 0, 1, 8) for row in range(60)]))
     assert torch.equal(sync.load(url, config=config_with(max_requests=1))["w"], w)
     assert sum(store.num_reads.values()) < 20
+
+
+def test_views_of_one_storage_are_read_as_they_lie_in_it(
+    tmp_path: Path, store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of their names, and of the targets."""
+    monkeypatch.setattr(objects, "_MAX_BLOCKS", 1)
+    flat = torch.arange(300_000.0)
+    starts = random.Random(1).sample(range(0, 300_000, 1000), 300)
+    state = {f"t{start}": flat[start : start + 1000] for start in starts}
+    torch.save(state, tmp_path / "a.pt")
+    url, config = put(store, tmp_path / "a.pt"), config_with(max_requests=1)
+    assert_same_state(sync.load(url, config=config), state)
+    target = {f"t{start}": torch.zeros(1000) for start in starts[::-1]}
+    sync.load(url, target, config=config)
+    assert_same_state(target, state)
+    assert sum(store.read_nbytes.values()) < 4 * flat.nbytes
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])
