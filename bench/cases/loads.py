@@ -10,7 +10,7 @@ from bench.baselines import loaders, open_peer
 from bench.harness import Bench, Subject, case, timed
 from bench.states import blank, gpt_like
 from bench.subjects import Loads, Saves
-from ckptio import Engine
+from ckptio import CheckpointConfig, Engine
 
 if TYPE_CHECKING:
     from bench.baselines import Peer
@@ -59,28 +59,35 @@ async def load_back(bench: Bench) -> None:
 
     On the host that saved it, as after a step that went wrong. The page cache is as each save
     leaves it: the peers', which write through it, leave all of the checkpoint there, and
-    ckptio's, which write past it, next to nothing, so that its load is a read of the disk.
-    Against safetensors, torch.load(mmap=True) and dcp.load, each with what it saved itself.
+    ckptio's, which write past it, next to nothing, so that its load is a read of the disk; with
+    `direct_io="off"` they write through it as well. Against safetensors, torch.load(mmap=True)
+    and dcp.load, each with what it saved itself.
     """
     saves = Saves(bench, gpt_like(bench.scale * _WARM_SCALE))
     target = {name: torch.zeros_like(tensor) for name, tensor in saves.state.items()}
-    async with Engine() as engine:
-        await engine.prewarm()
-
-        async def save() -> None:
-            await engine.save(saves.state, saves.path)
-
-        async def load() -> None:
-            await engine.load(saves.path, into=target)
-
+    through = CheckpointConfig(direct_io="off")
+    async with Engine() as engine, Engine(through) as through_cache:
         await bench.compare(
             "load of half of state a right after a durable save",
             [
-                _back(saves, target, "ckptio", save, load, kind="ckptio"),
+                await _ours_back(saves, target, "ckptio", engine),
+                await _ours_back(saves, target, 'ckptio (direct_io="off")', through_cache),
                 *(_peer_back(saves, target, peer) for peer in loaders()),
             ],
             nbytes=saves.nbytes,
         )
+
+
+async def _ours_back(saves: Saves, target: State, name: str, engine: Engine) -> Subject:
+    await engine.prewarm()
+
+    async def save() -> None:
+        await engine.save(saves.state, saves.path)
+
+    async def load() -> None:
+        await engine.load(saves.path, into=target)
+
+    return _back(saves, target, name, save, load, kind="ckptio")
 
 
 def _peer_back(saves: Saves, target: State, peer: Peer) -> Subject:
