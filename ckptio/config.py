@@ -74,7 +74,8 @@ class CheckpointConfig:
             directory entry survive a power cut. `"file"`: files are synced, directories
             are not. `"none"`: nothing is synced, and only a crash of the process is survived.
         direct_io: `"auto"`: bypass the page cache where the file system can. `"off"`: write
-            through it, with early write-back.
+            through it, with early write-back, and leave it there: a load that follows on this
+            machine reads memory, which the system takes back where it needs it.
         file_mode: Permission bits of new files. Owners must be able to read and write.
         dir_mode: Permission bits of new directories. Owners must have all three.
         cache_entries: Maximum number of manifests in the metadata cache.

@@ -5,7 +5,9 @@ of the CPU: nothing is copied, no page is looked up, and no flush waits at the e
 wants addresses, offsets and lengths that are multiples of the file system's block; slabs
 and segments are, and the last few bytes of a file go through a page of their own that is
 cut off at the end. Where a file system refuses (tmpfs, some network mounts), the page
-cache is used with early write-back, in windows, so that the final sync finds little to do.
+cache is used with early write-back, in windows, so that the final sync finds little to do;
+what is on the disk leaves it again, and makes room for what comes. With `direct_io="off"` it
+stays, for a load that follows.
 
 Reads look first: blocks that are in the page cache are taken from there, at memory
 speed, or lent where they lie; others are read directly, which leaves other people's pages
@@ -273,6 +275,8 @@ class BlockWriter:
             oldest = self._window.popleft()
             self._window_nbytes -= oldest[1]
         linux.finish_writeback(self._fd, *oldest)
+        if self._config.direct_io != "off":
+            linux.drop_cached(self._fd, *oldest)
 
 
 class BlockReader:

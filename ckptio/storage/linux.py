@@ -149,7 +149,7 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 
 def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Wait until a range of the page cache is on the disk, and drop it. Best effort.
+    """Wait until a range of the page cache is on the disk. Best effort.
 
     This makes nothing durable (no metadata, no disk cache flush): `fsync` does, later.
 
@@ -157,6 +157,10 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
         OSError: Writing failed. A later `fsync` would not tell it again.
     """
     _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_ALL)
+
+
+def drop_cached(fd: int, offset: int, nbytes: int) -> None:
+    """Have a range that is on the disk leave the page cache. Best effort."""
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
