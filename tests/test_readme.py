@@ -272,6 +272,21 @@ def test_what_a_load_right_after_a_save_takes_is_what_was_measured() -> None:
         assert rounds_to(value, figure), (value, figure)
 
 
+def test_what_the_page_cache_brings_is_what_was_measured() -> None:
+    """In the same list: without a sync, in a load that follows, and with a sync."""
+    text = " ".join(README.read_text().split())
+    cases = (
+        (r"safetensors took ([0-9.]+)\S of its time", ("safetensors",), "save_local", "nothing"),
+        (r"as well, and took ([0-9.]+)", ('direct_io="off"',), "save_local", "nothing synced"),
+        (r"too, and the load took ([0-9.]+)", ('direct_io="off"',), "load_back", ""),
+        (r"3.4 GB then took ([0-9.]+)", ('direct_io="off"',), "save_local", "durable"),
+    )
+    for pattern, parts, case, title in cases:
+        found = re.search(pattern, text)
+        assert found is not None, pattern
+        assert rounds_to(ratio_of(parts, case, title, "elapsed_s"), found[1]), (pattern, found[1])
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_table_of_others_says_what_was_measured(name: str) -> None:
     """Of each peer that does it, in one order."""
