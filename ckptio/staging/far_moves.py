@@ -69,6 +69,35 @@ _X86_64 = bytes.fromhex(
     "c3"  # ret
 )
 
+# Arm's calling convention: x0 is the function, x1 the rows, x2 their number, x3 the stream; w0 is
+# what the function says. Instructions as they lie in memory, little end first
+_AARCH64 = bytes.fromhex(
+    "5f2403d5"  # bti c
+    "fd7bbda9"  # stp x29, x30, [sp, #-48]!
+    "fd030091"  # mov x29, sp
+    "f35301a9"  # stp x19, x20, [sp, #16]
+    "f55b02a9"  # stp x21, x22, [sp, #32]
+    "f30300aa"  # mov x19, x0
+    "f40301aa"  # mov x20, x1
+    "f50302aa"  # mov x21, x2
+    "f60303aa"  # mov x22, x3
+    "00008052"  # mov w0, #0
+    "350100b4"  # cbz x21, end
+    "800640a9"  # loop: ldp x0, x1, [x20]
+    "820a40f9"  # ldr x2, [x20, #16]
+    "e30316aa"  # mov x3, x22
+    "60023fd6"  # blr x19
+    "80000035"  # cbnz w0, end
+    "94620091"  # add x20, x20, #24
+    "b50600f1"  # subs x21, x21, #1
+    "21ffff54"  # b.ne loop
+    "f55b42a9"  # end: ldp x21, x22, [sp, #32]
+    "f35341a9"  # ldp x19, x20, [sp, #16]
+    "fd7bc3a8"  # ldp x29, x30, [sp], #48
+    "c0035fd6"  # ret
+)
+_CODES = {"x86_64": _X86_64, "aarch64": _AARCH64}
+
 
 def copy_far(moves: Iterable[FarMove], stream: int, *, saving: bool) -> bool:
     """Queue copies on a stream; the device of the stream is the thread's current one.
@@ -125,7 +154,7 @@ def _driver_copy(name: str) -> Callable[[array[int], int], int] | None:
     except (OSError, AttributeError):
         return None
     word = ctypes.c_size_t
-    loop = make_function(_X86_64, ctypes.c_int, *[word] * 4)
+    loop = make_function(_CODES, ctypes.c_int, *[word] * 4)
     if loop is not None:
         address = ctypes.cast(copy, ctypes.c_void_p).value or 0
         return functools.partial(_copy_at_once, loop, address)

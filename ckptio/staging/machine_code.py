@@ -1,8 +1,9 @@
 """Loops in machine code, where Python's own would take the GIL and let it go at each turn.
 
 A few instructions, written down as bytes, in a page that is made executable once it is written
-and is never writable again, as the JIT compilers inside torch do. Where the processor is
-another, or a policy forbids such pages, there are none, and the callers have another way.
+and is never writable again, as the JIT compilers inside torch do. (Linux sees to it on arm64 that
+instructions are read as they were written, where a page becomes executable.) Where the processor
+is another, or a policy forbids such pages, there are none, and the callers have another way.
 
 Rejected: a compiled extension, which turns one wheel into dozens for these bytes.
 """
@@ -16,28 +17,29 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def make_function(
-    code: bytes, result: type[Any] | None, *arguments: type[Any]
+    codes: Mapping[str, bytes], result: type[Any] | None, *arguments: type[Any]
 ) -> Callable[..., Any] | None:
-    """Make a function of code for x86-64, System V's calling convention, less than a page.
+    """Make a function of code for this processor, less than a page, as C functions are called.
 
     A call lets the GIL go, once.
 
     Args:
-        code: The instructions.
+        codes: The instructions, by what `platform.machine` calls the processor.
         result: The type of what it returns, of ctypes.
         arguments: The types of what it takes.
 
     Returns:
         It; `None` where there can be none.
     """
-    if platform.machine() != "x86_64" or sys.maxsize < 2**32 or sys.platform != "linux":
+    code = codes.get(platform.machine())
+    if code is None or sys.maxsize < 2**32 or sys.platform != "linux":
         return None
     try:
         page = mmap.mmap(

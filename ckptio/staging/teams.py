@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,16 @@ def alone() -> Iterator[None]:
 
 @functools.cache
 def _setter() -> Callable[[int], None] | None:
-    """Find what limits OpenMP's teams on a thread; `None` where torch was built without."""
+    """Find what limits OpenMP's teams on a thread; `None` where torch was built without.
+
+    In the library that torch's operations are in, and those that it needs: there may be others of
+    OpenMP in the process, and torch's own may be loaded for nobody else, as that of its wheels for
+    arm64 is.
+    """
+    operations = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
     try:
-        setter = ctypes.PyDLL(None).omp_set_num_threads  # torch loads its library for everybody
-    except AttributeError:
+        setter = ctypes.PyDLL(operations, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads
+    except (OSError, AttributeError):
         return None
     setter.argtypes, setter.restype = (ctypes.c_int,), None
     return setter

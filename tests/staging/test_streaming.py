@@ -71,7 +71,7 @@ def test_a_policy_that_forbids_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_loop_that_does_not_copy_is_not_used(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """It is tried before anybody relies on it."""
     require()
-    monkeypatch.setattr(streaming, "_X86_64", bytes.fromhex(code))
+    monkeypatch.setattr(streaming, "_CODES", {"x86_64": bytes.fromhex(code)})
     assert make_streaming_copy() is None
 
 
