@@ -38,6 +38,7 @@ from ckptio.storage.leftovers import (
     files_of,
     find_leftovers,
     held_leftovers,
+    is_committed,
     notes_of,
     read_summary,
 )
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
+    from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.notes import LocalNote
 
@@ -295,20 +297,30 @@ class LocalAttempt:
 
     def _retire(self, manifest: str) -> None:
         """Remove a manifest under another name, and what only it needs."""
-        doomed = []
         # one that cannot be read: its files are told from names, by the next save
         try:
             old, pointed = read_summary(self._files, manifest)
             if old.save_id != self._save_id:
-                names = [*(entry.name for entry in old.files), *pointed]
-                doomed = [name for name in names if self._save_id not in name]
-                doomed += notes_of(self._directory, old.save_id)
+                self._remove_of(old, pointed)
         except (FileNotFoundError, FormatError):
             pass
         except OSError as error:
             self._cannot_remove(manifest, error)
-        self._remove(doomed)
         self._try_remove(manifest)
+
+    def _remove_of(self, old: Summary, pointed: Sequence[str]) -> None:
+        """Remove the files of a checkpoint that was replaced.
+
+        Unless a copy of it, which has its files, was committed just now. One that is committed from
+        here on sees the old manifest, or that files are gone (`storage.resumed`).
+
+        Raises:
+            OSError: That cannot be told.
+        """
+        if not is_committed(self._files, self._directory, old.save_id):
+            names = [*(entry.name for entry in old.files), *pointed]
+            names = [name for name in names if self._save_id not in name]
+            self._remove([*names, *notes_of(self._directory, old.save_id)])
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""

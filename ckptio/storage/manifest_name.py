@@ -90,12 +90,14 @@ class ManifestName:
         """
         self._manifest = manifest
         self.replaced = self._give(overwrite=overwrite)
+        may_stay = False
         try:
             look()
+            may_stay = True
             if self._config.durability == "full":
                 self._files.fsync_dir(self._directory)
         except OSError as error:
-            if not self._take_back():
+            if not self._take_back(may_stay=may_stay):
                 raise _in_doubt(error) from error
             self.may_stand = False
             raise
@@ -203,8 +205,12 @@ class ManifestName:
             return False
         return there == self._manifest
 
-    def _take_back(self) -> bool:
-        """Take the name away again; false if that fails, or if it is another manifest's by now."""
+    def _take_back(self, *, may_stay: bool) -> bool:
+        """Take the name away again; false if that fails, or if it is another manifest's by now.
+
+        Args:
+            may_stay: Whether it is better than none, where the one before cannot be had back.
+        """
         try:
             if not self._is_there():
                 return False  # that one may be taken back, too, and this one be there again
@@ -214,6 +220,8 @@ class ManifestName:
                 self._files.exchange(self.new, self.target)
             elif self._may_return():
                 self._files.replace(self.replaced, self.target)
+            elif not may_stay:
+                self._files.unlink(self.target)
             return not self._is_there()
         except OSError:
             return False

@@ -24,7 +24,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from ckptio._aio import run_all, shielded, take_back_cancel
+from ckptio._aio import GRACE_S, run_all, shielded, take_back_cancel
 from ckptio.errors import CommitConflictError, ConfigError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import encode_pointer, pointed_name
@@ -194,13 +194,19 @@ class ObjectAttempt:
             raise CommitConflictError(self._url)
         if len(manifest) > MAX_COMMIT_NBYTES:
             manifest = await self._write_apart(manifest)
+        commit = Commit(manifest, replaced)
         try:
-            await shielded(self._commit(Commit(manifest, replaced)))
+            await shielded(self._commit(commit))
         except asyncio.CancelledError:
             if self._doubt is not None:
                 raise self._doubt from None  # a save that ends as cancelled has changed nothing
             if not self._committed:
                 raise
+            take_back_cancel()
+            self._place.hurry()
+        try:
+            await shielded(self._clean_up(commit), grace_s=GRACE_S)
+        except asyncio.CancelledError:  # what is left goes with a sweep
             take_back_cancel()
 
     async def _commit(self, commit: Commit) -> None:
@@ -213,7 +219,6 @@ class ObjectAttempt:
             if found is not None and self._is_committed(found, commit):
                 await self._require_files(found)
                 self._committed = True
-                await self._clean_up(commit)
                 return
             if not self._is_ours_perhaps(found, commit):
                 if isinstance(commit.problem, RefusedError) and not commit.in_doubt:

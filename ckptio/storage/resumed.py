@@ -14,10 +14,11 @@ earlier one lives, nobody takes it over, and nothing that it wrote is removed. A
 fails removes nothing that may be part of a checkpoint: of one that was committed under its id
 just before it began, or, where there are no locks, at any time.
 
-A checkpoint of the same id may be removed at that moment, and its files with it. The name that the
-removal gives to its manifest (`storage.tombs`) says so: it comes before any file goes, and goes
-after all of them. So an attempt that finds one does not begin; and behind its commit it looks once
-more, for that and then for its files: where there is none and they are there, nobody removes them.
+A checkpoint of the same id may be removed at that moment, and its files with it. Who removes one
+has the same lock meanwhile. Where there are no locks, the name that a removal gives to its manifest
+(`storage.tombs`) says so: it comes before any file goes, and mostly goes after all of them. So does
+the name that the manifest has which a save has replaced. So an attempt does not begin where there
+is the first one; and behind its commit it looks once more, for both and then for its files.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from ckptio.errors import CommitConflictError, FormatError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter, storage_error
-from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S, REPLACED_SUFFIX
+from ckptio.storage.file_names import (
+    ATTEMPT_PREFIX,
+    NEW_MANIFEST_PREFIX,
+    QUIET_S,
+    REPLACED_SUFFIX,
+)
 from ckptio.storage.leftovers import is_at, read_summary
 from ckptio.storage.tombs import tombs_in
 
@@ -76,7 +82,14 @@ class ResumedAttempt(LocalAttempt):
         """Look whether the files stay; see above."""
         if tombs := tombs_in(self._directory, self._save_id):
             raise _removed(tombs[0])
-        self._check_present()
+        for name in sorted(os.listdir(self._directory)):
+            if name.startswith(NEW_MANIFEST_PREFIX) and self._save_id not in name:
+                with contextlib.suppress(FileNotFoundError, FormatError):
+                    if read_summary(self._files, self._path(name))[0].save_id == self._save_id:
+                        raise _removed(name)
+        for path in self._made_files:
+            if path != self._name.new:  # which may have got the manifest's name
+                os.stat(path, follow_symlinks=False)
 
     def _open_marker(self, path: str) -> int:
         try:

@@ -36,11 +36,19 @@ from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
-from ckptio.storage.file_names import ATTEMPT_PREFIX, tomb_name
+from ckptio.storage.file_names import (
+    ATTEMPT_PREFIX,
+    NEW_MANIFEST_PREFIX,
+    REPLACED_SUFFIX,
+    TOMB,
+    tomb_name,
+)
 from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.leftovers import (
     find_leftovers,
+    held_attempt,
     held_leftovers,
+    is_committed,
     newest_s,
     notes_of,
     read_summary,
@@ -55,7 +63,6 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.format.summary import Summary
     from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
     from ckptio.storage.stores import Stores
@@ -219,32 +226,24 @@ class LocalRoot:
         commit, manifest = self._read(directory)
         summary = decode_summary(manifest)
         require_save(directory, summary, save_id)
-        tomb = tomb_name(summary.save_id)
+        save_id = summary.save_id
+        tomb, mode = tomb_name(save_id), self._config.file_mode
         try:
-            forget_mistakes(self._files, directory, summary.save_id, commit)
-            self._take_back(directory, tomb, commit)
+            with held_attempt(self._files, directory, save_id, mode) as is_held:
+                forget_mistakes(self._files, directory, save_id, commit)
+                self._take_back(directory, tomb, commit)
+                self._bury(directory, tomb)
+                if is_held:  # what a save left that was killed right after its commit
+                    new = NEW_MANIFEST_PREFIX + save_id
+                    for name in (new, new + REPLACED_SUFFIX, ATTEMPT_PREFIX + save_id):
+                        if os.path.lexists(f"{directory}/{name}"):
+                            self._unlink(directory, name)
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
-        self._bury(directory, tomb)
-        self._remove_attempt(directory, summary.save_id)
         self._remove_dir(directory)
         return summary.nbytes
-
-    def _remove_attempt(self, directory: str, save_id: str) -> None:
-        """Remove what a save that was killed right after its commit left beside that.
-
-        If its lock says that it is dead; else it is left to a sweep, as other leftovers are.
-        """
-        if not os.path.lexists(f"{directory}/{ATTEMPT_PREFIX}{save_id}"):
-            return
-        with contextlib.suppress(OSError):  # then it stays
-            dead = find_leftovers(self._files, directory, "", lambda: 0.0)  # nothing is quiet
-            ours = [name for name in dead if save_id in name]
-            with held_leftovers(self._files, directory, ours) as free:
-                for name in free:
-                    self._unlink(directory, name)
 
     def _take_back(self, directory: str, tomb: str, data: bytes) -> None:
         """Make a checkpoint none, in one step; undo that if it is another one by now."""
@@ -278,7 +277,9 @@ class LocalRoot:
             summary, pointed = read_summary(self._files, f"{directory}/{tomb}")
             is_mistake = is_to_be_put_back(directory, tomb, summary)
             # of a manifest whose files are gone, or going; or of a copy that was made again
-            is_stale = summary.save_id not in tomb or self._is_committed(directory, summary)
+            is_stale = summary.save_id not in tomb or is_committed(
+                self._files, directory, summary.save_id
+            )
         except FileNotFoundError:
             # somebody else was faster, or is at it; what it points to goes just before it does
             self._unlink(directory, tomb)
@@ -299,13 +300,16 @@ class LocalRoot:
             for name in (*pointed, tomb):  # last: what it lists is not forgotten
                 self._unlink(directory, name)
 
-    def _is_committed(self, directory: str, taken: Summary) -> bool:
-        """Whether the checkpoint that is there is of the same save, and has the same files."""
+    def _bury_found(self, directory: str, tomb: str) -> None:
+        """Go on with a removal that was cut off; if it was, or nobody makes a copy of the same."""
+        match = TOMB.fullmatch(tomb)
+        assert match is not None  # noqa: S101  # `tombs_in` gave it
         try:
-            there, _ = read_summary(self._files, f"{directory}/{MANIFEST_NAME}")
-        except (FileNotFoundError, FormatError):
-            return False
-        return there.save_id == taken.save_id
+            with held_attempt(self._files, directory, match[1], self._config.file_mode):
+                self._bury(directory, tomb)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `Root`."""
@@ -325,7 +329,7 @@ class LocalRoot:
         is_quiet = written_s + quiet_s < time.time()
         tombs = tombs_in(directory)
         for tomb in tombs:
-            self._bury(directory, tomb)
+            self._bury_found(directory, tomb)
             if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
                 return
         if is_quiet:

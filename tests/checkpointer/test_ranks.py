@@ -263,5 +263,6 @@ def test_a_run_that_is_killed_anywhere_loses_no_committed_step(tmp_path: Path) -
         run_once(root, [4])
         assert committed_steps(root) == [4], number
         if (root / step_name(1)).exists():  # an empty one may be that of a save that begins
-            assert names_in(root / step_name(1)) == [], number
+            left = [n for n in names_in(root / step_name(1)) if not n.startswith(".attempt-")]
+            assert left == [], number  # the lock of a removal goes last, or after a while
         shutil.rmtree(root)

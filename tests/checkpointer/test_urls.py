@@ -361,6 +361,17 @@ class _Mute(DictStore):
         await super().delete(keys)
 
 
+class _MuteBehindCommit(_Mute):
+    """A store that stops to answer right behind a commit, of which it tells late."""
+
+    async def put(self, key: str, data: bytes | memoryview, **options: Any) -> str:
+        answer = await super().put(key, data, **options)
+        if key.endswith("/manifest.json"):
+            self.is_mute = True
+            await asyncio.sleep(5)
+        return answer
+
+
 @pytest.mark.parametrize("how", ["error", "preempted"])
 def test_a_removal_that_gets_no_answer_does_not_hold_who_leaves(how: str) -> None:
     """Ten seconds at the most: it would be tried for as many minutes."""
@@ -390,6 +401,29 @@ def test_a_removal_that_gets_no_answer_does_not_hold_who_leaves(how: str) -> Non
     assert left_s[1] - left_s[0] < 16
     (event,) = log.of(CleanupFailed)
     assert event.path == f"dict://run/{step_name(1)}"
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_what_a_commit_leaves_in_a_store_does_not_hold_who_leaves(when: str) -> None:
+    """Its mark, which a sweep removes; whether who leaves does so before the answer, or behind."""
+    store, left_s = _MuteBehindCommit("/.attempt-"), list[float]()
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with engines(store=store) as (engine,):
+            with contextlib.suppress(KeyError):
+                async with checkpointer_on(engine, "dict://run") as ckpt:
+                    ckpt.save(state_of(1), 1)
+                    while not (store.is_mute if when == "before" else store.num_asked):
+                        await asyncio.sleep(0.01)
+                    left_s.append(clock())
+                    raise KeyError
+            left_s.append(clock())
+            async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
+                assert await ckpt.steps() == (1,)
+
+    run_virtual(scenario(), seed=0)
+    assert left_s[1] - left_s[0] < 21
 
 
 @pytest.mark.parametrize("is_late", [False, True])

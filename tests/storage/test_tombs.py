@@ -46,8 +46,8 @@ CONTENTS = {A: OLD, B: NEW, C: contents_of(C, 10)}
 class NoNames(RecordingFiles):
     """A mount that gives no name on condition."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
-        super().__init__(fault, has_links=False, has_exchange=False)
+    def __init__(self, fault: Fault | None = None, *, has_locks: bool = True) -> None:
+        super().__init__(fault, has_links=False, has_exchange=False, has_locks=has_locks)
 
     def rename_to_free(self, source: str, target: str) -> None:
         raise NoExclusiveNames(errno.EINVAL, f"{source} gets no name", target)
@@ -57,6 +57,8 @@ MOUNTS: dict[str, Callable[[Fault | None], RecordingFiles]] = {
     "links": RecordingFiles,
     "renames": lambda fault: RecordingFiles(fault, has_links=False),
     "no names": NoNames,
+    "no locks": lambda fault: RecordingFiles(fault, has_locks=False),
+    "no names, no locks": lambda fault: NoNames(fault, has_locks=False),
 }
 
 
@@ -132,9 +134,67 @@ def copy_again(path: Path, told: list[str], files: RecordingFiles | None = None)
     elsewhere(work)
 
 
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("there", ["a part of it", "another", "itself"])
+def test_a_copy_is_made_again_on_any_mount(tmp_path: Path, mount: str, there: str) -> None:
+    path, told = tmp_path / "c", list[str]()
+    path.mkdir()
+    if there != "a part of it":
+        save(path, B if there == "another" else A, mount)
+    for name, data in OLD.items() if there != "itself" else ():
+        (path / name).write_bytes(data)
+    copy_again(path, told, MOUNTS[mount](None))
+    assert told == ["copied"]
+    assert committed(path) == OLD
+    assert names_in(path) == sorted(["manifest.json", *OLD])
+
+
+def test_what_replaces_a_checkpoint_leaves_a_copy_of_it_alone(tmp_path: Path) -> None:
+    """One that is made right behind the exchange of the two has the files of the one before."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    files = RecordingFiles()
+
+    def interrupt(operation: Operation) -> None:
+        if files.kinds("exchange") and operation.kind == "unlink" and not told:
+            copy_again(path, told)
+
+    files.fault = interrupt
+    elsewhere(
+        lambda threads: asyncio.run(
+            write_files(storage_at(path, threads, files), B, NEW, overwrite=True)
+        )
+    )
+    assert told == ["failed"]
+    assert committed(path) == NEW
+    save(path, C)  # what the copy has left goes
+    assert names_in(path) == sorted(["manifest.json", *CONTENTS[C]])
+
+
+def test_a_copy_that_replaces_what_replaced_its_like_is_whole_or_not_there(tmp_path: Path) -> None:
+    """It was committed right behind the exchange of the two, before anything was removed."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    files = RecordingFiles()
+
+    def interrupt(operation: Operation) -> None:
+        if files.kinds("exchange") and operation.kind == "fsync_dir" and not told:
+            copy_again(path, told)
+
+    files.fault = interrupt
+    elsewhere(
+        lambda threads: asyncio.run(
+            write_files(storage_at(path, threads, files), B, NEW, overwrite=True)
+        )
+    )
+    assert told == ["failed"]
+    assert committed(path) == NEW
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("first", ["removal", "copy"])
 def test_a_copy_that_is_made_again_and_a_removal_of_it_leave_all_or_nothing(
-    tmp_path: Path, first: str
+    tmp_path: Path, first: str, mount: str
 ) -> None:
     """They have one id, and so the same files. Either comes before each operation of the other."""
     ends = set[tuple[str, ...]]()
@@ -146,14 +206,12 @@ def test_a_copy_that_is_made_again_and_a_removal_of_it_leave_all_or_nothing(
             operation: Operation, at: int = number, path: Path = path, told: list[str] = told
         ) -> None:
             if operation.number == at and first == "removal":
-                copy_again(path, told)
+                copy_again(path, told, MOUNTS[mount](None))
             elif operation.number == at:
-                remove(path, A, told)
+                remove(path, A, told, MOUNTS[mount](None))
 
-        if first == "removal":
-            remove(path, A, told, RecordingFiles(interrupt))
-        else:
-            copy_again(path, told, RecordingFiles(interrupt))
+        files = MOUNTS[mount](interrupt)
+        (remove(path, A, told, files) if first == "removal" else copy_again(path, told, files))
         ends.add(tuple(told))
         assert committed(path) in (None, OLD)  # raises if it is there in part
         if told[-1] == "copied" and len(told) == 1:
@@ -209,7 +267,7 @@ def test_what_is_saved_over_the_one_that_goes_stays(tmp_path: Path, mount: str) 
 
 @pytest.mark.parametrize("mount", ["links", "renames"])
 def test_two_removals_do_not_lose_what_is_saved_over_meanwhile(tmp_path: Path, mount: str) -> None:
-    """Both take it by mistake: the second when the first has put it back, and is not done yet."""
+    """Without locks both take it by mistake; the second when it is back, and the first not done."""
     path, told = tmp_path / "c", list[str]()
     save(path, A)
     has_read, has_put_back, has_taken = (threading.Event() for _ in range(3))
@@ -224,14 +282,17 @@ def test_two_removals_do_not_lose_what_is_saved_over_meanwhile(tmp_path: Path, m
     def first(operation: Operation) -> None:
         if operation.kind == "replace":
             save(path, B)
-        elif operation.kind == "unlink" and not has_put_back.is_set():
+        elif operation.kind == "unlink" and "-old-" in operation.path:
             has_put_back.set()
             has_taken.wait(30)
 
-    late = threading.Thread(target=remove, args=(path, A, told, MOUNTS[mount](second)))
+    def files_of(fault: Fault) -> RecordingFiles:
+        return RecordingFiles(fault, has_links=mount == "links", has_locks=False)
+
+    late = threading.Thread(target=remove, args=(path, A, told, files_of(second)))
     late.start()
     has_read.wait(30)
-    remove(path, A, told, MOUNTS[mount](first))
+    remove(path, A, told, files_of(first))
     late.join()
     assert committed(path) == NEW
     assert told == ["stays", "stays"]
