@@ -24,7 +24,6 @@ before anybody looks for leftovers.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import time
@@ -41,7 +40,7 @@ from ckptio.storage.file_names import (
     REPLACED_SUFFIX,
     TOMB,
 )
-from ckptio.storage.files import MAX_TRIES, follow_pointer, read_regular
+from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -201,92 +200,6 @@ def held_leftovers(
     finally:
         for fd in fds:
             files.close(fd)
-
-
-@contextlib.contextmanager
-def held_attempt(files: PosixFiles, directory: str, save_id: str, mode: int) -> Iterator[bool]:
-    """Hold the lock of a save's attempt while what it has committed goes.
-
-    Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and what
-    is there counts as living, so that nobody else removes some of it. The file is made if it is not
-    there, and goes at the end.
-
-    Args:
-        files: Operations to use.
-        directory: A checkpoint's directory.
-        save_id: The save's id.
-        mode: Permissions of the file.
-
-    Yields:
-        Whether it is held: not where there are no locks, or no file can be made.
-
-    Raises:
-        OSError: `EBUSY`: somebody has it. Such a copy is being made, or the save is not through.
-    """
-    path = f"{directory}/{ATTEMPT_PREFIX}{save_id}"
-    fd = _taken(files, path, mode)
-    try:
-        yield fd >= 0
-    finally:
-        if fd >= 0:
-            try:
-                with contextlib.suppress(OSError):  # it is left over
-                    if is_at(fd, path):
-                        files.unlink(path)
-            finally:
-                with contextlib.suppress(OSError):  # closing is all that was left to do
-                    files.close(fd)
-
-
-def _taken(files: PosixFiles, path: str, mode: int) -> int:
-    """Take the lock of an attempt's file, which is made if need be; less than 0 if none can be."""
-    for _ in range(MAX_TRIES):
-        try:
-            fd, is_new = _opened(files, path, mode)
-        except FileExistsError:  # it was made just now
-            continue
-        except OSError:
-            return -1
-        is_held: bool | None = False
-        try:
-            is_held = _is_held(files, fd, path)
-            if is_held:
-                with contextlib.suppress(OSError):  # the disk is full
-                    files.pwrite(fd, memoryview(boot_id()), 0)
-            elif is_held is None and is_new:
-                files.unlink(path)
-        finally:
-            if not is_held:
-                with contextlib.suppress(OSError):  # as above
-                    files.close(fd)
-        if is_held:
-            return fd
-        if is_held is None:
-            return -1
-    return -1
-
-
-def _opened(files: PosixFiles, path: str, mode: int) -> tuple[int, bool]:
-    """Open an attempt's file, or make it; gives whether it is new."""
-    try:
-        return files.open(path, direct=False, writable=True), False
-    except FileNotFoundError:
-        return files.create(path, mode, direct=False), True
-
-
-def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
-    """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
-
-    Raises:
-        OSError: Somebody has the lock.
-    """
-    try:
-        is_free = files.lock(fd)
-    except OSError:
-        return None
-    if not is_free:
-        raise OSError(errno.EBUSY, "a copy of it is being made, or its save is not through")
-    return is_at(fd, path)
 
 
 def _held(files: PosixFiles, path: str) -> int:

@@ -220,7 +220,7 @@ class ManifestName:
                 self._files.exchange(self.new, self.target)
             elif self._may_return():
                 self._files.replace(self.replaced, self.target)
-            elif not may_stay:
+            elif not may_stay and self._is_there():  # still: another may have replaced it just now
                 self._files.unlink(self.target)
             return not self._is_there()
         except OSError:

@@ -340,7 +340,7 @@ class ObjectAttempt:
             return False
         mark = self._place.key(ATTEMPT_PREFIX + replaced.save_id)
         try:
-            await self._requests.run("look at", mark, lambda: self._store.head(mark))
+            await self._place.requests.run("look at", mark, lambda: self._store.head(mark))
         except ObjectMissingError:
             return False
         except (StorageError, StoreError) as error:

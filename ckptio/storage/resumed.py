@@ -82,10 +82,13 @@ class ResumedAttempt(LocalAttempt):
         """Look whether the files stay; see above."""
         if tombs := tombs_in(self._directory, self._save_id):
             raise _removed(tombs[0])
+        now_s = os.stat(self._name.target).st_mtime  # it was written just now
         for name in sorted(os.listdir(self._directory)):
             if name.startswith(NEW_MANIFEST_PREFIX) and self._save_id not in name:
                 with contextlib.suppress(FileNotFoundError, FormatError):
-                    if read_summary(self._files, self._path(name))[0].save_id == self._save_id:
+                    path = self._path(name)
+                    is_ours = read_summary(self._files, path)[0].save_id == self._save_id
+                    if is_ours and os.stat(path).st_ctime + QUIET_S >= now_s:
                         raise _removed(name)
         for path in self._made_files:
             if path != self._name.new:  # which may have got the manifest's name

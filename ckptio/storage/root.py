@@ -34,6 +34,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
+from ckptio.storage.attempt_lock import held_attempt
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
 from ckptio.storage.file_names import (
@@ -46,7 +47,6 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.leftovers import (
     find_leftovers,
-    held_attempt,
     held_leftovers,
     is_committed,
     newest_s,
@@ -241,6 +241,9 @@ class LocalRoot:
         except _GONE:
             raise CheckpointNotFoundError(directory) from None
         except OSError as error:
+            is_gone = not os.path.lexists(f"{directory}/{MANIFEST_NAME}")
+            if error.errno == errno.EBUSY and is_gone:  # somebody else was faster
+                raise CheckpointNotFoundError(directory) from None
             raise storage_error(error, directory, "cannot remove the checkpoint") from error
         self._remove_dir(directory)
         return summary.nbytes

@@ -34,6 +34,7 @@ from ckptio import (
 )
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved, CleanupFailed, LeftoversRemoved, RetentionFailed
+from ckptio.storage.store import ObjectInfo, StoreTraits
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
 from tests.rig import SMALL, assert_same, filled_state
@@ -42,7 +43,6 @@ from tests.storage.object_rig import DictStore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptio.storage.store import ObjectInfo
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 100]
@@ -362,14 +362,36 @@ class _Mute(DictStore):
 
 
 class _MuteBehindCommit(_Mute):
-    """A store that stops to answer right behind a commit, of which it tells late."""
+    """A store that stops to answer right behind the second commit, of which it tells late."""
+
+    num_commits = 0
 
     async def put(self, key: str, data: bytes | memoryview, **options: Any) -> str:
         answer = await super().put(key, data, **options)
-        if key.endswith("/manifest.json"):
+        self.num_commits += key.endswith("/manifest.json")
+        if self.num_commits == 2 and key.endswith("/manifest.json"):
             self.is_mute = True
             await asyncio.sleep(5)
         return answer
+
+
+class _MuteOfMarks(_MuteBehindCommit):
+    """One that sends no condition along, and so asks for the mark of what it replaces."""
+
+    traits = StoreTraits(conditional="none")
+
+    first_mark = ""
+
+    async def put(self, key: str, data: bytes | memoryview, **options: Any) -> str:
+        if self.of in key:
+            self.first_mark = self.first_mark or key
+        return await super().put(key, data, **options)
+
+    async def head(self, key: str) -> ObjectInfo:
+        if self.is_mute and key == self.first_mark:
+            self.num_asked += 1
+            await asyncio.Event().wait()
+        return await super().head(key)
 
 
 @pytest.mark.parametrize("how", ["error", "preempted"])
@@ -403,17 +425,21 @@ def test_a_removal_that_gets_no_answer_does_not_hold_who_leaves(how: str) -> Non
     assert event.path == f"dict://run/{step_name(1)}"
 
 
+@pytest.mark.parametrize("kind", [_MuteBehindCommit, _MuteOfMarks])
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_what_a_commit_leaves_in_a_store_does_not_hold_who_leaves(when: str) -> None:
+def test_what_a_commit_leaves_in_a_store_does_not_hold_who_leaves(
+    when: str, kind: type[_Mute]
+) -> None:
     """Its mark, which a sweep removes; whether who leaves does so before the answer, or behind."""
-    store, left_s = _MuteBehindCommit("/.attempt-"), list[float]()
+    store, left_s = kind("/.attempt-"), list[float]()
 
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         async with engines(store=store) as (engine,):
             with contextlib.suppress(KeyError):
-                async with checkpointer_on(engine, "dict://run") as ckpt:
-                    ckpt.save(state_of(1), 1)
+                async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
+                    await ckpt.save(state_of(0), 1)
+                    ckpt.save(state_of(1), 1, overwrite=True)
                     while not (store.is_mute if when == "before" else store.num_asked):
                         await asyncio.sleep(0.01)
                     left_s.append(clock())

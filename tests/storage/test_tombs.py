@@ -14,9 +14,10 @@ import pytest
 
 from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
+from ckptio.storage import resumed
 from ckptio.storage.file_names import QUIET_S, tomb_name
 from ckptio.storage.files import NoExclusiveNames
-from ckptio.storage.leftovers import is_whole, read_summary
+from ckptio.storage.leftovers import boot_id, is_whole, read_summary
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.storage.tombs import put_back_mistakes, tombs_in
@@ -340,3 +341,79 @@ def test_a_removal_whose_find_a_sweep_put_back_says_that_it_stays(tmp_path: Path
     summary, _ = read_summary(RecordingFiles(), str(path / "manifest.json"))
     assert summary.save_id == B
     assert is_whole(str(path), summary)
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_what_was_replaced_and_left_by_a_dead_save_is_no_obstacle_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_quiet: bool
+) -> None:
+    """Where there are no locks, it may be about to go for an hour, and no longer."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    (path / f".manifest-{B}").write_bytes((path / "manifest.json").read_bytes())
+    (path / "manifest.json").unlink()
+    commit_plainly(path)
+    if is_quiet:
+        monkeypatch.setattr(resumed, "QUIET_S", -1.0)
+    copy_again(path, told, MOUNTS["no locks"](None))
+    assert told == (["copied"] if is_quiet else ["failed"])
+    assert committed(path) == (OLD if is_quiet else CONTENTS[C])
+
+
+def commit_plainly(path: Path) -> None:
+    """Commit, and clear nothing."""
+    for name, data in CONTENTS[C].items():
+        (path / name).write_bytes(data)
+    (path / "manifest.json").write_bytes(manifest_of(C, CONTENTS[C]))
+
+
+@pytest.mark.parametrize(("boot", "told"), [("", "stays"), ("another", "removed")])
+def test_the_lock_of_a_host_that_died_is_no_obstacle_for_ever(
+    tmp_path: Path, boot: str, told: str
+) -> None:
+    """A server may keep it; one of this boot is alive."""
+    path, ends = tmp_path / "c", list[str]()
+    save(path, A)
+    marker = path / f".attempt-{A}"
+    marker.write_bytes(boot.encode() or boot_id())
+    for file in path.iterdir():
+        os.utime(file, (1e9, 1e9))
+    files = RecordingFiles()
+    held = files.open(str(marker), direct=False, writable=True)
+    assert files.lock(held)
+    remove(path, A, ends)
+    files.close(held)
+    assert ends == [told]
+    assert committed(path) == (OLD if told == "stays" else None)
+
+
+def test_who_is_second_to_remove_says_that_it_is_gone(tmp_path: Path) -> None:
+    """The first has the lock yet, and the manifest is out of its place."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    files = RecordingFiles()
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind == "open" and "/.attempt-" in operation.path and not held:
+            (path / "manifest.json").rename(path / tomb_name(A))
+            held.append(files.open(str(path / f".attempt-{A}"), direct=False, writable=True))
+            assert files.lock(held[0])
+
+    held: list[int] = []
+    (path / f".attempt-{A}").write_bytes(boot_id())
+    remove(path, A, told, RecordingFiles(interrupt))
+    files.close(held[0])
+    assert told == ["gone"]
+
+
+def test_without_locks_a_file_that_went_is_no_matter(tmp_path: Path) -> None:
+    """The one made for the lock is removed by somebody else before this one does."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+
+    def gone(operation: Operation) -> None:
+        if operation.kind == "unlink" and "/.attempt-" in operation.path:
+            raise FileNotFoundError(errno.ENOENT, "it went", operation.path)
+
+    remove(path, A, told, RecordingFiles(gone, has_locks=False))
+    assert told == ["removed"]

@@ -1,0 +1,123 @@
+"""The lock of a save's attempt, held by who removes what the save has committed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
+from ckptio.storage.files import MAX_TRIES
+from ckptio.storage.leftovers import boot_id, files_of, is_at, newest_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptio.storage.files import PosixFiles
+
+#: How often, and for how many seconds, a lock is waited for.
+_NUM_WAITS, _WAIT_S = 5, 0.01
+
+
+@contextlib.contextmanager
+def held_attempt(files: PosixFiles, directory: str, save_id: str, mode: int) -> Iterator[bool]:
+    """Hold the lock of a save's attempt while what it has committed goes.
+
+    Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and what
+    is there counts as living, so that nobody else removes some of it. The file is made if it is not
+    there, and goes at the end.
+
+    Args:
+        files: Operations to use.
+        directory: A checkpoint's directory.
+        save_id: The save's id.
+        mode: Permissions of the file.
+
+    Yields:
+        Whether it is held: not where there are no locks, or no file can be made.
+
+    Raises:
+        OSError: `EBUSY`: somebody has it. Such a copy is being made, it is being removed already,
+            or the save is not through. Not if it is on another host, and was quiet for an hour: a
+            server may keep the lock of one that has died.
+    """
+    path = f"{directory}/{ATTEMPT_PREFIX}{save_id}"
+    fd = _taken(files, path, mode)
+    try:
+        yield fd >= 0
+    finally:
+        if fd >= 0:
+            try:
+                with contextlib.suppress(OSError):  # it is left over
+                    if is_at(fd, path):
+                        files.unlink(path)
+            finally:
+                with contextlib.suppress(OSError):  # closing is all that was left to do
+                    files.close(fd)
+
+
+def _taken(files: PosixFiles, path: str, mode: int) -> int:
+    """Take the lock of an attempt's file, which is made if need be; less than 0 if none can be."""
+    for _ in range(MAX_TRIES):
+        try:
+            fd, is_new = _opened(files, path, mode)
+        except FileExistsError:  # it was made just now
+            continue
+        except OSError:
+            return -1
+        is_held: bool | None = False
+        try:
+            is_held = _is_held(files, fd, path)
+            if is_held:
+                with contextlib.suppress(OSError):  # the disk is full
+                    files.pwrite(fd, memoryview(boot_id()), 0)
+            elif is_held is None and is_new:
+                with contextlib.suppress(OSError):  # somebody else has
+                    files.unlink(path)
+        finally:
+            if not is_held:
+                with contextlib.suppress(OSError):  # as above
+                    files.close(fd)
+        if is_held:
+            return fd
+        if is_held is None:
+            return -1
+    return -1
+
+
+def _opened(files: PosixFiles, path: str, mode: int) -> tuple[int, bool]:
+    """Open an attempt's file, or make it; gives whether it is new."""
+    try:
+        return files.open(path, direct=False, writable=True), False
+    except FileNotFoundError:
+        return files.create(path, mode, direct=False), True
+
+
+def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
+    """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
+
+    Raises:
+        OSError: Somebody has the lock.
+    """
+    try:
+        is_free = files.lock(fd)
+        for _ in range(_NUM_WAITS):  # who looks for leftovers has it for a moment
+            if is_free:
+                break
+            time.sleep(_WAIT_S)
+            is_free = files.lock(fd)
+    except OSError:
+        return None
+    if is_free:
+        return is_at(fd, path)
+    boot = os.pread(fd, 64, 0)
+    directory, marker = os.path.split(path)
+    names = [marker, *files_of(directory, marker.removeprefix(ATTEMPT_PREFIX))]
+    is_quiet = newest_s(directory, names) + QUIET_S < time.time()
+    if boot and boot != boot_id() and is_quiet:
+        return None
+    raise OSError(
+        errno.EBUSY, "it is being removed, or copied once more, or its save is not through"
+    )
