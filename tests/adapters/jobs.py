@@ -230,6 +230,7 @@ def save_in_a_subgroup(me: Me, path: str) -> None:
             load(found, storage_reader=reader(path), process_group=ours)
             assert torch.equal(found["x"], state["x"])
             assert found["step"] == 4
+        dist.barrier()  # the store goes with rank 0, and the others may be making their group yet
 
 
 def save_for_itself(me: Me, path: str, options: Any = None) -> None:
