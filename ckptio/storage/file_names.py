@@ -1,7 +1,8 @@
 """The names of files beside a manifest, on disks and in object stores alike.
 
 data-SAVE-RANK-BUCKET.safetensors   tensors; no two saves, ranks or buckets meet
-.attempt-SAVE                       a save is under way, or was when it was killed
+.attempt-SAVE                       a save is under way, or was when it was killed; or the removal
+                                    of what it committed, on a disk
 .copy-SAVE                          a copy to a second tier is owed
 .manifest-SAVE                      its manifest, on the way to its place; or, after an exchange
                                     of the two, the one that it replaced
