@@ -272,13 +272,15 @@ class Keeper:
         """Remove a step. A failure is an event, not an error.
 
         A cancellation is raised when it has gone and the event was sent; or ten seconds later,
-        where a store does not answer. What is left of it then is what a kill leaves.
+        where a store does not answer. What is left of it then is what a kill leaves. (A thread
+        that removes files cannot be cut off, and is waited for.)
 
         Args:
             step: Its number.
             save_id: The save that `plan` has seen there: another one stays. Any if not given.
         """
-        return await shielded(self._remove(step, save_id), grace_s=GRACE_S)
+        grace_s = None if isinstance(self.root, LocalRoot) else GRACE_S
+        return await shielded(self._remove(step, save_id), grace_s=grace_s)
 
     async def _remove(self, step: int, save_id: str | None) -> Removal:
         name = step_name(step)

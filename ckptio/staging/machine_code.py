@@ -2,7 +2,8 @@
 
 A few instructions, written down as bytes, in a page that is made executable once it is written
 and is never writable again, as the JIT compilers inside torch do. (Linux sees to it on arm64 that
-instructions are read as they were written, where a page becomes executable.) Where the processor
+instructions are read as they were written, where a page becomes executable: `__sync_icache_dcache`
+in arch/arm64/mm/flush.c.) Where the processor
 is another, or a policy forbids such pages, there are none, and the callers have another way.
 
 Rejected: a compiled extension, which turns one wheel into dozens for these bytes.

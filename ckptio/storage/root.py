@@ -10,6 +10,9 @@ goes last. Whoever is killed in between leaves a checkpoint or none, never a par
 that looks whole; and the next sweep knows what the rest is and removes it. A reader that
 has begun ends with a typed error.
 
+Meanwhile the removal holds the lock that the save had (`storage.attempt_lock`): a copy that is
+made again has the same id, and would count on files that go.
+
 What has neither name is the business of `storage.leftovers`: a save that lives is left
 alone, however long it takes; one that died goes after a while, so that somebody who wants
 to know why it died finds it.

@@ -618,7 +618,7 @@ def test_a_removal_that_is_cancelled_is_told_all_the_same(threads: Threads) -> N
     class SlowRoot(LocalRoot):
         async def remove(self, name: str, save_id: str | None = None) -> int:
             del name, save_id
-            await outlive(asyncio.ensure_future(asyncio.sleep(1)))  # as for its thread
+            await outlive(asyncio.ensure_future(asyncio.sleep(60)))  # as for its thread
             return 10
 
     async def scenario() -> None:

@@ -150,14 +150,15 @@ def test_a_copy_is_made_again_on_any_mount(tmp_path: Path, mount: str, there: st
     assert names_in(path) == sorted(["manifest.json", *OLD])
 
 
-def test_what_replaces_a_checkpoint_leaves_a_copy_of_it_alone(tmp_path: Path) -> None:
-    """One that is made right behind the exchange of the two has the files of the one before."""
+@pytest.mark.parametrize("before", ["fsync_dir", "unlink"])
+def test_a_copy_of_what_is_being_replaced_is_not_made(tmp_path: Path, before: str) -> None:
+    """Right behind the exchange of the two its files are there: they are about to go."""
     path, told = tmp_path / "c", list[str]()
     save(path, A)
     files = RecordingFiles()
 
     def interrupt(operation: Operation) -> None:
-        if files.kinds("exchange") and operation.kind == "unlink" and not told:
+        if files.kinds("exchange") and operation.kind == before and not told:
             copy_again(path, told)
 
     files.fault = interrupt
@@ -172,24 +173,27 @@ def test_what_replaces_a_checkpoint_leaves_a_copy_of_it_alone(tmp_path: Path) ->
     assert names_in(path) == sorted(["manifest.json", *CONTENTS[C]])
 
 
-def test_a_copy_that_replaces_what_replaced_its_like_is_whole_or_not_there(tmp_path: Path) -> None:
-    """It was committed right behind the exchange of the two, before anything was removed."""
-    path, told = tmp_path / "c", list[str]()
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_copy_that_lost_its_files_takes_back_no_manifest_but_its_own(
+    tmp_path: Path, *, comes: bool
+) -> None:
+    """Where names cannot be exchanged, and the one before it cannot be had back."""
+    path, told, mount = tmp_path / "c", list[str](), "no names, no locks"
     save(path, A)
-    files = RecordingFiles()
 
     def interrupt(operation: Operation) -> None:
-        if files.kinds("exchange") and operation.kind == "fsync_dir" and not told:
-            copy_again(path, told)
+        is_named = files.kinds("replace")
+        if operation.kind == "replace" and not told:
+            remove(path, A, told, MOUNTS[mount](None))
+        elif comes and is_named and operation.path.endswith("-was") and len(told) == 1:
+            told.append("")
+            save(path, B, mount)
 
+    files = MOUNTS[mount](None)
     files.fault = interrupt
-    elsewhere(
-        lambda threads: asyncio.run(
-            write_files(storage_at(path, threads, files), B, NEW, overwrite=True)
-        )
-    )
-    assert told == ["failed"]
-    assert committed(path) == NEW
+    copy_again(path, told, files)
+    assert told == ["removed", *[""] * comes, "failed"]
+    assert committed(path) == (NEW if comes else None)
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
