@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 
+import torch
+
 #: Packages that a peer is made of, or that a store is reached through.
 _PEERS = (
     "safetensors",
@@ -35,6 +37,7 @@ def describe_machine(directory: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "ckptio": _version("ckptio"),
+        **_device(),
     }
 
 
@@ -79,6 +82,10 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.machine()
+
+
+def _device() -> dict[str, str]:
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def _file_system(directory: str) -> str:

@@ -45,6 +45,18 @@ FIGURES = {
     "async save, 2.4 GB: until durable": [("stall", "", "commit_s")],
     "lag of the trainer's loop, 1 GiB saved and loaded, p99": [("loop_lag", "", "p99_s")],
     "training time lost to one save of 2 GB": [("train_slowdown", "", "lost_s")],
+    "H200: durable save, 1.7 GB": [("cuda_save", "", "elapsed_s")],
+    "H200: cold load, 1.7 GB, in place": [("cuda_load", "cold", "elapsed_s")],
+    "H200: warm load, 1.7 GB, in place": [("cuda_load", "warm", "elapsed_s")],
+    **{
+        f"H200: async save, {state}: {moment}": [("cuda_stall", title, metric)]
+        for state, title in (("1.7 GB", "state a"), ("20,000 small", "state b"))
+        for moment, metric in (
+            ("the call", "call_s"),
+            ("may change", "change_s"),
+            ("until durable", "commit_s"),
+        )
+    },
     "save": [("save_s3", "", "elapsed_s")],
     "save: CPU of the client, a GiB": [("save_s3", "", "cpu_s_per_gib")],
     "save: lag of the trainer's loop, p99": [("save_s3", "", "p99_s")],
@@ -98,6 +110,15 @@ BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dcp.async_save; dcp.load",),
     ),
     "training time lost to one save of 2 GB": (("1 thread, default crc32",),),
+    "H200: durable save, 1.7 GB": (("dcp.save (1 thread",), ("limit: direct write",)),
+    "H200: cold load, 1.7 GB, in place": (("dcp.load",), ("limit: direct read",)),
+    "H200: warm load, 1.7 GB, in place": (("dcp.load",), ("limit: sum and copy",)),
+    "H200: async save, 1.7 GB: the call": (("stager new",),),
+    "H200: async save, 1.7 GB: may change": (("stager new",), ("limit: one copy into pinned",)),
+    "H200: async save, 1.7 GB: until durable": (("stager new",), ("limit: direct write",)),
+    "H200: async save, 20,000 small: the call": (("stager new",),),
+    "H200: async save, 20,000 small: may change": (("stager new",), ("limit: copy_ of every",)),
+    "H200: async save, 20,000 small: until durable": (("stager new",), ("limit: direct write",)),
     "save": ((_ON_S3FS,), ("limit: PUT of 16 MiB x 8",)),
     "save: CPU of the client, a GiB": ((_ON_S3FS,), ("limit: PUT of 16 MiB x 8",)),
     "save: lag of the trainer's loop, p99": ((_ON_S3FS,),),
