@@ -279,8 +279,10 @@ def _make(
         ) -> Destination:
             made = allocate(entry, device=kind.device, dtype=kind.dtype, order=kind.order)
             tensors[index] = made
-            is_plain = made.is_cpu and made.dtype is stored and made.is_contiguous()
-            return Destination(made, stored, made.data_ptr() if is_plain else None)
+            if made.dtype is not stored or not made.is_contiguous():
+                return Destination(made, stored)
+            start, device = made.data_ptr(), made.device if made.is_cuda else None
+            return Destination(made, stored, (start, start + made.nbytes), device)
 
         restoration.makers.append(make)
         restoration.needs.append(Need(entry, len(restoration.makers) - 1))
@@ -307,8 +309,7 @@ def _fill(
     stored = torch_dtype(entry.dtype)
     destination = len(restoration.makers)
     if node is None and block is None and isinstance(tensor, torch.Tensor):
-        address = None if fill.span is None else fill.span[0]
-        restoration.makers.append(Destination(tensor, stored, address))
+        restoration.makers.append(Destination(tensor, stored, fill.span, fill.device))
         restoration.needs.append(Need(entry, destination))
         return
     if node is None:

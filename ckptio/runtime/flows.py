@@ -359,7 +359,8 @@ def _prepare(
         reading, restoration, context, whole_files=whole
     )
     destinations = restoration.destinations()
-    others = [each.tensor for each in destinations if each.address is None]
-    streams = caller_streams(devices_of(others), core, saving=False)
+    devices = {each.device for each in destinations if each.device is not None}
+    devices |= devices_of(each.tensor for each in destinations if each.span is None)
+    streams = caller_streams(devices, core, saving=False)
     reading.target = TargetState(destinations, streams)
     return _Load(restoration, reading, reading.target, wanted, whole)

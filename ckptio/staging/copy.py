@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from ckptio._gc import collection_paused
 from ckptio.errors import TargetError
 from ckptio.staging.memory import (
     address_of,
@@ -145,12 +146,25 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         tensor: Where they go; of the shape of what is stored.
         dtype: The element type they are stored in; the copy converts if it differs.
-        address: Where its memory was a moment ago, if one memmove can fill it.
+        span: First byte and end of its memory a moment ago, if one memmove can fill it, or one
+            copy of `device`.
+        device: The CUDA device that has the span; `None` if the host does.
     """
 
     tensor: torch.Tensor
     dtype: torch.dtype
-    address: int | None = None
+    span: tuple[int, int] | None = None
+    device: torch.device | None = None
+
+
+def _span_of(destination: Destination) -> tuple[tuple[int, int] | None, torch.device | None]:
+    """Find what one memmove, or one copy by a device, fills; and that device."""
+    tensor = destination.tensor
+    if tensor.dtype != destination.dtype:
+        return None, None
+    start = address_of(tensor) or far_address_of(tensor)
+    device = tensor.device if start and tensor.is_cuda else None
+    return (start, start + tensor.nbytes) if start else None, device
 
 
 class TargetState:
@@ -168,26 +182,34 @@ class TargetState:
         #: By number: where one memmove goes, 0 where none can; and where the tensor is.
         self._addresses: list[int] = []
         self._pointers: list[int] = []
-        self._storages = [each.tensor.untyped_storage() for each in destinations]
-        for each in destinations:
-            address = pointer = each.address
-            if address is None or pointer is None:
-                address = address_of(each.tensor) if each.tensor.dtype == each.dtype else 0
-                pointer = each.tensor.data_ptr()
-            self._addresses.append(address)
-            self._pointers.append(pointer)
-        #: By number: where a tensor is that one copy by a device fills, and its bytes; and how one
+        #: By number: the device that fills a tensor by one copy, and the end of that; and how one
         #: lies that torch fills.
-        self._devices: dict[int, tuple[torch.device, int]] = {}
+        self._devices: dict[int, torch.device] = {}
+        self._stops: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
-        for number, each in enumerate(destinations):
-            if not self._addresses[number]:
-                self._layouts[number] = layout_of(each.tensor)
-                if each.tensor.dtype == each.dtype and far_address_of(each.tensor):
-                    self._devices[number] = each.tensor.device, each.tensor.nbytes
+        with collection_paused():
+            self._storages = [each.tensor.untyped_storage() for each in destinations]
+            for number, each in enumerate(destinations):
+                if each.span is not None and each.device is None:
+                    self._pointers.append(each.span[0])  # nearly all
+                    self._addresses.append(each.span[0])
+                else:
+                    self._look_at(number, each)
         self._streams = streams
         self._moved: int | None = None
         self.count_write()
+
+    def _look_at(self, number: int, destination: Destination) -> None:
+        """Note how one is filled that was not looked at, or is on a device."""
+        span, device = destination.span, destination.device
+        if span is None:
+            span, device = _span_of(destination)
+        self._pointers.append(destination.tensor.data_ptr() if span is None else span[0])
+        self._addresses.append(0 if span is None or device is not None else span[0])
+        if span is None:
+            self._layouts[number] = layout_of(destination.tensor)
+        elif device is not None:
+            self._devices[number], self._stops[number] = device, span[1]
 
     @property
     def is_async(self) -> bool:
@@ -222,7 +244,7 @@ class TargetState:
                 ):
                     self._moved = index
                 elif index in devices:
-                    ways = far.setdefault(devices[index][0], [])
+                    ways = far.setdefault(devices[index], [])
                     for piece in _rows(start + position, index, offset, nbytes, rows):
                         in_far.append(piece)
                         to = pointers[index] + piece[2]
@@ -248,7 +270,7 @@ class TargetState:
         on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
-            if layout_of(destination.tensor) != self._layouts[index]:
+            if not self._is_as_it_was(index, destination.tensor):
                 self._moved = index
                 continue
             tensor = destination.tensor.detach()
@@ -268,11 +290,21 @@ class TargetState:
         assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
         return self._streams
 
+    def _is_as_it_was(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
+        if index in self._devices:
+            is_same = tensor.dtype == self._destinations[index].dtype and is_physical(tensor)
+            is_whole = (
+                tensor.is_contiguous()
+                and self._pointers[index] + tensor.nbytes == self._stops[index]
+            )
+            return is_same and is_whole and self._is_there(index)
+        return layout_of(tensor) == self._layouts[index]
+
     def _is_there(self, index: int) -> bool:
         """Whether a device's memory still has all of a tensor; its storage may be resized."""
         storage = self._storages[index]
-        stop = self._pointers[index] + self._devices[index][1]
-        return stop <= storage.data_ptr() + storage.nbytes()
+        return self._stops[index] <= storage.data_ptr() + storage.nbytes()
 
     def count_write(self) -> None:
         """Tell autograd that the tensors change, before the first byte, and after the last.

@@ -103,8 +103,9 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         block: The part of the memory that is filled, and the block of the tensor that it
             takes; all and all if not given.
         span: First byte and end of the memory of one that takes what is stored as it is, by
-            one memmove; not known of any other.
+            one memmove, or one copy of `device`; not known of any other.
         dtype: Its element type, where that is another than the stored one.
+        device: The CUDA device that has the span; `None` if the host does.
     """
 
     stored: int
@@ -114,6 +115,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
     block: Block | None = None
     span: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
     def memory(self) -> torch.Tensor:
         """Give what is filled, of the shape of what it takes. Makes what is blank.
@@ -144,8 +146,10 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
             )
         if self.span is None:
             return self
-        found = plain_memory(tensor)
-        return msgspec.structs.replace(self, span=None if found is None else found[2])
+        found = plain_memory(tensor, far=True)
+        span = None if found is None else found[2]
+        device = None if span is None or tensor.is_cpu else tensor.device
+        return msgspec.structs.replace(self, span=span, device=device)
 
     @torch.no_grad()
     def copy_from(self, base: torch.Tensor) -> None:

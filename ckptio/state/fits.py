@@ -45,7 +45,7 @@ _MARKS = (type(None), type(...), object)
 def find_plain(
     entries: Sequence[TensorEntry], fqn: str, node: Json, target: torch.Tensor
 ) -> Fill | None:
-    """Give what fills a target as it is, by one memmove; `None` if that is not so plain.
+    """Give what fills a target as it is, by one memmove or one copy of a device; else `None`.
 
     Nearly all tensors of most targets are so, and there are thousands: as in `looks`, each is
     asked for everything at once.
@@ -57,13 +57,14 @@ def find_plain(
         target: A tensor of the target.
     """
     index = node.get(TAG) if type(node) is dict else None
-    if type(index) is not int or (found := plain_memory(target)) is None:
+    if type(index) is not int or (found := plain_memory(target, far=True)) is None:
         return None
     shape, _, span, _ = found
     entry = entries[index]
     if shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
-    return Fill(index, target, fqn, None, None, span)
+    device = None if target.is_cpu else target.device
+    return Fill(index, target, fqn, None, None, span, None, device)
 
 
 def find_tensor(

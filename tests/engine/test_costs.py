@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     Work = Callable[[sync.Engine, dict[str, torch.Tensor], Path], object]
 
 
-def _state(number: int) -> dict[str, torch.Tensor]:
-    return {f"t{index:05}": torch.ones(4) for index in range(number)}
+def _state(number: int, device: str) -> dict[str, torch.Tensor]:
+    return {f"t{index:05}": torch.ones(4, device=device) for index in range(number)}
 
 
-def _count(work: Work, number: int, path: Path) -> int:
+def _count(work: Work, number: int, path: Path, device: str = "cpu") -> int:
     """Count the calls of all threads that do something with a state of so many tensors."""
     seen: list[str] = []
 
@@ -36,7 +36,7 @@ def _count(work: Work, number: int, path: Path) -> int:
         if event in ("call", "c_call"):
             seen.append(event)
 
-    state, path = _state(number), path / str(number)
+    state, path = _state(number, device), path / str(number)
     sync.save(state, path)
     threading.setprofile(see)
     try:
@@ -70,6 +70,20 @@ def test_one_more_tensor_costs_a_few_calls(work: Work, budget: int, tmp_path: Pa
     """What is spent above that is to be known: a call is 0.05 to 0.3 us, of each tensor."""
     few, many = (
         min(_count(work, number, tmp_path / f"{attempt}") for attempt in range(3))
+        for number in (500, 1500)
+    )
+    assert (many - few) / 1000 <= budget
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("work", "budget"), [(_save, 62), (_fill, 71)], ids=["save", "fill"])
+def test_one_more_tensor_of_a_device_costs_hardly_more(
+    work: Work, budget: int, tmp_path: Path
+) -> None:
+    """A device's target was looked at three times, and 20,000 of them set a collection off."""
+    few, many = (
+        min(_count(work, number, tmp_path / f"{attempt}", "cuda") for attempt in range(3))
         for number in (500, 1500)
     )
     assert (many - few) / 1000 <= budget
