@@ -30,6 +30,7 @@ from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage.attempt_lock import held_attempt, held_leftovers
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
@@ -37,7 +38,6 @@ from ckptio.storage.leftovers import (
     boot_id,
     files_of,
     find_leftovers,
-    held_leftovers,
     is_committed,
     notes_of,
     read_summary,
@@ -144,7 +144,8 @@ class LocalAttempt:
         return False
 
     def _clear(self, names: list[str]) -> bool:
-        with held_leftovers(self._files, self._directory, names) as free:
+        mode, stays = self._config.file_mode, self._cannot_remove
+        with held_leftovers(self._files, self._directory, names, mode, stays) as free:
             return self._remove(free)
 
     def _find_leftovers(self) -> list[str]:
@@ -305,22 +306,26 @@ class LocalAttempt:
         except (FileNotFoundError, FormatError):
             pass
         except OSError as error:
-            self._cannot_remove(manifest, error)
+            if error.errno != errno.EBUSY:
+                self._cannot_remove(manifest, error)
         self._try_remove(manifest)
 
     def _remove_of(self, old: Summary, pointed: Sequence[str]) -> None:
         """Remove the files of a checkpoint that was replaced.
 
-        Unless a copy of it, which has its files, was committed just now. One that is committed from
-        here on sees the old manifest, or that files are gone (`storage.resumed`).
+        Unless a copy of it, which has its files, is being made or was committed just now: then they
+        are that one's, or left over. Where there are no locks, one that is committed from here on
+        sees the old manifest, or that files are gone (`storage.resumed`).
 
         Raises:
             OSError: That cannot be told.
         """
-        if not is_committed(self._files, self._directory, old.save_id):
-            names = [*(entry.name for entry in old.files), *pointed]
-            names = [name for name in names if self._save_id not in name]
-            self._remove([*names, *notes_of(self._directory, old.save_id)])
+        mode, stays = self._config.file_mode, self._cannot_remove
+        with held_attempt(self._files, self._directory, old.save_id, mode, stays):
+            if not is_committed(self._files, self._directory, old.save_id):
+                names = [*(entry.name for entry in old.files), *pointed]
+                names = [name for name in names if self._save_id not in name]
+                self._remove([*names, *notes_of(self._directory, old.save_id)])
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""

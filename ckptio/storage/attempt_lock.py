@@ -1,4 +1,10 @@
-"""The lock of a save's attempt, held by who removes what the save has committed."""
+"""The lock of a save's attempt, held by who removes what the save has committed, or has left.
+
+A copy to another place has the id of what it copies, and its files. So whoever removes files holds
+the lock of the save that they are of: a removal, a save that has replaced a checkpoint, and who
+clears what killed saves left. Who removed them without it, after a look, took the files of a copy
+that was begun, and committed, just behind that look.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,21 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptio.errors import FormatError
+from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
 from ckptio.storage.files import MAX_TRIES
-from ckptio.storage.leftovers import boot_id, files_of, is_at, newest_s
+from ckptio.storage.leftovers import (
+    boot_id,
+    files_of,
+    is_at,
+    names_needed,
+    newest_s,
+    owner_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from ckptio.storage.files import PosixFiles
 
@@ -22,7 +37,58 @@ _NUM_WAITS, _WAIT_S = 5, 0.01
 
 
 @contextlib.contextmanager
-def held_attempt(files: PosixFiles, directory: str, save_id: str, mode: int) -> Iterator[bool]:
+def held_leftovers(
+    files: PosixFiles,
+    directory: str,
+    names: Collection[str],
+    mode: int,
+    stays: Callable[[str, OSError], object] = lambda *_: None,
+) -> Iterator[list[str]]:
+    """Hold the locks of dead attempts while what they left is removed.
+
+    A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
+    lock; and what has no attempt's file any more may be made again. So nobody does meanwhile, and
+    nothing goes that somebody took up since it was called dead.
+
+    Args:
+        files: Operations to use.
+        directory: A checkpoint's directory.
+        names: What `find_leftovers` gave just now.
+        mode: As in `held_attempt`, as is `stays`.
+        stays: See there.
+
+    Yields:
+        What may be removed, in this order: an attempt's own file comes last.
+
+    Raises:
+        OSError: What is there cannot be read.
+    """
+    taken = set[str]()
+    with contextlib.ExitStack() as stack:
+        for owner in sorted({owner_of(name) for name in names}):
+            try:
+                stack.enter_context(held_attempt(files, directory, owner, mode, stays))
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                taken.add(owner)
+        free = [name for name in names if owner_of(name) not in taken]
+        try:
+            needed = names_needed(files, directory, MANIFEST_NAME) if free else set[str]()
+            free = [name for name in free if name not in needed]  # one was committed, say
+        except FormatError:
+            free = []
+        yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
+
+
+@contextlib.contextmanager
+def held_attempt(
+    files: PosixFiles,
+    directory: str,
+    save_id: str,
+    mode: int,
+    stays: Callable[[str, OSError], object] = lambda *_: None,
+) -> Iterator[bool]:
     """Hold the lock of a save's attempt while what it has committed goes.
 
     Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and what
@@ -34,6 +100,7 @@ def held_attempt(files: PosixFiles, directory: str, save_id: str, mode: int) -> 
         directory: A checkpoint's directory.
         save_id: The save's id.
         mode: Permissions of the file.
+        stays: Told of the file where it cannot be removed, and why; it is left over.
 
     Yields:
         Whether it is held: not where there are no locks, or no file can be made.
@@ -50,9 +117,10 @@ def held_attempt(files: PosixFiles, directory: str, save_id: str, mode: int) -> 
     finally:
         if fd >= 0:
             try:
-                with contextlib.suppress(OSError):  # it is left over
-                    if is_at(fd, path):
-                        files.unlink(path)
+                if is_at(fd, path):
+                    files.unlink(path)
+            except OSError as error:
+                stays(path, error)
             finally:
                 with contextlib.suppress(OSError):  # closing is all that was left to do
                     files.close(fd)
@@ -116,7 +184,7 @@ def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
     directory, marker = os.path.split(path)
     names = [marker, *files_of(directory, marker.removeprefix(ATTEMPT_PREFIX))]
     is_quiet = newest_s(directory, names) + QUIET_S < time.time()
-    if boot and boot != boot_id() and is_quiet:
+    if boot != boot_id() and is_quiet:
         return None
     raise OSError(
         errno.EBUSY, "it is being removed, or copied once more, or its save is not through"

@@ -43,7 +43,7 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import follow_pointer, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
@@ -54,6 +54,12 @@ _OURS = re.compile(
     r"(?:data-|\.attempt-|\.copy-|\.?manifest-)([0-9a-f]{32})"
     r"(?:-\d{5}-\d{5}\.safetensors|-old(?:-[0-9a-f]{8})?|-was|\.json)?"
 )
+
+
+def owner_of(name: str) -> str:
+    """Give the id of the save that a file's name says it is of; empty if it is of none."""
+    match = _OURS.fullmatch(name)
+    return match[1] if match else ""
 
 
 def files_of(directory: str, save_id: str) -> list[str]:
@@ -132,9 +138,8 @@ def find_leftovers(
     owners: dict[str, list[str]] = {}
     listed = sorted(os.listdir(directory))
     for name in listed:
-        match = _OURS.fullmatch(name)
-        if match and match[1] != save_id:
-            owners.setdefault(match[1], []).append(name)
+        if (owner := owner_of(name)) and owner != save_id:
+            owners.setdefault(owner, []).append(name)
     if not owners:
         return []
     living = {
@@ -143,12 +148,12 @@ def find_leftovers(
         if _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names, clock)
     }
     try:
-        needed = _needed(files, directory, MANIFEST_NAME)
+        needed = names_needed(files, directory, MANIFEST_NAME)
         if not needed and MANIFEST_NAME in listed:
             return []  # taken out of its place just now, or the mount is behind
         for owner in living:
             for suffix in ("", REPLACED_SUFFIX):
-                needed |= _needed(files, directory, NEW_MANIFEST_PREFIX + owner + suffix)
+                needed |= names_needed(files, directory, NEW_MANIFEST_PREFIX + owner + suffix)
         for tomb in filter(TOMB.fullmatch, listed):
             needed |= _needed_by_mistake(files, directory, tomb)
     except (OSError, FormatError):
@@ -161,67 +166,6 @@ def find_leftovers(
     ]
 
 
-@contextlib.contextmanager
-def held_leftovers(
-    files: PosixFiles, directory: str, names: Collection[str]
-) -> Iterator[list[str]]:
-    """Hold the locks of dead attempts while what they left is removed.
-
-    A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
-    lock. So nobody does meanwhile, and nothing goes that somebody took up since it was called dead.
-
-    Args:
-        files: Operations to use.
-        directory: A checkpoint's directory.
-        names: What `find_leftovers` gave just now.
-
-    Yields:
-        What may be removed, in this order: an attempt's own file, which has the lock, comes last.
-
-    Raises:
-        OSError: What is there cannot be read.
-    """
-    fds, taken = [], set[str]()
-    try:
-        for name in names:
-            if name.startswith(ATTEMPT_PREFIX):
-                fd = _held(files, f"{directory}/{name}")
-                if fd < 0:
-                    taken.add(name[len(ATTEMPT_PREFIX) :])
-                else:
-                    fds.append(fd)
-        free = [name for name in names if not any(owner in name for owner in taken)]
-        try:
-            needed = _needed(files, directory, MANIFEST_NAME) if free else set[str]()
-            free = [name for name in free if name not in needed]  # one was committed, say
-        except FormatError:
-            free = []
-        yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
-    finally:
-        for fd in fds:
-            files.close(fd)
-
-
-def _held(files: PosixFiles, path: str) -> int:
-    """Take the lock of an attempt's file; less than 0 if somebody has it, or the file went."""
-    try:
-        fd = files.open(path, direct=False, writable=True)
-    except OSError:
-        return -1
-    try:
-        try:
-            is_free = files.lock(fd)
-        except OSError:  # there are no locks: it was quiet for an hour
-            is_free = True
-        if is_free and is_at(fd, path):
-            kept, fd = fd, -1
-            return kept
-    finally:
-        if fd >= 0:
-            files.close(fd)
-    return -1
-
-
 def is_at(fd: int, path: str) -> bool:
     """Whether an open file is still what has a name."""
     mine = os.fstat(fd)
@@ -231,7 +175,7 @@ def is_at(fd: int, path: str) -> bool:
     return False
 
 
-def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
+def names_needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
     """Name the files of a manifest; none if it is not there."""
     try:
         commit = read_regular(files, f"{directory}/{manifest}", MAX_MANIFEST_NBYTES)

@@ -19,14 +19,16 @@ so that what is said of the failure stays true for who leaves all other files to
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptio.errors import CommitConflictError, FormatError
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.storage.blocks import write_file
-from ckptio.storage.file_names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX
+from ckptio.storage.file_names import NEW_MANIFEST_PREFIX, REPLACED_SUFFIX, tomb_name
 from ckptio.storage.files import MAX_TRIES, NoExclusiveNames, read_regular
 from ckptio.storage.leftovers import is_whole, read_summary
+from ckptio.storage.tombs import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +75,8 @@ class ManifestName:
         self._config = config
         self._manifest = b""
         self._is_sent = False  # something that gives the name has been asked for
+        self._was_there = False  # it had the name before: an earlier copy of the same save
+        self._save_id = save_id
 
     def give(
         self, manifest: bytes, *, overwrite: bool, look: Callable[[], None] = lambda: None
@@ -136,7 +140,7 @@ class ManifestName:
         for _ in range(MAX_TRIES):
             if overwrite:
                 replaced = self._replace()
-                if replaced:
+                if replaced or self._was_there:
                     return replaced
             try:
                 self._try(self._files.publish, None)
@@ -169,6 +173,9 @@ class ManifestName:
         try:
             old = read_regular(self._files, self.target, MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
+            return ""
+        if old == self._manifest:
+            self.may_stand = self._was_there = True
             return ""
         self.copy = self.new + REPLACED_SUFFIX
         write_file(self._files, self.copy, old, self._config)
@@ -212,31 +219,51 @@ class ManifestName:
             may_stay: Whether it is better than none, where the one before cannot be had back.
         """
         try:
-            if not self._is_there():
+            if self._was_there or not self._is_there():
                 return False  # that one may be taken back, too, and this one be there again
             if not self.replaced:
-                self._files.unlink(self.target)
+                self._take_away()
             elif self.replaced == self.new:
-                self._files.exchange(self.new, self.target)
-            elif self._may_return():
-                self._files.replace(self.replaced, self.target)
-            elif not may_stay and self._is_there():  # still: another may have replaced it just now
-                self._files.unlink(self.target)
+                self._exchange_back()
+            elif self._may_return(may_stay=may_stay):
+                if self._is_there():  # still: another may have replaced it just now
+                    self._files.replace(self.replaced, self.target)
+            elif not may_stay:
+                self._take_away()
             return not self._is_there()
         except OSError:
             return False
 
-    def _may_return(self) -> bool:
+    def _take_away(self) -> None:
+        """Leave no manifest, unless it is another's by now: taken by mistake, that is put back."""
+        tomb = tomb_name(self._save_id)
+        path = f"{self._directory}/{tomb}"
+        self._files.replace(self.target, path)
+        if read_regular(self._files, path, MAX_MANIFEST_NBYTES) == self._manifest:
+            with contextlib.suppress(OSError):  # it is left over, as of a removal
+                self._files.unlink(path)
+        else:
+            put_back(self._files, self._directory, tomb)
+
+    def _exchange_back(self) -> None:
+        """Let the manifest that was replaced have the name again, unless it is another's by now."""
+        self._files.exchange(self.new, self.target)
+        if read_regular(self._files, self.new, MAX_MANIFEST_NBYTES) != self._manifest:
+            self._files.exchange(self.new, self.target)
+
+    def _may_return(self, *, may_stay: bool) -> bool:
         """Whether all that the manifest lists is there of which a copy was kept.
 
         Another save may have replaced it just after the copy was made, and removed its files:
-        then this one, which is whole, stays, and whether for good is in doubt.
+        then this one, which is whole, stays, and whether for good is in doubt. And one of the same
+        save has the files that may go, if this one may not stay.
         """
         try:
             summary, _ = read_summary(self._files, self.replaced)
-            return is_whole(self._directory, summary)
         except FormatError:  # damaged before, or of another kind
             return True
+        is_other = summary.save_id != self._save_id
+        return (may_stay or is_other) and is_whole(self._directory, summary)
 
 
 class _InDoubtError(OSError):

@@ -37,7 +37,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
-from ckptio.storage.attempt_lock import held_attempt
+from ckptio.storage.attempt_lock import held_attempt, held_leftovers
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
 from ckptio.storage.file_names import (
@@ -50,7 +50,6 @@ from ckptio.storage.file_names import (
 from ckptio.storage.files import PosixFiles, absolute, read_regular
 from ckptio.storage.leftovers import (
     find_leftovers,
-    held_leftovers,
     is_committed,
     newest_s,
     notes_of,
@@ -277,7 +276,7 @@ class LocalRoot:
     def _bury(self, directory: str, tomb: str) -> None:
         """Remove the files of a checkpoint that was taken back, and what lists them.
 
-        What was taken by mistake is put back; see `storage.leftovers`.
+        What was taken by mistake is put back; see `storage.tombs`.
         """
         try:
             summary, pointed = read_summary(self._files, f"{directory}/{tomb}")
@@ -341,7 +340,8 @@ class LocalRoot:
         if is_quiet:
             now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
             dead = find_leftovers(self._files, directory, "", now_s)
-            with held_leftovers(self._files, directory, dead) as free:
+            mode = self._config.file_mode
+            with held_leftovers(self._files, directory, dead, mode) as free:
                 removed = tuple(name for name in free if self._unlink(directory, name))
             if removed:
                 self._emit(LeftoversRemoved(path=directory, files=removed))

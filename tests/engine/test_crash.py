@@ -82,11 +82,13 @@ def sweep(directory: Path) -> None:
     assert save(directory, NEXT)
     assert_same(load(directory), NEXT)
     # an attempt that died while it was being born cannot be told from one that is being
-    # born now, for an hour
+    # born now, for an hour; nor can what was about to remove the files of one
     unborn = [name for name in names_in(directory) if name.startswith(".attempt-")]
-    for name in unborn:
-        assert os.stat(directory / name).st_size == 0
-        os.utime(directory / name, (0, 0))
+    for marker in unborn:
+        assert os.stat(directory / marker).st_size == 0
+        for name in names_in(directory):
+            if marker.removeprefix(".attempt-") in name:
+                os.utime(directory / name, (0, 0))
     if unborn:
         assert len(unborn) == 1
         assert save(directory, NEXT)

@@ -320,10 +320,10 @@ class Unsynced(RecordingFiles):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         super().fsync_dir(path)
 
-    def unlink(self, path: str) -> None:
-        if path.endswith("/manifest.json"):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        super().unlink(path)
+    def replace(self, source: str, target: str) -> None:
+        if source.endswith("/manifest.json"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+        super().replace(source, target)
 
 
 class SlowToFail(Mount):

@@ -169,6 +169,10 @@ class BrokenDisk(RecordingFiles):
         self._break()
         return super().exchange(path, other)
 
+    def replace(self, source: str, target: str) -> None:
+        self._break()
+        super().replace(source, target)
+
     def unlink(self, path: str) -> None:
         self._break()
         super().unlink(path)

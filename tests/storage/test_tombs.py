@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import itertools
 import os
 import threading
@@ -58,6 +59,7 @@ MOUNTS: dict[str, Callable[[Fault | None], RecordingFiles]] = {
     "links": RecordingFiles,
     "renames": lambda fault: RecordingFiles(fault, has_links=False),
     "no names": NoNames,
+    "no exchange": lambda fault: RecordingFiles(fault, has_exchange=False),
     "no locks": lambda fault: RecordingFiles(fault, has_locks=False),
     "no names, no locks": lambda fault: NoNames(fault, has_locks=False),
 }
@@ -173,19 +175,86 @@ def test_a_copy_of_what_is_being_replaced_is_not_made(tmp_path: Path, before: st
     assert names_in(path) == sorted(["manifest.json", *CONTENTS[C]])
 
 
+@pytest.mark.parametrize("before", ["exchange", "fsync_dir", "replace"])
+def test_what_a_copy_has_again_is_not_removed_by_who_replaces_it(
+    tmp_path: Path, before: str
+) -> None:
+    """Where names cannot be exchanged, a copy takes the name of what has replaced it just now."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    is_at, may_go = threading.Event(), threading.Event()
+
+    def linger(operation: Operation) -> None:
+        if operation.kind == "unlink" and f"data-{A}" in operation.path and not is_at.is_set():
+            is_at.set()
+            assert may_go.wait(20)
+
+    def replace() -> None:
+        files = RecordingFiles(linger, has_exchange=False)
+        work = functools.partial(write_files, save_id=B, contents=NEW, overwrite=True)
+        elsewhere(lambda threads: asyncio.run(work(storage_at(path, threads, files))))
+        is_at.set()
+
+    replacing = threading.Thread(target=replace)
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind in (before, "replace") and not replacing.ident:
+            replacing.start()
+            assert is_at.wait(20)
+
+    copy_again(path, told, RecordingFiles(interrupt, has_exchange=False))
+    if not replacing.ident:  # it has its name already: nothing is replaced
+        replacing.start()
+    may_go.set()
+    replacing.join()
+    assert committed(path) in (OLD, NEW)
+
+
+@pytest.mark.parametrize("by", ["save", "copy"])
+def test_what_a_dead_save_has_replaced_is_locked_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """A copy of it that is committed meanwhile would list it, and find no sign of its end."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    monkeypatch.setattr(resumed, "QUIET_S", -1.0)  # the save died an hour ago, behind its exchange
+    old = (path / "manifest.json").read_bytes()
+    for name, data in NEW.items():
+        (path / name).write_bytes(data)
+    (path / f".manifest-{B}").write_bytes(old)
+    (path / "manifest.json").write_bytes(manifest_of(B, NEW))
+    (path / f".attempt-{B}").write_bytes(boot_id())
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind == "unlink" and f"data-{A}" in operation.path and not told:
+            copy_again(path, told)
+
+    async def begin(storage: LocalStorage) -> None:
+        begun = C if by == "save" else B
+        attempt = await storage.begin(begun, overwrite=True, resumes=by == "copy")
+        await attempt.leave()
+
+    files = RecordingFiles(interrupt)
+    elsewhere(lambda threads: asyncio.run(begin(storage_at(path, threads, files))))
+    assert told == ["failed"]
+    assert committed(path) == NEW
+
+
+@pytest.mark.parametrize("mount", ["no locks", "no names, no locks"])
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_copy_that_lost_its_files_takes_back_no_manifest_but_its_own(
-    tmp_path: Path, *, comes: bool
+    tmp_path: Path, mount: str, *, comes: bool
 ) -> None:
-    """Where names cannot be exchanged, and the one before it cannot be had back."""
-    path, told, mount = tmp_path / "c", list[str](), "no names, no locks"
+    """Though another is committed right before it is taken away."""
+    path, told = tmp_path / "c", list[str]()
     save(path, A)
 
     def interrupt(operation: Operation) -> None:
-        is_named = files.kinds("replace")
-        if operation.kind == "replace" and not told:
+        takes_away = operation.kind == "replace" and "-old-" in operation.path
+        takes_away |= operation.kind == "unlink" and operation.path.endswith("/manifest.json")
+        if operation.kind == "exchange" and not told:
             remove(path, A, told, MOUNTS[mount](None))
-        elif comes and is_named and operation.path.endswith("-was") and len(told) == 1:
+        elif comes and takes_away and len(told) == 1:
             told.append("")
             save(path, B, mount)
 
