@@ -279,7 +279,8 @@ def _make(
         ) -> Destination:
             made = allocate(entry, device=kind.device, dtype=kind.dtype, order=kind.order)
             tensors[index] = made
-            if made.dtype is not stored or not made.is_contiguous():
+            is_plain = (made.is_cpu or made.is_cuda) and made.is_contiguous()
+            if made.dtype is not stored or not is_plain:  # on another maker's device, say
                 return Destination(made, stored)
             start, device = made.data_ptr(), made.device if made.is_cuda else None
             return Destination(made, stored, (start, start + made.nbytes), device)
@@ -309,7 +310,8 @@ def _fill(
     stored = torch_dtype(entry.dtype)
     destination = len(restoration.makers)
     if node is None and block is None and isinstance(tensor, torch.Tensor):
-        restoration.makers.append(Destination(tensor, stored, fill.span, fill.device))
+        filled = Destination(tensor, stored, fill.span, fill.device, fill.storage)
+        restoration.makers.append(filled)
         restoration.needs.append(Need(entry, destination))
         return
     if node is None:

@@ -105,7 +105,8 @@ class SourceState:
         if far and not self._far().copy_memory(far, pending, saving=True):
             slow += in_far
         if slow:
-            self._gather_slow(slow, slab, pending)
+            with collection_paused():  # views of thousands, until all are queued
+                self._gather_slow(slow, slab, pending)
 
     def _gather_slow(
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
@@ -149,12 +150,18 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
         span: First byte and end of its memory a moment ago, if one memmove can fill it, or one
             copy of `device`.
         device: The CUDA device that has the span; `None` if the host does.
+        storage: Keeps the memory of the span since somebody looked.
     """
 
     tensor: torch.Tensor
     dtype: torch.dtype
     span: tuple[int, int] | None = None
     device: torch.device | None = None
+    storage: torch.UntypedStorage | None = None
+
+    def __repr__(self) -> str:
+        """Say what it is; the storage's own has every byte of it."""
+        return f"<Destination {self.dtype} {tuple(self.tensor.shape)}>"
 
 
 def _span_of(destination: Destination) -> tuple[tuple[int, int] | None, torch.device | None]:
@@ -172,7 +179,8 @@ class TargetState:
 
     Args:
         destinations: In the order in which the plan numbers them. They, and the storages that
-            they have now, are referred to, so that no memory that is filled is another's.
+            they have now, or had when somebody looked, are referred to, so that no memory that is
+            filled is another's.
         streams: What orders copies behind the caller's work on its devices, if any.
     """
 
@@ -188,7 +196,10 @@ class TargetState:
         self._stops: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
         with collection_paused():
-            self._storages = [each.tensor.untyped_storage() for each in destinations]
+            self._storages = [
+                each.tensor.untyped_storage() if each.storage is None else each.storage
+                for each in destinations
+            ]
             for number, each in enumerate(destinations):
                 if each.span is not None and each.device is None:
                     self._pointers.append(each.span[0])  # nearly all
@@ -260,7 +271,7 @@ class TargetState:
             slow += in_far
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
-            with torch.inference_mode(), alone():
+            with torch.inference_mode(), alone(), collection_paused():
                 self._scatter_slow(slow, memory, pending)
 
     def _scatter_slow(

@@ -106,6 +106,7 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
             one memmove, or one copy of `device`; not known of any other.
         dtype: Its element type, where that is another than the stored one.
         device: The CUDA device that has the span; `None` if the host does.
+        storage: Keeps the memory of the span: nobody else gets it before it is filled.
     """
 
     stored: int
@@ -116,6 +117,11 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
     span: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    storage: torch.UntypedStorage | None = None
+
+    def __repr__(self) -> str:
+        """Say what it is of; the storage's own has every byte of it."""
+        return f"<Fill {self.name!r} with tensor {self.stored}>"
 
     def memory(self) -> torch.Tensor:
         """Give what is filled, of the shape of what it takes. Makes what is blank.
@@ -147,9 +153,9 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
         if self.span is None:
             return self
         found = plain_memory(tensor, far=True)
-        span = None if found is None else found[2]
+        span, storage = (None, None) if found is None else found[2:]
         device = None if span is None or tensor.is_cpu else tensor.device
-        return msgspec.structs.replace(self, span=span, device=device)
+        return msgspec.structs.replace(self, span=span, device=device, storage=storage)
 
     @torch.no_grad()
     def copy_from(self, base: torch.Tensor) -> None:

@@ -59,12 +59,12 @@ def find_plain(
     index = node.get(TAG) if type(node) is dict else None
     if type(index) is not int or (found := plain_memory(target, far=True)) is None:
         return None
-    shape, _, span, _ = found
+    shape, _, span, storage = found
     entry = entries[index]
     if shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
     device = None if target.is_cpu else target.device
-    return Fill(index, target, fqn, None, None, span, None, device)
+    return Fill(index, target, fqn, None, None, span, None, device, storage)
 
 
 def find_tensor(

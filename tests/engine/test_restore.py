@@ -14,10 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from ckptio import shards, sync
+from ckptio.engine import restore
 from ckptio.engine.regions import Need, want_region
 from ckptio.errors import MismatchError, TargetError
 from ckptio.format.manifest import Chunk, TensorEntry
 from ckptio.layout import Box
+from ckptio.runtime import flows
 from ckptio.shards import PerRank
 from ckptio.state.select import make_predicate
 from tests.rig import SMALL
@@ -36,9 +38,11 @@ from tests.state.test_sharded import sharded_tensor
 from tests.strategies import assert_same, random_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ckptio.plan.load import Wanted
+    from ckptio.staging.copy import Destination, TargetState
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -513,3 +517,21 @@ def test_a_solo_engine_saves_and_loads_shards_of_the_whole(tmp_path: Path) -> No
     assert_same(part.tensor, tensor[298:, 37:])
     assert_same(target["flat"].tensor, tensor.reshape(-1)[333:1033])
     assert_same(target["own"].value, {"x": tensor * 2, "n": 3})
+
+
+def test_what_is_made_on_another_makers_device_is_left_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its addresses are none of the host's. The meta device stands for one that is not there."""
+    sync.save({"x": torch.ones(3)}, tmp_path / "c")
+    found: list[Destination] = []
+
+    def look(destinations: Sequence[Destination], *_: object) -> TargetState:
+        found.extend(destinations)
+        raise AssertionError("enough")
+
+    monkeypatch.setattr(restore, "allocate", lambda *_, **__: torch.empty(3, device="meta"))
+    monkeypatch.setattr(flows, "TargetState", look)
+    with pytest.raises(AssertionError, match="enough"):
+        sync.load(tmp_path / "c")
+    assert [each.span for each in found] == [None]

@@ -96,6 +96,19 @@ def test_a_look_keeps_the_memory_of_a_tensor_that_moves() -> None:
     assert before() is look.storage
 
 
+def test_a_target_keeps_the_memory_that_is_filled_though_it_is_moved() -> None:
+    """Else another tensor may be made there, a smaller one, while the load waits for a store."""
+    target = torch.ones(1000)
+    fill, before = (
+        find_plain(_entries(target), "x", {TAG: 0}, target),
+        weakref.ref(target.untyped_storage()),
+    )
+    target.data = torch.zeros(10)
+    assert fill is not None
+    assert before() is fill.storage
+    assert "1.0" not in repr(fill)
+
+
 @pytest.mark.parametrize(
     "node",
     [None, [0], {TAG: "np", "t": 0}, {TAG: "view", "t": 0}],
