@@ -1,7 +1,7 @@
 """A directory of checkpoints: what is in it, and how one of them goes.
 
     <root>/step-00000100/manifest.json           committed
-    <root>/step-00000090/.manifest-<id>-old      being removed: no checkpoint any more
+    <root>/step-00000090/.manifest-<id>-old-...  being removed: no checkpoint any more
     <root>/step-00000080/data-<id>-...           no commit: being written, or its save died
 
 Removal takes the commit back first, in one step that is synced as a commit is: the
