@@ -105,8 +105,7 @@ class SourceState:
         if far and not self._far().copy_memory(far, pending, saving=True):
             slow += in_far
         if slow:
-            with collection_paused():  # views of thousands, until all are queued
-                self._gather_slow(slow, slab, pending)
+            self._gather_slow(slow, slab, pending)
 
     def _gather_slow(
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
@@ -271,7 +270,7 @@ class TargetState:
             slow += in_far
         if slow:
             # tensors made in inference mode can be written to in no other; the rest can, too
-            with torch.inference_mode(), alone(), collection_paused():
+            with torch.inference_mode(), alone():
                 self._scatter_slow(slow, memory, pending)
 
     def _scatter_slow(

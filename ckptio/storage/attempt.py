@@ -47,7 +47,7 @@ from ckptio.storage.notes import take_note, taken
 from ckptio.storage.tombs import put_back_mistakes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -109,7 +109,7 @@ class LocalAttempt:
                     raise
                 locks = self._mark(marker)
             if locks and self._directory not in self._made_dirs:
-                self._clear(self._find_leftovers())
+                self._clear()
         except (CheckpointExistsError, CommitConflictError):
             raise
         except OSError as error:
@@ -143,18 +143,18 @@ class LocalAttempt:
             return self._clear([name for name in names if any(owner in name for owner in dead)])
         return False
 
-    def _clear(self, names: list[str]) -> bool:
-        mode, stays = self._config.file_mode, self._cannot_remove
-        with held_leftovers(self._files, self._directory, names, mode, stays) as free:
+    def _clear(self, among: Collection[str] | None = None) -> bool:
+        mode, stays, find = self._config.file_mode, self._cannot_remove, self._find_leftovers
+        with held_leftovers(self._files, self._directory, find, mode, stays, among) as free:
             return self._remove(free)
 
-    def _find_leftovers(self) -> list[str]:
+    def _find_leftovers(self, held: Collection[str] = ()) -> list[str]:
         """Name what killed saves left; what time it is there, the attempt's file says."""
 
         def now_s() -> float:  # without one, nothing counts as quiet
             return os.fstat(self._lock_fd).st_mtime if self._lock_fd >= 0 else 0.0
 
-        return find_leftovers(self._files, self._directory, self._save_id, now_s)
+        return find_leftovers(self._files, self._directory, self._save_id, now_s, held)
 
     def _require_free(self) -> None:
         put_back_mistakes(self._files, self._directory)

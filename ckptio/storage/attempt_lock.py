@@ -14,15 +14,12 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptio.errors import FormatError
-from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
 from ckptio.storage.files import MAX_TRIES
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
     is_at,
-    names_needed,
     newest_s,
     owner_of,
 )
@@ -40,9 +37,10 @@ _NUM_WAITS, _WAIT_S = 5, 0.01
 def held_leftovers(
     files: PosixFiles,
     directory: str,
-    names: Collection[str],
+    find: Callable[[Collection[str]], list[str]],
     mode: int,
-    stays: Callable[[str, OSError], object] = lambda *_: None,
+    stays: Callable[[str, OSError], object],
+    among: Collection[str] | None = None,
 ) -> Iterator[list[str]]:
     """Hold the locks of dead attempts while what they left is removed.
 
@@ -53,9 +51,11 @@ def held_leftovers(
     Args:
         files: Operations to use.
         directory: A checkpoint's directory.
-        names: What `find_leftovers` gave just now.
+        find: Finds what is left over, with the saves whose locks are held; asked once before, and
+            once behind: it may have been committed meanwhile, or taken by mistake.
         mode: As in `held_attempt`, as is `stays`.
         stays: See there.
+        among: Nothing else is removed, if given.
 
     Yields:
         What may be removed, in this order: an attempt's own file comes last.
@@ -63,21 +63,19 @@ def held_leftovers(
     Raises:
         OSError: What is there cannot be read.
     """
-    taken = set[str]()
+    names = set(find(()) if among is None else among)
+    held = set[str]()
     with contextlib.ExitStack() as stack:
         for owner in sorted({owner_of(name) for name in names}):
             try:
                 stack.enter_context(held_attempt(files, directory, owner, mode, stays))
-            except OSError as error:
+            except OSError as error:  # somebody has it; or nobody can tell, and is told
                 if error.errno != errno.EBUSY:
-                    raise
-                taken.add(owner)
-        free = [name for name in names if owner_of(name) not in taken]
-        try:
-            needed = names_needed(files, directory, MANIFEST_NAME) if free else set[str]()
-            free = [name for name in free if name not in needed]  # one was committed, say
-        except FormatError:
-            free = []
+                    stays(f"{directory}/{ATTEMPT_PREFIX}{owner}", error)
+            else:
+                held.add(owner)
+        again = find(held) if held else []
+        free = [name for name in again if name in names and owner_of(name) in held]
         yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
 
 
@@ -108,10 +106,10 @@ def held_attempt(
     Raises:
         OSError: `EBUSY`: somebody has it. Such a copy is being made, it is being removed already,
             or the save is not through. Not if it is on another host, and was quiet for an hour: a
-            server may keep the lock of one that has died.
+            server may keep the lock of one that has died. Or the file cannot be opened now.
     """
     path = f"{directory}/{ATTEMPT_PREFIX}{save_id}"
-    fd = _taken(files, path, mode)
+    fd = _taken(files, path, mode, stays)
     try:
         yield fd >= 0
     finally:
@@ -126,27 +124,28 @@ def held_attempt(
                     files.close(fd)
 
 
-def _taken(files: PosixFiles, path: str, mode: int) -> int:
+def _taken(files: PosixFiles, path: str, mode: int, stays: Callable[[str, OSError], object]) -> int:
     """Take the lock of an attempt's file, which is made if need be; less than 0 if none can be."""
     for _ in range(MAX_TRIES):
         try:
             fd, is_new = _opened(files, path, mode)
         except FileExistsError:  # it was made just now
             continue
-        except OSError:
+        if fd < 0:
             return -1
         is_held: bool | None = False
+        is_through = False
         try:
             is_held = _is_held(files, fd, path)
             if is_held:
                 with contextlib.suppress(OSError):  # the disk is full
                     files.pwrite(fd, memoryview(boot_id()), 0)
             elif is_held is None and is_new:
-                with contextlib.suppress(OSError):  # somebody else has
-                    files.unlink(path)
+                _unlink(files, path, stays)
+            is_through = True
         finally:
-            if not is_held:
-                with contextlib.suppress(OSError):  # as above
+            if not (is_held and is_through):
+                with contextlib.suppress(OSError):  # closing is all that was left to do
                     files.close(fd)
         if is_held:
             return fd
@@ -155,12 +154,34 @@ def _taken(files: PosixFiles, path: str, mode: int) -> int:
     return -1
 
 
+def _unlink(files: PosixFiles, path: str, stays: Callable[[str, OSError], object]) -> None:
+    try:
+        files.unlink(path)
+    except FileNotFoundError:
+        pass  # somebody else has
+    except OSError as error:
+        stays(path, error)
+
+
 def _opened(files: PosixFiles, path: str, mode: int) -> tuple[int, bool]:
-    """Open an attempt's file, or make it; gives whether it is new."""
+    """Open an attempt's file, or make it; gives whether it is new. Less than 0 if none can be.
+
+    Raises:
+        FileExistsError: Somebody has made it just now.
+        OSError: It is there, and cannot be opened now.
+    """
     try:
         return files.open(path, direct=False, writable=True), False
     except FileNotFoundError:
+        pass
+    except PermissionError:  # another user's
+        return -1, False
+    try:
         return files.create(path, mode, direct=False), True
+    except FileExistsError:
+        raise
+    except OSError:  # the disk is full, say
+        return -1, True
 
 
 def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
@@ -176,8 +197,8 @@ def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
                 break
             time.sleep(_WAIT_S)
             is_free = files.lock(fd)
-    except OSError:
-        return None
+    except OSError as error:
+        return False if error.errno == errno.ESTALE else None  # removed just now, on a server
     if is_free:
         return is_at(fd, path)
     boot = os.pread(fd, 64, 0)

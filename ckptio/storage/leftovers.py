@@ -119,7 +119,11 @@ def is_committed(files: PosixFiles, directory: str, save_id: str) -> bool:
 
 
 def find_leftovers(
-    files: PosixFiles, directory: str, save_id: str, clock: Callable[[], float] = time.time
+    files: PosixFiles,
+    directory: str,
+    save_id: str,
+    clock: Callable[[], float] = time.time,
+    held: Collection[str] = (),
 ) -> list[str]:
     """Name the files in `directory` that belong to no living save and to no checkpoint.
 
@@ -128,6 +132,7 @@ def find_leftovers(
         directory: A checkpoint's directory.
         save_id: The save that asks; its own files are not leftovers.
         clock: Says what time it is where files are dated; that of this host if not given.
+        held: Saves whose locks the caller has: they are dead.
 
     Returns:
         Names; none where locks do not work or the manifest cannot be read.
@@ -145,15 +150,16 @@ def find_leftovers(
     living = {
         owner
         for owner, names in owners.items()
-        if _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names, clock)
+        if owner not in held
+        and _is_alive(files, directory, f"{ATTEMPT_PREFIX}{owner}", names, clock)
     }
     try:
-        needed = names_needed(files, directory, MANIFEST_NAME)
+        needed = _needed(files, directory, MANIFEST_NAME)
         if not needed and MANIFEST_NAME in listed:
             return []  # taken out of its place just now, or the mount is behind
         for owner in living:
             for suffix in ("", REPLACED_SUFFIX):
-                needed |= names_needed(files, directory, NEW_MANIFEST_PREFIX + owner + suffix)
+                needed |= _needed(files, directory, NEW_MANIFEST_PREFIX + owner + suffix)
         for tomb in filter(TOMB.fullmatch, listed):
             needed |= _needed_by_mistake(files, directory, tomb)
     except (OSError, FormatError):
@@ -175,7 +181,7 @@ def is_at(fd: int, path: str) -> bool:
     return False
 
 
-def names_needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
+def _needed(files: PosixFiles, directory: str, manifest: str) -> set[str]:
     """Name the files of a manifest; none if it is not there."""
     try:
         commit = read_regular(files, f"{directory}/{manifest}", MAX_MANIFEST_NBYTES)

@@ -246,10 +246,18 @@ class ManifestName:
             put_back(self._files, self._directory, tomb)
 
     def _exchange_back(self) -> None:
-        """Let the manifest that was replaced have the name again, unless it is another's by now."""
+        """Let the manifest that was replaced have the name again, unless it is another's by now.
+
+        That is seen behind the exchange, which is undone then; a third one that is committed in
+        between is replaced, as one that came first.
+        """
         self._files.exchange(self.new, self.target)
-        if read_regular(self._files, self.new, MAX_MANIFEST_NBYTES) != self._manifest:
-            self._files.exchange(self.new, self.target)
+        is_ours = False
+        try:
+            is_ours = read_regular(self._files, self.new, MAX_MANIFEST_NBYTES) == self._manifest
+        finally:
+            if not is_ours:
+                self._files.exchange(self.new, self.target)
 
     def _may_return(self, *, may_stay: bool) -> bool:
         """Whether all that the manifest lists is there of which a copy was kept.

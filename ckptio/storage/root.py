@@ -316,6 +316,9 @@ class LocalRoot:
             if error.errno != errno.EBUSY:
                 raise
 
+    def _lock_stays(self, directory: str, path: str, error: OSError) -> None:
+        self._cannot_remove(directory, os.path.basename(path), error)
+
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `Root`."""
         directory = self.join(name)
@@ -339,9 +342,9 @@ class LocalRoot:
                 return
         if is_quiet:
             now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
-            dead = find_leftovers(self._files, directory, "", now_s)
-            mode = self._config.file_mode
-            with held_leftovers(self._files, directory, dead, mode) as free:
+            find = functools.partial(find_leftovers, self._files, directory, "", now_s)
+            mode, stays = self._config.file_mode, functools.partial(self._lock_stays, directory)
+            with held_leftovers(self._files, directory, find, mode, stays) as free:
                 removed = tuple(name for name in free if self._unlink(directory, name))
             if removed:
                 self._emit(LeftoversRemoved(path=directory, files=removed))

@@ -16,6 +16,7 @@ import pytest
 from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
 from ckptio.storage import resumed
+from ckptio.storage.attempt_lock import held_attempt
 from ckptio.storage.file_names import QUIET_S, tomb_name
 from ckptio.storage.files import NoExclusiveNames
 from ckptio.storage.leftovers import boot_id, is_whole, read_summary
@@ -238,6 +239,82 @@ def test_what_a_dead_save_has_replaced_is_locked_as_it_goes(
     elsewhere(lambda threads: asyncio.run(begin(storage_at(path, threads, files))))
     assert told == ["failed"]
     assert committed(path) == NEW
+
+
+def test_what_is_left_over_is_found_once_more_under_its_lock(tmp_path: Path) -> None:
+    """A copy is committed just before, and then taken by mistake: it has no manifest to be seen."""
+    path, told = tmp_path / "c", list[str]()
+    save(path, A)
+    save(path, B)
+    for name, data in OLD.items():  # of a copy that was cut off
+        (path / name).write_bytes(data)
+    is_taken, may_go = threading.Event(), threading.Event()
+
+    def overtake(operation: Operation) -> None:
+        if operation.kind == "replace" and not told:
+            copy_again(path, told)
+        elif told == ["copied"] and operation.kind == "open" and "-old-" in operation.path:
+            is_taken.set()
+            assert may_go.wait(20)
+
+    removing = threading.Thread(target=remove, args=(path, B, told, RecordingFiles(overtake)))
+
+    def interrupt(operation: Operation) -> None:
+        opens = [each for each in files.operations if each.path.endswith(f".attempt-{A}")]
+        if (
+            operation.path.endswith(f".attempt-{A}") and len(opens) == 2
+        ):  # the first looks whether it lives
+            removing.start()
+            assert is_taken.wait(20)
+
+    files = RecordingFiles(interrupt)
+
+    async def begin(storage: LocalStorage) -> None:
+        attempt = await storage.begin(C, overwrite=True)
+        may_go.set()
+        removing.join()
+        await attempt.abort()
+
+    elsewhere(lambda threads: asyncio.run(begin(storage_at(path, threads, files))))
+    assert told == ["copied", "stays"]
+    assert committed(path) == OLD
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_who_cannot_look_at_a_lock_removes_nothing(tmp_path: Path, error: int) -> None:
+    """A copy lives: a save that replaces what it is made of leaves its files."""
+    path = tmp_path / "c"
+    save(path, A)
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(f".attempt-{A}"):
+            raise OSError(error, os.strerror(error), operation.path)
+
+    async def replace(storage: LocalStorage, other: LocalStorage) -> None:
+        copy = await storage.begin(A, overwrite=True, resumes=True)
+        await write_files(other, B, NEW, overwrite=True)
+        await copy.leave()
+
+    def work(threads: Threads) -> None:
+        other = storage_at(path, threads, RecordingFiles(refuse))
+        asyncio.run(replace(storage_at(path, threads), other))
+
+    elsewhere(work)
+    assert committed(path) == NEW
+    assert set(OLD) < set(names_in(path))
+
+
+def test_an_error_as_a_lock_is_taken_lets_it_go(tmp_path: Path) -> None:
+    def fail(operation: Operation) -> None:
+        if operation.kind == "pwrite":
+            raise RuntimeError("no memory, say")
+
+    files = RecordingFiles(fail)
+    with pytest.raises(RuntimeError), held_attempt(files, str(tmp_path), A, 0o600):
+        pass
+    assert files.num_open == 0
+    with held_attempt(RecordingFiles(), str(tmp_path), A, 0o600) as is_held:
+        assert is_held
 
 
 @pytest.mark.parametrize("mount", ["no locks", "no names, no locks"])
