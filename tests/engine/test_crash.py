@@ -77,8 +77,8 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
     return run_virtual(scenario(), seed=0)
 
 
-def sweep(directory: Path) -> None:
-    """Save once more, and check that nothing of the crashed save is left."""
+def sweep(directory: Path, num_crashed: int = 1) -> None:
+    """Save once more, and check that nothing of the crashed saves is left."""
     assert save(directory, NEXT)
     assert_same(load(directory), NEXT)
     # an attempt that died while it was being born cannot be told from one that is being
@@ -90,7 +90,7 @@ def sweep(directory: Path) -> None:
             if marker.removeprefix(".attempt-") in name:
                 os.utime(directory / name, (0, 0))
     if unborn:
-        assert len(unborn) == 1
+        assert len(unborn) <= num_crashed
         assert save(directory, NEXT)
     assert_tidy(directory)
 
@@ -143,4 +143,4 @@ def test_a_crash_after_a_crash_loses_nothing(tmp_path: Path, seed: int) -> None:
                 if is_same(found, state):
                     allowed = [state]
                 assert any(is_same(found, one) for one in allowed)
-            sweep(directory)
+            sweep(directory, 2)
