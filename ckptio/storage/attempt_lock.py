@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
 from ckptio.storage.files import MAX_TRIES
-from ckptio.storage.leftovers import (
-    boot_id,
-    files_of,
-    is_at,
-    newest_s,
-    owner_of,
-)
+from ckptio.storage.leftovers import boot_id, files_of, is_at, newest_s, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -64,18 +58,18 @@ def held_leftovers(
         OSError: What is there cannot be read.
     """
     names = set(find(()) if among is None else among)
-    held = set[str]()
+    held, taken = set[str](), set[str]()
     with contextlib.ExitStack() as stack:
         for owner in sorted({owner_of(name) for name in names}):
             try:
-                stack.enter_context(held_attempt(files, directory, owner, mode, stays))
+                if stack.enter_context(held_attempt(files, directory, owner, mode, stays)):
+                    held.add(owner)
             except OSError as error:  # somebody has it; or nobody can tell, and is told
+                taken.add(owner)
                 if error.errno != errno.EBUSY:
                     stays(f"{directory}/{ATTEMPT_PREFIX}{owner}", error)
-            else:
-                held.add(owner)
-        again = find(held) if held else []
-        free = [name for name in again if name in names and owner_of(name) in held]
+        again = find(held) if names else []
+        free = [name for name in again if name in names and owner_of(name) not in taken]
         yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
 
 
@@ -85,7 +79,7 @@ def held_attempt(
     directory: str,
     save_id: str,
     mode: int,
-    stays: Callable[[str, OSError], object] = lambda *_: None,
+    stays: Callable[[str, OSError], object],
 ) -> Iterator[bool]:
     """Hold the lock of a save's attempt while what it has committed goes.
 

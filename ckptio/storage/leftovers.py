@@ -18,7 +18,7 @@ What is needed is what the manifest lists, and what a living save may still put 
 place: the manifest that it has replaced is beside it until its own is durable.
 
 What a killed removal took by mistake is a checkpoint still (`storage.tombs`), and is put back
-before anybody looks for leftovers.
+before anybody looks for leftovers; where another one stands, it stays beside that.
 """
 
 from __future__ import annotations

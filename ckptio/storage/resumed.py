@@ -79,7 +79,7 @@ class ResumedAttempt(LocalAttempt):
                 self._files.unlink(path)
 
     def _look_behind(self) -> None:
-        """Look whether the files stay; see above."""
+        """Look whether the files stay, and are whole; see above."""
         if tombs := tombs_in(self._directory, self._save_id):
             raise _removed(tombs[0])
         now_s = os.stat(self._name.target).st_mtime  # it was written just now
@@ -90,9 +90,13 @@ class ResumedAttempt(LocalAttempt):
                     is_ours = read_summary(self._files, path)[0].save_id == self._save_id
                     if is_ours and os.stat(path).st_ctime + QUIET_S >= now_s:
                         raise _removed(name)
+        summary, _ = read_summary(self._files, self._name.target)
+        sizes = {self._path(file.name): file.nbytes for file in summary.files}
         for path in self._made_files:
             if path != self._name.new:  # which may have got the manifest's name
-                os.stat(path, follow_symlinks=False)
+                nbytes = os.stat(path, follow_symlinks=False).st_size
+                if sizes.get(path, nbytes) != nbytes:
+                    raise OSError(errno.EBUSY, f"{path!r} is written once more, by another copy")
 
     def _open_marker(self, path: str) -> int:
         try:

@@ -230,8 +230,9 @@ class LocalRoot:
         require_save(directory, summary, save_id)
         save_id = summary.save_id
         tomb, mode = tomb_name(save_id), self._config.file_mode
+        stays = functools.partial(self._lock_stays, directory)
         try:
-            with held_attempt(self._files, directory, save_id, mode) as is_held:
+            with held_attempt(self._files, directory, save_id, mode, stays) as is_held:
                 forget_mistakes(self._files, directory, save_id, commit)
                 self._take_back(directory, tomb, commit)
                 self._bury(directory, tomb)
@@ -309,8 +310,9 @@ class LocalRoot:
         """Go on with a removal that was cut off; if it was, or nobody makes a copy of the same."""
         match = TOMB.fullmatch(tomb)
         assert match is not None  # noqa: S101  # `tombs_in` gave it
+        mode, stays = self._config.file_mode, functools.partial(self._lock_stays, directory)
         try:
-            with held_attempt(self._files, directory, match[1], self._config.file_mode):
+            with held_attempt(self._files, directory, match[1], mode, stays):
                 self._bury(directory, tomb)
         except OSError as error:
             if error.errno != errno.EBUSY:

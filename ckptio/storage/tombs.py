@@ -6,7 +6,8 @@
 No file system renames on condition. So a removal takes what has the manifest's name, and looks
 then what it was: another save may have been committed there since the one that is to go was
 read. What was taken by mistake is a checkpoint still. The removal puts it back; if it was killed,
-whoever comes next does, before anything is called left over.
+whoever comes next does, before anything is called left over. Where another one stands by then, it
+stays under that name, with its files, and is put back when that one has gone.
 
 Each removal has a name of its own. Under one name for all, two that were at it at once wrote over
 what the other had taken, and the one that put its own back removed the other's.

@@ -424,9 +424,8 @@ async def test_a_checkpoint_that_was_replaced_meanwhile_stays(
     with pytest.raises(StorageError, match="just now"):
         await root.remove("a")
     assert committed(tmp_path / "a") == newer
-    await write(tmp_path / "a", threads, SAVE_IDS[1])  # the removal had the lock of the old files
-    newest = committed(tmp_path / "a")
-    assert names_in(tmp_path / "a") == sorted(["manifest.json", *(newest or ())])
+    newest = await write(tmp_path / "a", threads, SAVE_IDS[1])  # the removal had the old one's lock
+    assert names_in(tmp_path / "a") == sorted(["manifest.json", *newest])
 
 
 async def test_what_was_taken_by_mistake_is_put_back_by_a_sweep(

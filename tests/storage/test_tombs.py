@@ -261,9 +261,8 @@ def test_what_is_left_over_is_found_once_more_under_its_lock(tmp_path: Path) -> 
 
     def interrupt(operation: Operation) -> None:
         opens = [each for each in files.operations if each.path.endswith(f".attempt-{A}")]
-        if (
-            operation.path.endswith(f".attempt-{A}") and len(opens) == 2
-        ):  # the first looks whether it lives
+        is_second = len(opens) == 2  # the first looks whether it lives
+        if operation.path.endswith(f".attempt-{A}") and is_second:
             removing.start()
             assert is_taken.wait(20)
 
@@ -310,11 +309,43 @@ def test_an_error_as_a_lock_is_taken_lets_it_go(tmp_path: Path) -> None:
             raise RuntimeError("no memory, say")
 
     files = RecordingFiles(fail)
-    with pytest.raises(RuntimeError), held_attempt(files, str(tmp_path), A, 0o600):
+    with pytest.raises(RuntimeError), held_attempt(files, str(tmp_path), A, 0o600, print):
         pass
     assert files.num_open == 0
-    with held_attempt(RecordingFiles(), str(tmp_path), A, 0o600) as is_held:
+    with held_attempt(RecordingFiles(), str(tmp_path), A, 0o600, print) as is_held:
         assert is_held
+
+
+def test_the_file_of_a_lock_that_went_as_it_was_locked_is_made_anew(tmp_path: Path) -> None:
+    """A server says so, of a file that another host has removed."""
+
+    def go(operation: Operation) -> None:
+        if operation.kind == "lock" and not gone:
+            gone.append(operation)
+            (tmp_path / f".attempt-{A}").unlink()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+
+    gone: list[Operation] = []
+    with held_attempt(RecordingFiles(go), str(tmp_path), A, 0o600, print) as is_held:
+        assert is_held
+        assert (tmp_path / f".attempt-{A}").exists()
+
+
+def test_a_copy_whose_file_another_copy_has_begun_anew_does_not_stay(tmp_path: Path) -> None:
+    """Where there are no locks: a removal took the file away, and it is there, and too short."""
+    path, told, mount = tmp_path / "c", list[str](), "no locks"
+    save(path, A)
+
+    def interrupt(operation: Operation) -> None:
+        if operation.kind == "exchange" and not told:
+            remove(path, A, told, MOUNTS[mount](None))
+            path.mkdir(exist_ok=True)
+            for name in OLD:
+                (path / name).touch()
+
+    copy_again(path, told, RecordingFiles(interrupt, has_locks=False))
+    assert told == ["removed", "failed"]
+    assert committed(path) is None
 
 
 @pytest.mark.parametrize("mount", ["no locks", "no names, no locks"])
@@ -517,15 +548,17 @@ def commit_plainly(path: Path) -> None:
     (path / "manifest.json").write_bytes(manifest_of(C, CONTENTS[C]))
 
 
-@pytest.mark.parametrize(("boot", "told"), [("", "stays"), ("another", "removed")])
+@pytest.mark.parametrize(
+    ("boot", "told"), [(boot_id(), "stays"), (b"another", "removed"), (b"", "removed")]
+)
 def test_the_lock_of_a_host_that_died_is_no_obstacle_for_ever(
-    tmp_path: Path, boot: str, told: str
+    tmp_path: Path, boot: bytes, told: str
 ) -> None:
-    """A server may keep it; one of this boot is alive."""
+    """A server may keep it, also before anybody wrote to it; one of this boot is alive."""
     path, ends = tmp_path / "c", list[str]()
     save(path, A)
     marker = path / f".attempt-{A}"
-    marker.write_bytes(boot.encode() or boot_id())
+    marker.write_bytes(boot)
     for file in path.iterdir():
         os.utime(file, (1e9, 1e9))
     files = RecordingFiles()
