@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.format.manifest import Manifest
-    from ckptio.plan.load import BlockPieces, ReadSegment
+    from ckptio.plan.load import BlockPieces, Piece, ReadSegment
     from ckptio.staging.cuda import PendingCopies
     from ckptio.staging.pool import Slab
     from ckptio.storage.interface import Storage
@@ -154,11 +154,72 @@ async def bring(
                 await source.read_into(error.start, room)
         if damage:
             again = [(e.start - segment.start) // reading.manifest.block_nbytes for e in damage]
-            work = _Work(segment, reading, pending, repeats=False)
+            work = _Work(segment, reading, Verified(reading, pending))
             damage = await run_unless_cancelled(context.copiers, work.check_some, slab, again)
     except CorruptionError as error:
         return damage or [error]
     return damage
+
+
+class Verified:
+    """Verified blocks of some memory that are yet to land: a device is told of all at once.
+
+    Args:
+        reading: What is being read.
+        pending: Takes what devices still have to read from the memory.
+    """
+
+    def __init__(self, reading: Reading, pending: list[PendingCopies]) -> None:
+        self._reading = reading
+        self._pending = pending
+        self._blocks: list[BlockPieces] = []
+        #: Rows among them: a device is told of each, which takes memory.
+        self._num_rows = 0
+
+    def add(self, start: int, pieces: tuple[Piece, ...], memory: Memory) -> None:
+        """Take the pieces of a block, and land them where that need not wait for others.
+
+        Args:
+            start: Where the block starts in the memory.
+            pieces: What it holds, as `plan.load.ReadSegment` has them.
+            memory: The same for all, until they are landed.
+        """
+        self._blocks.append((start, pieces))
+        if self._reading.holds_slabs:
+            self._num_rows += sum(rows[0] for *_, rows in pieces if rows is not None)
+        if not self._reading.holds_slabs or self._num_rows > _MAX_ROWS:
+            self.land(memory)
+
+    def land(self, memory: Memory) -> None:
+        """Land all that is there. Blocks."""
+        target, blocks = self._reading.target, self._blocks
+        if target is not None and blocks:
+            self._blocks, self._num_rows = [], 0
+            target.scatter(blocks, memory, self._pending)
+
+
+def check_into(
+    segment: ReadSegment,
+    memory: Memory,
+    start: int,
+    source: Source,
+    reading: Reading,
+    verified: Verified,
+) -> list[CorruptionError]:
+    """Read and verify a range into a part of some memory, for whoever lands it. Blocks.
+
+    Args:
+        segment: The range.
+        memory: Takes it.
+        start: Where; a multiple of the page size.
+        source: The file to read it from.
+        reading: What is being read.
+        verified: Takes what is whole.
+
+    Returns:
+        What is damaged; see `check_and_land`.
+    """
+    return _Work(segment, reading, verified).check_blocks(memory, source, start)
 
 
 def check_and_land(
@@ -192,29 +253,29 @@ def check_and_land(
     Returns:
         What is damaged.
     """
-    work = _Work(segment, reading, pending, repeats=repeats)
+    verified = Verified(reading, pending)
+    work = _Work(segment, reading, verified, repeats=repeats)
     if source is None or keep or reading.holds_slabs:
-        return work.check_blocks(slab, source, is_spread=True)
+        damage = work.check_blocks(slab, source, 0)
+        verified.land(slab)
+        return damage
     with source.lend(segment.start, segment.nbytes) as lent:
         if lent is not None:
             work.check_lent(lent)
     # what was not lent, or was taken back meanwhile
-    return work.check_blocks(slab, source, is_spread=False)
+    return work.check_blocks(slab, source, None)
 
 
 class _Work:
     """The blocks of a range, as far as they are done."""
 
     def __init__(
-        self, segment: ReadSegment, reading: Reading, pending: list[PendingCopies], *, repeats: bool
+        self, segment: ReadSegment, reading: Reading, verified: Verified, *, repeats: bool = False
     ) -> None:
         self._segment = segment
         self._reading = reading
-        self._pending = pending
+        self._verified = verified
         self._damage: list[CorruptionError] = []
-        self._verified: list[BlockPieces] = []
-        #: Rows among them: a device is told of each, which takes memory.
-        self._num_rows = 0
         self._num_done = 0
         self._wants_all = repeats or reading.on_damage is not None
 
@@ -224,14 +285,14 @@ class _Work:
         return bool(self._damage) and not self._wants_all
 
     def check_blocks(
-        self, memory: Memory, source: Source | None, *, is_spread: bool
+        self, memory: Memory, source: Source | None, start: int | None
     ) -> list[CorruptionError]:
-        """Do the rest, in memory that has room for the range (spread), or for a block.
+        """Do the rest, in memory that has room for the range, or for a block.
 
         Args:
             memory: Holds or takes it.
             source: What to read it from; `None` if the memory holds it.
-            is_spread: Whether each block has a place of its own.
+            start: Where the range has a place in the memory; `None` if all blocks have the first.
 
         Returns:
             What is damaged of the range.
@@ -240,10 +301,8 @@ class _Work:
         for index in range(self._num_done, len(self._segment.checksums)):
             if self._is_over:
                 break
-            at = index * block if is_spread else 0
-            self._do(index, memory, source, at)
+            self._do(index, memory, source, 0 if start is None else start + index * block)
             self._num_done += 1
-        self._land(memory)
         return self._damage
 
     def check_some(self, memory: Memory, indices: Sequence[int]) -> list[CorruptionError]:
@@ -252,7 +311,7 @@ class _Work:
             if self._is_over:
                 break
             self._do(index, memory, None, index * self._reading.manifest.block_nbytes)
-        self._land(memory)
+        self._verified.land(memory)
         return self._damage
 
     def check_lent(self, lent: Lent) -> None:
@@ -268,17 +327,10 @@ class _Work:
             if self._is_over:
                 return
 
-    def _land(self, memory: Memory) -> None:
-        """Land what was verified. A device is told of all blocks of a slab at once."""
-        target, verified = self._reading.target, self._verified
-        if target is not None and verified:
-            self._verified, self._num_rows = [], 0
-            target.scatter(verified, memory, self._pending)
-
     def _do(self, index: int, memory: Memory, source: Source | None, at: int) -> None:
         """Read a block, if there is a source, verify it, and land it, or leave it to be landed."""
         segment, reading = self._segment, self._reading
-        block, target = reading.manifest.block_nbytes, reading.target
+        block = reading.manifest.block_nbytes
         nbytes = min(block, segment.nbytes - index * block)
         start = segment.start + index * block
         expected = segment.checksums[index]
@@ -301,13 +353,8 @@ class _Work:
         if found != expected:
             problem = f"checksum {found:08x} instead of {expected:08x}"
             self._damage.append(_damage(problem, reading, segment.file, start, nbytes))
-        elif target is not None:
-            pieces = segment.pieces[index]
-            self._verified.append((at, pieces))
-            if reading.holds_slabs:
-                self._num_rows += sum(rows[0] for *_, rows in pieces if rows is not None)
-            if not reading.holds_slabs or self._num_rows > _MAX_ROWS:
-                self._land(memory)
+        elif reading.target is not None:
+            self._verified.add(at, segment.pieces[index], memory)
 
 
 def _damage(problem: str, reading: Reading, file: int, start: int, nbytes: int) -> CorruptionError:

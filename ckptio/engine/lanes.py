@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ckptio._aio import outlive
 from ckptio.config import PAGE_NBYTES
 from ckptio.engine.context import settle
-from ckptio.engine.landing import check_and_land
+from ckptio.engine.landing import Verified, check_and_land, check_into
 from ckptio.events import ReadProgressed
 
 if TYPE_CHECKING:
@@ -70,15 +70,6 @@ class Lanes:
                 return self.left.popleft() if self.left[0].nbytes <= room_nbytes else None
             except IndexError:  # another lane took the last one
                 return None
-
-
-@dataclass(slots=True)
-class _Room:
-    """A part of a slab; see `streams.Memory`."""
-
-    view: memoryview
-    address: int
-    pinned: bool
 
 
 def lend(source: Source) -> Opened:
@@ -155,6 +146,7 @@ def _read_turn(
         Bytes read, and what is damaged.
     """
     nbytes = at = 0
+    verified = Verified(reading, pending)
     damage: list[CorruptionError] = []
     share = -(-len(lanes.left) // lanes.num)
     until = time.monotonic() + _TURN_S
@@ -162,17 +154,16 @@ def _read_turn(
         segment = lanes.take(len(slab.view) - at)
         if segment is None:
             break
-        stop = at + -(-segment.nbytes // PAGE_NBYTES) * PAGE_NBYTES
         with lanes.opened(segment) as source:
             if reading.holds_slabs:
-                room = _Room(slab.view[at:stop], slab.address + at, slab.pinned)
-                damage = check_and_land(segment, room, source, reading, pending)
-                at = stop
+                damage = check_into(segment, slab, at, source, reading, verified)
+                at += -(-segment.nbytes // PAGE_NBYTES) * PAGE_NBYTES
             else:
                 damage = check_and_land(segment, slab, source, reading, pending)
         nbytes += segment.nbytes
         if damage or time.monotonic() >= until:
             break
+    verified.land(slab)  # a device takes milliseconds to be told of a hundred one by one
     return nbytes, damage
 
 

@@ -29,7 +29,7 @@ from ckptio.staging.teams import alone
 from ckptio.staging.watch import SourceWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckptio.plan.load import BlockPieces, Rows
     from ckptio.plan.save import Segment
@@ -111,7 +111,20 @@ class SourceState:
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
     ) -> None:
         """Copy by torch what is not copied by address."""
-        on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        near, on_device = _by_device(pieces, self.watch.tensors)
+        for target, source in self._pairs(near, slab):
+            target.copy_(source)
+        if on_device:
+            pairs = {device: self._pairs(some, slab) for device, some in on_device.items()}
+            self._far().copy_views(pairs, pending)
+
+    def _pairs(
+        self, pieces: Sequence[FlatPiece], slab: Slab
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Give views of the slab and of the tensors, one after the other.
+
+        Views of thousands at once would set off a collection of all garbage.
+        """
         for position, leaf, offset, nbytes in pieces:
             tensor = self.watch.tensors[leaf]
             if not self._is_as_it_was(leaf, tensor):
@@ -120,12 +133,7 @@ class SourceState:
             tensor = bits_of(tensor)
             flat = window(slab, position, nbytes, tensor.dtype)
             for source, target in boxes(tensor, flat, offset // tensor.itemsize):
-                if tensor.is_cuda:
-                    on_device.setdefault(tensor.device, []).append((target, source))
-                else:
-                    target.copy_(source)
-        if on_device:
-            self._far().copy_views(on_device, pending)
+                yield target, source
 
     def _is_as_it_was(self, leaf: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
@@ -277,7 +285,17 @@ class TargetState:
         self, pieces: Sequence[FlatPiece], memory: Memory, pending: list[PendingCopies]
     ) -> None:
         """Copy by torch what is not copied by address."""
-        on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        near, on_device = _by_device(pieces, self._tensors)
+        for target, source in self._pairs(near, memory):
+            target.copy_(source)
+        if on_device:
+            pairs = {device: self._pairs(some, memory) for device, some in on_device.items()}
+            self._far().copy_views(pairs, pending)
+
+    def _pairs(
+        self, pieces: Sequence[FlatPiece], memory: Memory
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Give views of the tensors and of the memory; see `SourceState`."""
         for position, index, offset, nbytes in pieces:
             destination = self._destinations[index]
             if not self._is_as_it_was(index, destination.tensor):
@@ -288,13 +306,7 @@ class TargetState:
             start = offset // destination.dtype.itemsize
             if tensor.dtype == destination.dtype and is_physical(tensor):
                 tensor, flat = bits_of(tensor), bits_of(flat)
-            for target, source in boxes(tensor, flat, start):
-                if tensor.is_cuda:
-                    on_device.setdefault(tensor.device, []).append((target, source))
-                else:
-                    target.copy_(source)
-        if on_device:
-            self._far().copy_views(on_device, pending)
+            yield from boxes(tensor, flat, start)
 
     def _far(self) -> CallerStreams:
         assert self._streams is not None  # noqa: S101  # made for just the devices of the tensors
@@ -338,6 +350,21 @@ class TargetState:
                 " share or convert tensors afterwards"
             )
         self.count_write()
+
+
+def _by_device(
+    pieces: Iterable[FlatPiece], tensors: Sequence[torch.Tensor]
+) -> tuple[list[FlatPiece], dict[torch.device, list[FlatPiece]]]:
+    """Part pieces of tensors in the host's memory from those on each CUDA device."""
+    near: list[FlatPiece] = []
+    on_device: dict[torch.device, list[FlatPiece]] = {}
+    for piece in pieces:
+        tensor = tensors[piece[1]]
+        if tensor.is_cuda:
+            on_device.setdefault(tensor.device, []).append(piece)
+        else:
+            near.append(piece)
+    return near, on_device
 
 
 def _rows(

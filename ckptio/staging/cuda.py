@@ -103,7 +103,7 @@ class CallerStreams:
 
     def copy_views(
         self,
-        pairs: Mapping[torch.device, Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        pairs: Mapping[torch.device, Iterable[tuple[torch.Tensor, torch.Tensor]]],
         pending: list[PendingCopies],
     ) -> None:
         """Queue copies on the side streams. Does not wait for them.

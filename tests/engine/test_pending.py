@@ -19,6 +19,7 @@ import torch
 
 import ckptio.sync
 from ckptio.config import KiB
+from ckptio.engine import lanes
 from ckptio.errors import (
     CorruptionError,
     SaveAbortedError,
@@ -116,8 +117,13 @@ async def test_what_a_device_copies_is_written_and_read_when_it_is_there(
 async def test_small_files_in_one_slab_have_rooms_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a device copies from them it copies when the others have been read, too."""
-    state = random_state([4 * KiB, 6 * KiB, 9 * KiB, 30 * KiB] * 10)
+    """What a device copies from them it copies when the others have been read, too.
+
+    And is told of in one call for each visit to a thread: of 2,000 tensors of a file that
+    torch.save wrote, each was told for itself, 0.06 ms of driver and torch.
+    """
+    monkeypatch.setattr(lanes, "_TURN_S", 3600.0)
+    state = random_state([4 * KiB, 5 * KiB, 6 * KiB, 9 * KiB] * 10)
     storage = MemoryStorage()
     config = config_with(bucket_nbytes=4 * KiB, max_reads=2)
     async with inline_engine({"memory": storage}, config) as engine:
@@ -127,7 +133,8 @@ async def test_small_files_in_one_slab_have_rooms_of_their_own(
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         await engine.load("memory", into=target)
     assert_same(target, state)
-    assert device.num_done == device.num_told > 20
+    assert device.num_done == device.num_told
+    assert 2 <= device.num_told < len(storage.files) / 2
 
 
 @pytest.mark.parametrize("doing", ["save", "load"])
