@@ -336,7 +336,7 @@ class _Copy:
                 raise _OvertakenError
             # now that it counts as alive: what is there stays
             if self._was_there or job.resumes:
-                kept = await find_whole(job.target, manifest, files, context)
+                kept = await find_whole(job.target, manifest, files, self._attempt, context)
         else:
             self._attempt = await job.target.join(job.save_id)
         for file in sorted(kept):

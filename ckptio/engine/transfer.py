@@ -21,6 +21,7 @@ from ckptio._aio import Siblings, run_blocking, run_unless_cancelled, shielded
 from ckptio.engine.landing import Reading, bring, close_source, opened
 from ckptio.errors import ConfigError, StateError, StorageError
 from ckptio.plan.load import plan_load
+from ckptio.storage.file_names import STAY_S
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 
 if TYPE_CHECKING:
@@ -202,13 +203,24 @@ async def require_files(storage: Storage, manifest: Manifest) -> None:
             )
 
 
+async def _stay(attempt: Attempt) -> None:
+    while True:
+        await attempt.stay()
+        await asyncio.sleep(STAY_S)
+
+
 async def find_whole(
-    target: Storage, manifest: Manifest, files: Sequence[int], context: EngineContext
+    target: Storage,
+    manifest: Manifest,
+    files: Sequence[int],
+    attempt: Attempt,
+    context: EngineContext,
 ) -> set[int]:
     """Say which data files an earlier copy has brought to a place, whole.
 
     An object is there when it is complete, and its name has the id of the save: its size
-    says enough. A file may have its size before its bytes, so those are read.
+    says enough. A file may have its size before its bytes, so those are read; nothing is written
+    meanwhile, so the attempt says that it is alive.
 
     Raises:
         StorageError: That cannot be told.
@@ -224,6 +236,9 @@ async def find_whole(
             return there
     damage: list[CorruptionError] = []
     reading = Reading(target, manifest, on_damage=damage.append)
-    await transfer(reading, sorted(there), None, context)
+    async with Siblings() as group:
+        staying = group.create_task(_stay(attempt), name=f"copy to {target.path!r} stays")
+        await transfer(reading, sorted(there), None, context)
+        staying.cancel()
     damaged = {error.file for error in damage}
     return {file for file in there if entries[file].name not in damaged}

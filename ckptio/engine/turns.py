@@ -7,6 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio.events import SaveQueued
+from ckptio.storage.file_names import STAY_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
     #: Waits until earlier saves to the same place have ended.
     MyTurn = Callable[[Attempt], Awaitable[None]]
-
-#: A save that waits for its turn says this often that it is alive.
-_STAY_S = 60.0
 
 
 @contextlib.asynccontextmanager
@@ -36,7 +34,7 @@ async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
 
     async def my_turn(attempt: Attempt) -> None:
         while before is not None and not before.done():
-            await asyncio.wait((before,), timeout=_STAY_S)
+            await asyncio.wait((before,), timeout=STAY_S)
             await attempt.stay()
         if job.permit is not None:
             await job.permit()

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.attempt_lock import held_attempt, held_leftovers
+from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
@@ -39,7 +40,6 @@ from ckptio.storage.leftovers import (
     files_of,
     find_leftovers,
     is_committed,
-    notes_of,
     read_summary,
 )
 from ckptio.storage.manifest_name import ManifestName
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.format.summary import Summary
     from ckptio.storage.files import PosixFiles
     from ckptio.storage.notes import LocalNote
 
@@ -144,17 +143,18 @@ class LocalAttempt:
         return False
 
     def _clear(self, among: Collection[str] | None = None) -> bool:
-        mode, stays, find = self._config.file_mode, self._cannot_remove, self._find_leftovers
-        with held_leftovers(self._files, self._directory, find, mode, stays, among) as free:
-            return self._remove(free)
+        return self._attempts().clear(self._find_leftovers, self._remove, among)
+
+    def _attempts(self) -> Attempts:
+        mode, stays = self._config.file_mode, self._cannot_remove
+        return Attempts(self._files, self._directory, mode, stays, self._now_s)
 
     def _find_leftovers(self, held: Collection[str] = ()) -> list[str]:
-        """Name what killed saves left; what time it is there, the attempt's file says."""
+        return find_leftovers(self._files, self._directory, self._save_id, self._now_s, held)
 
-        def now_s() -> float:  # without one, nothing counts as quiet
-            return os.fstat(self._lock_fd).st_mtime if self._lock_fd >= 0 else 0.0
-
-        return find_leftovers(self._files, self._directory, self._save_id, now_s, held)
+    def _now_s(self) -> float:
+        """Say what time it is there, by the attempt's file; without one, nothing is quiet."""
+        return os.fstat(self._lock_fd).st_mtime if self._lock_fd >= 0 else 0.0
 
     def _require_free(self) -> None:
         put_back_mistakes(self._files, self._directory)
@@ -241,7 +241,8 @@ class LocalAttempt:
             self._write_file(name.new, manifest)
             self._sync_dirs()
             self._check_present()
-            name.give(manifest, overwrite=self._overwrite, look=self._look_behind)
+            look = functools.partial(self._look_behind, manifest)
+            name.give(manifest, overwrite=self._overwrite, look=look)
         except CommitConflictError:
             raise
         except OSError as error:
@@ -254,11 +255,17 @@ class LocalAttempt:
             raise self._failure from error
         self._clean_up()
 
-    def _look_behind(self) -> None:
+    def _look_behind(self, manifest: bytes) -> None:
         """Look, behind the commit, whether it may stay; see `resumed`."""
 
     async def stay(self) -> None:
-        """Nothing has to be said: the lock of a living save is held."""
+        """Say that this save is alive, to hosts that do not see its lock."""
+        await run_blocking(self._executor, self._stay)
+
+    def _stay(self) -> None:
+        with contextlib.suppress(OSError):  # gone, say; who goes on with the save finds out
+            if self._lock_fd >= 0:
+                os.utime(self._lock_fd)
 
     async def seal(self) -> None:
         """Make what this rank wrote durable by name; see `interface.Attempt`."""
@@ -288,44 +295,32 @@ class LocalAttempt:
             sync_dirs(self._files, self._directory, self._made_dirs)
 
     def _clean_up(self) -> None:
-        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
+        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here.
+
+        The lock goes first: whoever replaces this one meanwhile needs it for these files.
+        """
+        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+        self._drop_lock()
         if self._name.replaced:
             self._retire(self._name.replaced)
         else:
             self._try_remove(self._name.new)
-        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
-        self._drop_lock()
 
     def _retire(self, manifest: str) -> None:
         """Remove a manifest under another name, and what only it needs."""
         # one that cannot be read: its files are told from names, by the next save
         try:
             old, pointed = read_summary(self._files, manifest)
-            if old.save_id != self._save_id:
-                self._remove_of(old, pointed)
         except (FileNotFoundError, FormatError):
             pass
         except OSError as error:
-            if error.errno != errno.EBUSY:
-                self._cannot_remove(manifest, error)
-        self._try_remove(manifest)
-
-    def _remove_of(self, old: Summary, pointed: Sequence[str]) -> None:
-        """Remove the files of a checkpoint that was replaced.
-
-        Unless a copy of it, which has its files, is being made or was committed just now: then they
-        are that one's, or left over. Where there are no locks, one that is committed from here on
-        sees the old manifest, or that files are gone (`storage.resumed`).
-
-        Raises:
-            OSError: That cannot be told.
-        """
-        mode, stays = self._config.file_mode, self._cannot_remove
-        with held_attempt(self._files, self._directory, old.save_id, mode, stays):
-            if not is_committed(self._files, self._directory, old.save_id):
+            self._cannot_remove(manifest, error)
+        else:
+            if old.save_id != self._save_id:
                 names = [*(entry.name for entry in old.files), *pointed]
                 names = [name for name in names if self._save_id not in name]
-                self._remove([*names, *notes_of(self._directory, old.save_id)])
+                self._attempts().remove_replaced(old.save_id, names, self._remove)
+        self._try_remove(manifest)
 
     async def abort(self) -> None:
         """Remove everything this attempt made; see `interface.Attempt`."""
@@ -338,16 +333,26 @@ class LocalAttempt:
         if self._name.may_stand or not self._name.withdraw():
             self._drop_lock()
             return
-        copies = [self._name.copy] if self._name.copy else []
-        # of the others, too, if this leads; each once, as one that stays is told of once
-        others = files_of(self._directory, self._save_id) if self._leads else []
-        ours = (*copies, *reversed(self._made_files))
-        for path in dict.fromkeys((*ours, *map(self._path, others))):
+        ours = [self._name.copy] if self._name.copy else []
+        if self._is_committed():  # then the files are the other copy's
+            ours += [path for path in self._made_files[:1] if self._leads]
+        else:
+            # of the others, too, if this leads; each once, as one that stays is told of once
+            others = files_of(self._directory, self._save_id) if self._leads else []
+            ours += [*reversed(self._made_files), *map(self._path, others)]
+        for path in dict.fromkeys(ours):
             self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 self._files.rmdir(directory)
+
+    def _is_committed(self) -> bool:
+        """Whether another copy of the same save is what is there, or may be."""
+        try:
+            return is_committed(self._files, self._directory, self._save_id)
+        except OSError:  # no file is there that this one has made: then nothing but its own goes
+            return len(self._made_files) <= 1
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""

@@ -11,196 +11,290 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio.storage.file_names import ATTEMPT_PREFIX, QUIET_S
-from ckptio.storage.files import MAX_TRIES
-from ckptio.storage.leftovers import boot_id, files_of, is_at, newest_s, owner_of
+from ckptio.storage.files import MAX_TRIES, NO_FILE
+from ckptio.storage.leftovers import (
+    boot_id,
+    files_of,
+    is_at,
+    is_committed,
+    newest_s,
+    notes_of,
+    owner_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ckptio.storage.files import PosixFiles
 
 #: How often, and for how many seconds, a lock is waited for.
 _NUM_WAITS, _WAIT_S = 5, 0.01
+#: How many locks are held at a time: each is an open file, and a program may have few.
+_MAX_HELD = 64
+#: What was there a moment ago, and is another by now: ESTALE on a server.
+_CHANGING = (errno.EEXIST, errno.ESTALE)
 
 
-@contextlib.contextmanager
-def held_leftovers(
-    files: PosixFiles,
-    directory: str,
-    find: Callable[[Collection[str]], list[str]],
-    mode: int,
-    stays: Callable[[str, OSError], object],
-    among: Collection[str] | None = None,
-) -> Iterator[list[str]]:
-    """Hold the locks of dead attempts while what they left is removed.
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The attempts of a directory, for who removes files there. All of it blocks.
 
-    A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
-    lock; and what has no attempt's file any more may be made again. So nobody does meanwhile, and
-    nothing goes that somebody took up since it was called dead.
-
-    Args:
+    Attributes:
         files: Operations to use.
         directory: A checkpoint's directory.
-        find: Finds what is left over, with the saves whose locks are held; asked once before, and
-            once behind: it may have been committed meanwhile, or taken by mistake.
-        mode: As in `held_attempt`, as is `stays`.
-        stays: See there.
-        among: Nothing else is removed, if given.
-
-    Yields:
-        What may be removed, in this order: an attempt's own file comes last.
-
-    Raises:
-        OSError: What is there cannot be read.
+        mode: Permissions of an attempt's file.
+        stays: Told of one that cannot be removed, or of whose save files stay, and why.
+        clock: Says what time it is where files are dated.
     """
-    names = set(find(()) if among is None else among)
-    held, taken = set[str](), set[str]()
-    with contextlib.ExitStack() as stack:
-        for owner in sorted({owner_of(name) for name in names}):
+
+    files: PosixFiles
+    directory: str
+    mode: int
+    stays: Callable[[str, OSError], object]
+    clock: Callable[[], float]
+
+    def path(self, save_id: str) -> str:
+        """Give the path of an attempt's file."""
+        return f"{self.directory}/{ATTEMPT_PREFIX}{save_id}"
+
+    def clear(
+        self,
+        find: Callable[[Collection[str]], list[str]],
+        remove: Callable[[list[str]], bool],
+        among: Collection[str] | None = None,
+    ) -> bool:
+        """Remove what dead attempts left, holding their locks.
+
+        A copy, or a conversion, that was cut off is taken up under its old id, by whoever gets the
+        lock; and what has no attempt's file any more may be made again. So nobody does meanwhile,
+        and nothing goes that somebody took up since it was called dead.
+
+        Args:
+            find: Finds what is left over, with the saves whose locks are held; asked once before,
+                and again under the locks: it may have been committed, or taken by mistake.
+            remove: Removes files by name, in this order: an attempt's own comes last. Says whether
+                any went.
+            among: Nothing else is removed, if given.
+
+        Returns:
+            Whether any went.
+
+        Raises:
+            OSError: What is there cannot be read.
+        """
+        names = set(find(()) if among is None else among)
+        owners = sorted({owner_of(name) for name in names})
+        is_less = False
+        for start in range(0, len(owners), _MAX_HELD):
+            some = owners[start : start + _MAX_HELD]
+            with contextlib.ExitStack() as stack:
+                mine, held = self._held_of(some, stack)
+                free = [name for name in find(held) if name in names and owner_of(name) in mine]
+                free.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
+                is_less |= bool(free) and remove(free)
+        return is_less
+
+    def remove_replaced(
+        self, save_id: str, names: Sequence[str], remove: Callable[[list[str]], object]
+    ) -> None:
+        """Remove the files of a checkpoint that was replaced; an event says of them if they stay.
+
+        Unless a copy of it, which has its files, is being made or was committed just now: then they
+        are that one's, or left over. Where there are no locks, one that is committed from here on
+        sees the old manifest, or that files are gone (`storage.resumed`).
+
+        Args:
+            save_id: The save that committed it.
+            names: Its files.
+            remove: Removes files by name, and those of them that are there.
+        """
+        try:
+            with self.held(save_id):
+                if not is_committed(self.files, self.directory, save_id):
+                    remove([*names, *notes_of(self.directory, save_id)])
+        except OSError as error:
+            self.stays(self.path(save_id), error)
+
+    def _held_of(
+        self, owners: Collection[str], stack: contextlib.ExitStack
+    ) -> tuple[set[str], set[str]]:
+        """Hold the locks of some saves: gives whose files may go, and whose locks are held."""
+        mine, held = set[str](), set[str]()
+        for owner in owners:
             try:
-                if stack.enter_context(held_attempt(files, directory, owner, mode, stays)):
-                    held.add(owner)
+                is_held = stack.enter_context(self.held(owner, is_kept=True))
             except OSError as error:  # somebody has it; or nobody can tell, and is told
-                taken.add(owner)
                 if error.errno != errno.EBUSY:
-                    stays(f"{directory}/{ATTEMPT_PREFIX}{owner}", error)
-        again = find(held) if names else []
-        free = [name for name in again if name in names and owner_of(name) not in taken]
-        yield sorted(free, key=lambda name: name.startswith(ATTEMPT_PREFIX))
+                    self.stays(self.path(owner), error)
+                continue
+            mine.add(owner)
+            if is_held:
+                held.add(owner)
+        return mine, held
+
+    @contextlib.contextmanager
+    def held(self, save_id: str, *, is_kept: bool = False) -> Iterator[bool]:
+        """Hold the lock of a save's attempt while files of it go.
+
+        Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and
+        what is there counts as living, so that nobody else removes some of it. The attempt's file
+        is made if it is not there, and goes at the end.
+
+        Args:
+            save_id: The save's id.
+            is_kept: Whether a file that was there before stays, for the caller to remove.
+
+        Yields:
+            Whether it is held: not where there are no locks, no file can be made, or what is there
+            is none, or another user's; nor if it is on another host, and was quiet for an hour: a
+            server may keep the lock of one that has died.
+
+        Raises:
+            OSError: `EBUSY`: somebody has it. Such a copy is being made, it is being removed
+                already, or the save is not through. Or the file cannot be opened now.
+        """
+        path = self.path(save_id)
+        fd, is_new = self._taken(path)
+        try:
+            yield fd >= 0
+        finally:
+            if fd >= 0:
+                try:
+                    if (is_new or not is_kept) and is_at(fd, path):
+                        self.files.unlink(path)
+                except OSError as error:
+                    self.stays(path, error)
+                finally:
+                    self._close(fd)
+
+    def _taken(self, path: str) -> tuple[int, bool]:
+        """Take the lock of an attempt's file, which is made if need be.
+
+        Returns:
+            The open file, less than 0 if there can be none; and whether it was made here.
+        """
+        is_new = False
+        for _ in range(MAX_TRIES):
+            try:
+                fd, is_made = self._opened(path)
+            except OSError as error:
+                if error.errno not in _CHANGING:
+                    raise
+                continue
+            if fd < 0:
+                return -1, False
+            is_new |= is_made
+            is_held: bool | None = False
+            is_through = False
+            try:
+                is_held = self._is_held(fd, path)
+                if is_held:
+                    with contextlib.suppress(OSError):  # the disk is full
+                        self.files.pwrite(fd, memoryview(boot_id()), 0)
+                is_through = True
+            finally:
+                if not (is_held and is_through):
+                    self._close(fd)
+            if is_held:
+                return fd, is_new
+            if is_held is None:
+                break
+        if is_new:
+            self._unlink(path)
+        return -1, False
+
+    def _opened(self, path: str) -> tuple[int, bool]:
+        """Open an attempt's file, or make it; gives whether it is new. Less than 0 if none can be.
+
+        Raises:
+            OSError: It is there, and cannot be opened now; or it is another by now.
+        """
+        try:
+            return self.files.open(path, direct=False, writable=True), False
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, *NO_FILE):  # another user's, or no file
+                return -1, False
+            raise
+        try:
+            return self.files.create(path, self.mode, direct=False), True
+        except OSError as error:
+            if error.errno in _CHANGING:
+                raise
+            return -1, False  # the disk is full, say
+
+    def _is_held(self, fd: int, path: str) -> bool | None:
+        """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
+
+        Raises:
+            OSError: Somebody has the lock.
+        """
+        try:
+            is_free = self.files.lock(fd)
+            for _ in range(_NUM_WAITS):  # who looks for leftovers has it for a moment
+                if is_free:
+                    break
+                time.sleep(_WAIT_S)
+                is_free = self.files.lock(fd)
+        except OSError as error:
+            return False if error.errno in _CHANGING else None
+        try:
+            if is_free:
+                return is_at(fd, path)
+            boot = os.pread(fd, 64, 0)
+            marker = os.path.basename(path)
+            names = [marker, *files_of(self.directory, marker.removeprefix(ATTEMPT_PREFIX))]
+            written_s = newest_s(self.directory, names)
+        except OSError as error:
+            if error.errno in _CHANGING:
+                return False
+            raise
+        if boot != boot_id() and written_s + QUIET_S < self.clock():
+            return None
+        raise OSError(
+            errno.EBUSY, "it is being removed, or copied once more, or its save is not through"
+        )
+
+    def _unlink(self, path: str) -> None:
+        try:
+            self.files.unlink(path)
+        except FileNotFoundError:
+            pass  # somebody else has
+        except OSError as error:
+            self.stays(path, error)
+
+    def _close(self, fd: int) -> None:
+        with contextlib.suppress(OSError):  # closing is all that was left to do
+            self.files.close(fd)
 
 
-@contextlib.contextmanager
-def held_attempt(
-    files: PosixFiles,
-    directory: str,
-    save_id: str,
-    mode: int,
-    stays: Callable[[str, OSError], object],
-) -> Iterator[bool]:
-    """Hold the lock of a save's attempt while what it has committed goes.
+def time_there(files: PosixFiles, directory: str, mode: int, *, may_guess: bool) -> float:
+    """Ask what time it is where files are dated, by one that is made and removed.
 
-    Another copy of the same checkpoint has its id, and its files: none is begun meanwhile, and what
-    is there counts as living, so that nobody else removes some of it. The file is made if it is not
-    there, and goes at the end.
+    Where none can be made, the disk is full and this host's clock has to do, or nothing can
+    be removed either.
 
     Args:
         files: Operations to use.
-        directory: A checkpoint's directory.
-        save_id: The save's id.
+        directory: Where.
         mode: Permissions of the file.
-        stays: Told of the file where it cannot be removed, and why; it is left over.
-
-    Yields:
-        Whether it is held: not where there are no locks, or no file can be made.
-
-    Raises:
-        OSError: `EBUSY`: somebody has it. Such a copy is being made, it is being removed already,
-            or the save is not through. Not if it is on another host, and was quiet for an hour: a
-            server may keep the lock of one that has died. Or the file cannot be opened now.
+        may_guess: Whether that clock does, for what the server has called quiet for long;
+            else nothing counts as quiet, and what goes is dead by its lock.
     """
-    path = f"{directory}/{ATTEMPT_PREFIX}{save_id}"
-    fd = _taken(files, path, mode, stays)
+    path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
     try:
-        yield fd >= 0
+        fd = files.create(path, mode, direct=False)
+    except OSError:
+        return time.time() if may_guess else 0.0
+    try:
+        return os.fstat(fd).st_mtime
     finally:
-        if fd >= 0:
-            try:
-                if is_at(fd, path):
-                    files.unlink(path)
-            except OSError as error:
-                stays(path, error)
-            finally:
-                with contextlib.suppress(OSError):  # closing is all that was left to do
-                    files.close(fd)
-
-
-def _taken(files: PosixFiles, path: str, mode: int, stays: Callable[[str, OSError], object]) -> int:
-    """Take the lock of an attempt's file, which is made if need be; less than 0 if none can be."""
-    for _ in range(MAX_TRIES):
-        try:
-            fd, is_new = _opened(files, path, mode)
-        except FileExistsError:  # it was made just now
-            continue
-        if fd < 0:
-            return -1
-        is_held: bool | None = False
-        is_through = False
-        try:
-            is_held = _is_held(files, fd, path)
-            if is_held:
-                with contextlib.suppress(OSError):  # the disk is full
-                    files.pwrite(fd, memoryview(boot_id()), 0)
-            elif is_held is None and is_new:
-                _unlink(files, path, stays)
-            is_through = True
-        finally:
-            if not (is_held and is_through):
-                with contextlib.suppress(OSError):  # closing is all that was left to do
-                    files.close(fd)
-        if is_held:
-            return fd
-        if is_held is None:
-            return -1
-    return -1
-
-
-def _unlink(files: PosixFiles, path: str, stays: Callable[[str, OSError], object]) -> None:
-    try:
+        files.close(fd)
         files.unlink(path)
-    except FileNotFoundError:
-        pass  # somebody else has
-    except OSError as error:
-        stays(path, error)
-
-
-def _opened(files: PosixFiles, path: str, mode: int) -> tuple[int, bool]:
-    """Open an attempt's file, or make it; gives whether it is new. Less than 0 if none can be.
-
-    Raises:
-        FileExistsError: Somebody has made it just now.
-        OSError: It is there, and cannot be opened now.
-    """
-    try:
-        return files.open(path, direct=False, writable=True), False
-    except FileNotFoundError:
-        pass
-    except PermissionError:  # another user's
-        return -1, False
-    try:
-        return files.create(path, mode, direct=False), True
-    except FileExistsError:
-        raise
-    except OSError:  # the disk is full, say
-        return -1, True
-
-
-def _is_held(files: PosixFiles, fd: int, path: str) -> bool | None:
-    """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
-
-    Raises:
-        OSError: Somebody has the lock.
-    """
-    try:
-        is_free = files.lock(fd)
-        for _ in range(_NUM_WAITS):  # who looks for leftovers has it for a moment
-            if is_free:
-                break
-            time.sleep(_WAIT_S)
-            is_free = files.lock(fd)
-    except OSError as error:
-        return False if error.errno == errno.ESTALE else None  # removed just now, on a server
-    if is_free:
-        return is_at(fd, path)
-    boot = os.pread(fd, 64, 0)
-    directory, marker = os.path.split(path)
-    names = [marker, *files_of(directory, marker.removeprefix(ATTEMPT_PREFIX))]
-    is_quiet = newest_s(directory, names) + QUIET_S < time.time()
-    if boot != boot_id() and is_quiet:
-        return None
-    raise OSError(
-        errno.EBUSY, "it is being removed, or copied once more, or its save is not through"
-    )

@@ -27,6 +27,8 @@ TOMB = re.compile(r"\.manifest-([0-9a-f]{32})-old(?:-[0-9a-f]{8})?")
 #: A save that is alive writes something every few seconds, or sends something every few
 #: minutes; an hour without is its end.
 QUIET_S = 3600.0
+#: One that waits, or finds what it would write, says this often, in seconds, that it is alive.
+STAY_S = 60.0
 
 
 def data_file_name(save_id: str, rank: int, index: int) -> str:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 #: What a sync of a directory that is not ours ends with, or of a mount point of an automounter.
 NOT_TO_BE_SYNCED = (*_UNSUPPORTED, errno.EACCES, errno.EROFS)
+#: What opening a link, a directory, a FIFO or a socket for writing ends with.
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 #: How often a name may come and go between two looks at it before a save gives up.
 MAX_TRIES = 100
 #: What a directory was told this long ago, in seconds, any system has written by itself.

@@ -135,7 +135,8 @@ def find_leftovers(
         held: Saves whose locks the caller has: they are dead.
 
     Returns:
-        Names; none where locks do not work or the manifest cannot be read.
+        Names; none of a save whose lock cannot be asked for, and none at all where the manifest
+        cannot be read.
 
     Raises:
         OSError: The directory cannot be read.

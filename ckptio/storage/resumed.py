@@ -25,13 +25,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
+import time
 
 from ckptio._aio import run_blocking
 from ckptio.config import PAGE_NBYTES
 from ckptio.errors import CommitConflictError, FormatError, StorageError
 from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.summary import decode_summary
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockWriter, storage_error
 from ckptio.storage.file_names import (
@@ -39,18 +42,18 @@ from ckptio.storage.file_names import (
     NEW_MANIFEST_PREFIX,
     QUIET_S,
     REPLACED_SUFFIX,
+    STAY_S,
 )
+from ckptio.storage.files import NO_FILE
 from ckptio.storage.leftovers import is_at, read_summary
 from ckptio.storage.tombs import tombs_in
-
-#: What opening a link, a directory, a FIFO or a socket for writing ends with.
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 
 class ResumedAttempt(LocalAttempt):
     """An attempt that takes over an earlier one; see `interface.Storage.begin`."""
 
     _is_alone = False
+    _stayed_s = -math.inf
 
     def prepare(self) -> None:
         """Take the lock over, and clear what the earlier attempt left beside data. Blocks."""
@@ -78,7 +81,7 @@ class ResumedAttempt(LocalAttempt):
                     raise _removed(tomb)
                 self._files.unlink(path)
 
-    def _look_behind(self) -> None:
+    def _look_behind(self, manifest: bytes) -> None:
         """Look whether the files stay, and are whole; see above."""
         if tombs := tombs_in(self._directory, self._save_id):
             raise _removed(tombs[0])
@@ -90,8 +93,7 @@ class ResumedAttempt(LocalAttempt):
                     is_ours = read_summary(self._files, path)[0].save_id == self._save_id
                     if is_ours and os.stat(path).st_ctime + QUIET_S >= now_s:
                         raise _removed(name)
-        summary, _ = read_summary(self._files, self._name.target)
-        sizes = {self._path(file.name): file.nbytes for file in summary.files}
+        sizes = {self._path(file.name): file.nbytes for file in decode_summary(manifest).files}
         for path in self._made_files:
             if path != self._name.new:  # which may have got the manifest's name
                 nbytes = os.stat(path, follow_symlinks=False).st_size
@@ -107,8 +109,10 @@ class ResumedAttempt(LocalAttempt):
     def _lock_marker(self) -> bool:
         try:
             is_mine = self._files.lock(self._lock_fd)
-        except OSError:  # as with every attempt
-            return False
+        except OSError as error:  # as with every attempt; but whoever removes it may be through
+            if error.errno != errno.ESTALE:
+                return False
+            is_mine = False
         path = self._path(ATTEMPT_PREFIX + self._save_id)
         if not is_mine or not is_at(self._lock_fd, path):  # somebody is at it, or has removed it
             self._made_files.clear()  # the file is the other one's
@@ -126,6 +130,16 @@ class ResumedAttempt(LocalAttempt):
         writer.owner = self
         self._writers.append(writer)
         return writer
+
+    def stay_now(self) -> None:
+        """Say that the attempt is alive, if that was not said for long. Blocks.
+
+        For who finds all that is to be written there, and so writes nothing.
+        """
+        now_s = time.monotonic()
+        if now_s - self._stayed_s >= STAY_S:
+            self._stayed_s = now_s
+            self._stay()
 
     async def keep(self, name: str, nbytes: int) -> None:
         """Take over a data file; one that cannot be synced goes, as `BlockWriter.discard` says."""
@@ -175,6 +189,7 @@ class ResumedWriter(BlockWriter):
         with contextlib.suppress(OSError):  # then it is written, or raised again
             self._open()
             if self._compare(offset, data):
+                self.owner.stay_now()
                 return
         super().pwrite(offset, data)
 
@@ -186,7 +201,7 @@ class ResumedWriter(BlockWriter):
             super()._create()
             return
         except OSError as error:
-            if error.errno not in _NO_FILE:  # busy, say: it may hold what is to be kept
+            if error.errno not in NO_FILE:  # busy, say: it may hold what is to be kept
                 raise
             fd = -1
         if fd < 0 or os.fstat(fd).st_nlink != 1:

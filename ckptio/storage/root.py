@@ -24,7 +24,6 @@ import contextlib
 import errno
 import functools
 import os
-import secrets
 import stat
 import time
 from itertools import chain
@@ -37,7 +36,7 @@ from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import decode_pointer
 from ckptio.format.summary import decode_summary
-from ckptio.storage.attempt_lock import held_attempt, held_leftovers
+from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.blocks import storage_error
 from ckptio.storage.directory_listing import find, list_entries, look
 from ckptio.storage.file_names import (
@@ -60,7 +59,7 @@ from ckptio.storage.resolve import local_path, remote_url
 from ckptio.storage.tombs import forget_mistakes, is_to_be_put_back, put_back, tombs_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Executor
 
     from ckptio.config import CheckpointConfig
@@ -229,10 +228,9 @@ class LocalRoot:
         summary = decode_summary(manifest)
         require_save(directory, summary, save_id)
         save_id = summary.save_id
-        tomb, mode = tomb_name(save_id), self._config.file_mode
-        stays = functools.partial(self._lock_stays, directory)
+        tomb = tomb_name(save_id)
         try:
-            with held_attempt(self._files, directory, save_id, mode, stays) as is_held:
+            with self._attempts(directory).held(save_id) as is_held:
                 forget_mistakes(self._files, directory, save_id, commit)
                 self._take_back(directory, tomb, commit)
                 self._bury(directory, tomb)
@@ -310,16 +308,22 @@ class LocalRoot:
         """Go on with a removal that was cut off; if it was, or nobody makes a copy of the same."""
         match = TOMB.fullmatch(tomb)
         assert match is not None  # noqa: S101  # `tombs_in` gave it
-        mode, stays = self._config.file_mode, functools.partial(self._lock_stays, directory)
         try:
-            with held_attempt(self._files, directory, match[1], mode, stays):
+            with self._attempts(directory).held(match[1]):
                 self._bury(directory, tomb)
         except OSError as error:
             if error.errno != errno.EBUSY:
-                raise
+                self._cannot_remove(directory, tomb, error)
 
-    def _lock_stays(self, directory: str, path: str, error: OSError) -> None:
-        self._cannot_remove(directory, os.path.basename(path), error)
+    def _attempts(self, directory: str, *, may_guess: bool = True) -> Attempts:
+        """Give the locks there; see `time_there`."""
+
+        def stays(path: str, error: OSError) -> None:
+            self._cannot_remove(directory, os.path.basename(path), error)
+
+        files, mode = self._files, self._config.file_mode
+        now_s = functools.partial(time_there, files, directory, mode, may_guess=may_guess)
+        return Attempts(files, directory, mode, stays, now_s)
 
     async def sweep(self, name: str, quiet_s: float) -> None:
         """Remove what a dead save left; see `Root`."""
@@ -343,37 +347,20 @@ class LocalRoot:
             if os.path.lexists(f"{directory}/{MANIFEST_NAME}"):
                 return
         if is_quiet:
-            now_s = functools.partial(self._now_s, directory, may_guess=quiet_s > 0)
-            find = functools.partial(find_leftovers, self._files, directory, "", now_s)
-            mode, stays = self._config.file_mode, functools.partial(self._lock_stays, directory)
-            with held_leftovers(self._files, directory, find, mode, stays) as free:
-                removed = tuple(name for name in free if self._unlink(directory, name))
-            if removed:
-                self._emit(LeftoversRemoved(path=directory, files=removed))
+            attempts = self._attempts(directory, may_guess=quiet_s > 0)
+
+            def find(held: Collection[str]) -> list[str]:
+                return find_leftovers(self._files, directory, "", attempts.clock, held)
+
+            attempts.clear(find, functools.partial(self._remove_left, directory))
         if is_quiet or tombs:
             self._remove_dir(directory)
 
-    def _now_s(self, directory: str, *, may_guess: bool) -> float:
-        """Ask what time it is where files are dated, by one that is made and removed.
-
-        Where none can be made, the disk is full and this host's clock has to do, or nothing can
-        be removed either.
-
-        Args:
-            directory: Where.
-            may_guess: Whether that clock does, for what the server has called quiet for long;
-                else nothing counts as quiet, and what goes is dead by its lock.
-        """
-        path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
-        try:
-            fd = self._files.create(path, self._config.file_mode, direct=False)
-        except OSError:
-            return time.time() if may_guess else 0.0
-        try:
-            return os.fstat(fd).st_mtime
-        finally:
-            self._files.close(fd)
-            self._files.unlink(path)
+    def _remove_left(self, directory: str, names: Sequence[str]) -> bool:
+        removed = tuple(name for name in names if self._unlink(directory, name))
+        if removed:
+            self._emit(LeftoversRemoved(path=directory, files=removed))
+        return bool(removed)
 
     def _unlink(self, directory: str, name: str) -> bool:
         """Remove a file; an event, not an error, if it stays."""

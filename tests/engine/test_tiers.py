@@ -49,6 +49,7 @@ from ckptio.testing import (
     fail_kind,
     run_virtual,
 )
+from ckptio.testing.memory import MemoryAttempt
 from tests.rig import (
     SMALL,
     assert_same,
@@ -561,6 +562,33 @@ def test_what_is_there_whole_is_not_sent_again() -> None:
         assert_alike(storages)
 
     run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_reads_what_is_there_says_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It writes nothing meanwhile, and a host that does not see its lock counts an hour."""
+    said_s: list[float] = []
+
+    async def stay(_: MemoryAttempt) -> None:
+        said_s.append(asyncio.get_running_loop().time())
+
+    async def scenario() -> None:
+        storages = two(delay_s=1000.0)
+        memory(storages, "far/a").fault = fail_kind("commit")
+        async with inline_engine(storages) as engine:
+            handle = engine.save(random_state(SIZES), "near/a", then="far/a")
+            with pytest.raises(StorageError):
+                await handle.durable
+            memory(storages, "far/a").fault = None
+            monkeypatch.setattr(MemoryAttempt, "stay", stay)
+            assert await engine.finish_copies("near") == ("far/a",)
+        assert_alike(storages)
+
+    run_virtual(scenario(), seed=0)
+    waits_s = [later - sooner for sooner, later in itertools.pairwise(said_s)]
+    assert len(waits_s) > 3
+    assert max(waits_s) < 100
 
 
 def test_a_copy_that_somebody_else_makes_is_left_to_them() -> None:

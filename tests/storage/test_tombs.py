@@ -16,7 +16,7 @@ import pytest
 from ckptio._aio import Threads
 from ckptio.errors import CheckpointNotFoundError, CommitConflictError, StorageError
 from ckptio.storage import resumed
-from ckptio.storage.attempt_lock import held_attempt
+from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.file_names import QUIET_S, tomb_name
 from ckptio.storage.files import NoExclusiveNames
 from ckptio.storage.leftovers import boot_id, is_whole, read_summary
@@ -309,10 +309,13 @@ def test_an_error_as_a_lock_is_taken_lets_it_go(tmp_path: Path) -> None:
             raise RuntimeError("no memory, say")
 
     files = RecordingFiles(fail)
-    with pytest.raises(RuntimeError), held_attempt(files, str(tmp_path), A, 0o600, print):
+    with (
+        pytest.raises(RuntimeError),
+        Attempts(files, str(tmp_path), 0o600, print, time.time).held(A),
+    ):
         pass
     assert files.num_open == 0
-    with held_attempt(RecordingFiles(), str(tmp_path), A, 0o600, print) as is_held:
+    with Attempts(RecordingFiles(), str(tmp_path), 0o600, print, time.time).held(A) as is_held:
         assert is_held
 
 
@@ -326,7 +329,7 @@ def test_the_file_of_a_lock_that_went_as_it_was_locked_is_made_anew(tmp_path: Pa
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
 
     gone: list[Operation] = []
-    with held_attempt(RecordingFiles(go), str(tmp_path), A, 0o600, print) as is_held:
+    with Attempts(RecordingFiles(go), str(tmp_path), 0o600, print, time.time).held(A) as is_held:
         assert is_held
         assert (tmp_path / f".attempt-{A}").exists()
 

@@ -1,0 +1,330 @@
+"""Locks of attempts, as they are held by who removes files; `test_tombs` has removals that meet."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptio._aio import Threads
+from ckptio.errors import CommitConflictError, StorageError
+from ckptio.events import CleanupFailed
+from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.storage import attempt_lock, leftovers, resumed, tombs
+from ckptio.storage.attempt_lock import Attempts
+from ckptio.storage.file_names import QUIET_S
+from ckptio.storage.leftovers import boot_id, find_leftovers
+from ckptio.storage.local import LocalStorage
+from ckptio.storage.root import LocalRoot
+from ckptio.testing import EventLog, RecordingFiles, fail_at
+from tests.rig import SAVE_IDS, SMALL, committed, contents_of, manifest_of, names_in, write_files
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from ckptio.testing import Operation
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+A, B, C = SAVE_IDS[:3]
+OLD, NEW, LAST = contents_of(A, 5000, 9000), contents_of(B, 10_000), contents_of(C, 10)
+ELSEWHERE = b"of another boot"
+
+
+def storage_at(
+    path: Path,
+    executor: Executor,
+    files: RecordingFiles | None = None,
+    log: EventLog | None = None,
+) -> LocalStorage:
+    return LocalStorage(str(path), SMALL, executor, log or EventLog(), files)
+
+
+def root_of(
+    path: Path, executor: Executor, files: RecordingFiles | None = None, log: EventLog | None = None
+) -> LocalRoot:
+    return LocalRoot(str(path.parent), SMALL, executor, log or EventLog(), files)
+
+
+def attempts_of(path: Path, files: RecordingFiles, told: list[str] | None = None) -> Attempts:
+    def stays(name: str, _: OSError) -> None:
+        (told if told is not None else []).append(os.path.basename(name))
+
+    return Attempts(files, str(path), 0o600, stays, time.time)
+
+
+def save_elsewhere(path: Path, save_id: str, contents: dict[str, bytes]) -> None:
+    """Save over what is there, as another process would, to its end."""
+    others = Threads(1, "others")
+    try:
+        storage = storage_at(path, others)
+        asyncio.run(write_files(storage, save_id, contents, overwrite=True))
+    finally:
+        others.shutdown()
+
+
+def age(path: Path) -> None:
+    """Let all that is there have been quiet for longer than a living save is."""
+    for name in names_in(path):
+        os.utime(path / name, (time.time() - QUIET_S - 100,) * 2)
+
+
+async def test_a_second_copy_that_cannot_begin_removes_nothing_of_the_first(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It has the id of what is there, and so its files."""
+    for number in range(100):
+        path, log = tmp_path / str(number), EventLog()
+        await write_files(storage_at(path, executor), A, OLD)
+        (path / f"data-{B}-00000-00000.safetensors").write_bytes(b"left over")
+        files = RecordingFiles(fail_at(number, errno.EIO))
+        try:
+            begun = await storage_at(path, executor, files, log).begin(A, overwrite=True)
+        except StorageError:
+            pass
+        else:
+            await begun.abort()
+        assert committed(path) == OLD
+        assert set(OLD) < set(names_in(path))
+        marker = f".attempt-{A}"
+        assert (marker in names_in(path)) == (marker in [e.file for e in log.of(CleanupFailed)])
+        if number >= len(files.operations):
+            break
+    assert number > 3
+
+
+async def test_what_a_save_has_replaced_goes_while_that_cleans_up(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It was not through, and its files stayed for good, since nothing listed them any more."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+
+    def replace(operation: Operation) -> None:
+        is_first = operation.kind == "unlink" and f"data-{A}" in operation.path
+        if is_first and committed(path) == NEW:
+            save_elsewhere(path, C, LAST)
+
+    await write_files(storage_at(path, executor, RecordingFiles(replace)), B, NEW, overwrite=True)
+    assert committed(path) == LAST
+    assert names_in(path) == sorted([*LAST, MANIFEST_NAME])
+
+
+async def test_files_that_stay_of_what_was_replaced_are_told_of(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Those of a copy that is being made stay, and those of whom nobody can tell."""
+    path, log = tmp_path / "c", EventLog()
+    await write_files(storage_at(path, executor), A, OLD)
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    await write_files(storage_at(path, executor, log=log), B, NEW, overwrite=True)
+    assert [event.file for event in log.of(CleanupFailed)] == [f".attempt-{A}"]
+    assert committed(path) == NEW
+    assert set(OLD) < set(names_in(path))
+    await copy.leave()
+
+
+@pytest.mark.parametrize("where", ["lock", "open", "look"])
+async def test_a_removal_goes_on_where_a_server_says_that_a_lock_has_just_gone(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    failed: list[str] = []
+
+    def fail(place: str) -> None:
+        if place == where and not failed:
+            failed.append(place)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), place)
+
+    def fault(operation: Operation) -> None:
+        if operation.path.endswith(f".attempt-{A}"):
+            fail(operation.kind)
+
+    def look(fd: int, name: str) -> bool:
+        fail("look")
+        return leftovers.is_at(fd, name)
+
+    monkeypatch.setattr(attempt_lock, "is_at", look)
+    await root_of(path, executor, RecordingFiles(fault)).remove("c", A)
+    assert failed == [where]
+    assert not path.exists()
+
+
+async def test_a_copy_does_not_begin_where_its_lock_has_just_gone(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It went on without one, and the next save took all that it wrote."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    (path / f".attempt-{A}").write_bytes(boot_id())
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "lock":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+
+    with pytest.raises(CommitConflictError):
+        await storage_at(path, executor, RecordingFiles(fail)).begin(
+            A, overwrite=True, resumes=True
+        )
+    assert committed(path) == OLD
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "FIFO"])
+async def test_what_is_no_file_holds_up_no_removal(
+    tmp_path: Path, executor: Executor, kind: str
+) -> None:
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    marker = path / f".attempt-{A}"
+    if kind == "link":
+        marker.symlink_to("nowhere")
+    elif kind == "directory":
+        marker.mkdir()
+    else:
+        os.mkfifo(marker)
+    await root_of(path, executor).remove("c", A)
+    assert MANIFEST_NAME not in names_in(path)
+    assert not set(OLD) & set(names_in(path))
+
+
+async def test_a_sweep_goes_on_behind_what_cannot_be_opened_now(
+    tmp_path: Path, executor: Executor
+) -> None:
+    path, log = tmp_path / "c", EventLog()
+    path.mkdir()
+    for save_id, contents in ((A, OLD), (B, NEW)):
+        await write_files(storage_at(tmp_path / save_id, executor), save_id, contents)
+        (tmp_path / save_id / MANIFEST_NAME).rename(path / f".manifest-{save_id}-old")
+        for name in contents:
+            (tmp_path / save_id / name).rename(path / name)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(f".attempt-{A}"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
+
+    await root_of(path, executor, RecordingFiles(fail), log).sweep("c", -1)
+    assert names_in(path) == sorted([f".manifest-{A}-old", *OLD])
+    assert log.of(CleanupFailed)[0].file == f".manifest-{A}-old"
+
+
+async def test_a_save_that_waits_says_that_it_is_alive(tmp_path: Path, executor: Executor) -> None:
+    """A host that does not see its lock would clear its files after an hour."""
+    path = tmp_path / "c"
+    begun = await storage_at(path, executor).begin(A, overwrite=True)
+    (path / f"data-{A}-00000-00000.safetensors").write_bytes(b"written long ago")
+    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    age(path)
+    assert find_leftovers(RecordingFiles(), str(path), B)
+    await begun.stay()
+    assert not find_leftovers(RecordingFiles(), str(path), B)
+    await begun.abort()
+
+
+async def test_a_copy_that_finds_all_that_it_would_write_says_that_it_is_alive(
+    tmp_path: Path, executor: Executor
+) -> None:
+    path, (name, data) = tmp_path / "c", next(iter(OLD.items()))
+    await write_files(storage_at(path, executor), A, OLD)
+    (path / MANIFEST_NAME).unlink()
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    writer = await copy.create(name, len(data))
+    age(path)
+    writer.pwrite(0, memoryview(data))
+    assert (path / f".attempt-{A}").stat().st_mtime > time.time() - 100
+    assert (path / name).stat().st_mtime < time.time() - QUIET_S
+    age(path)
+    writer.pwrite(0, memoryview(data))  # not each time
+    assert (path / f".attempt-{A}").stat().st_mtime < time.time() - QUIET_S
+    await copy.leave()
+
+
+async def test_the_lock_of_another_host_is_judged_by_the_clock_that_dates_files(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host's may be hours ahead."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 2 * QUIET_S)
+    with pytest.raises(StorageError, match="copied once more"):
+        await root_of(path, executor).remove("c", A)
+    assert committed(path) == OLD
+    await copy.leave()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+async def test_a_copy_asks_nothing_of_what_has_taken_its_name(
+    tmp_path: Path, executor: Executor, *, exchanges: bool
+) -> None:
+    """Whose manifest may be of a newer version: an error that no save has ended the copy with."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+
+    files = RecordingFiles(has_exchange=exchanges)
+    look = tombs.tombs_in
+
+    def tombs_in(directory: str, save_id: str) -> list[str]:
+        if committing:
+            (path / MANIFEST_NAME).unlink()
+            (path / MANIFEST_NAME).write_bytes(b'{"format": "of tomorrow"}')
+        return look(directory, save_id)
+
+    committing: list[bool] = []
+    copy = await storage_at(path, executor, files).begin(A, overwrite=True, resumes=True)
+    for name, data in OLD.items():
+        await copy.keep(name, len(data))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resumed, "tombs_in", tombs_in)
+        committing.append(True)
+        await copy.commit(manifest_of(A, OLD))
+    assert set(OLD) < set(names_in(path))
+
+
+async def test_few_locks_are_held_at_a_time(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 dead saves took 300 open files, which a program may not have: no save could begin."""
+    monkeypatch.setattr(attempt_lock, "_MAX_HELD", 3)
+    path, dead = tmp_path / "c", [f"{number:032x}" for number in range(1, 21)]
+    path.mkdir()
+    for save_id in dead:
+        (path / f".attempt-{save_id}").write_bytes(boot_id())
+        (path / f"data-{save_id}-00000-00000.safetensors").write_bytes(b"left over")
+    num_open = list[int]()
+    files = RecordingFiles(lambda _: num_open.append(files.num_open))
+    await write_files(storage_at(path, executor, files), A, OLD)
+    assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
+    assert max(num_open) <= 6
+
+
+async def test_what_says_that_a_save_is_dead_stays_as_long_as_its_files(tmp_path: Path) -> None:
+    """Without it, those of other ranks count as living for an hour."""
+    marker, data = f".attempt-{B}", f"data-{B}-00001-00000.safetensors"
+    (tmp_path / marker).write_bytes(boot_id())
+    (tmp_path / data).write_bytes(b"left over")
+
+    def find(held: Collection[str]) -> list[str]:
+        return [] if held else [marker, data]  # the manifest cannot be read the second time
+
+    assert not attempts_of(tmp_path, RecordingFiles()).clear(find, bool)
+    assert names_in(tmp_path) == [marker, data]
+
+
+async def test_a_file_that_was_made_for_a_lock_goes_where_there_can_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a mount that gives a file another number at each look."""
+    monkeypatch.setattr(attempt_lock, "is_at", lambda _, __: False)
+    files = RecordingFiles()
+    with attempts_of(tmp_path, files).held(A) as is_held:
+        assert not is_held
+    assert names_in(tmp_path) == []
+    assert files.num_open == 0
