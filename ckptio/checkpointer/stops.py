@@ -93,6 +93,10 @@ class Stops:
         Takes no lock: the handler may have interrupted who holds it.
         """
         self._wanted = self._wanted or reason
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have `watch` look again."""
         loop, heard = self._loop, self._heard
         if loop is not None and heard is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
@@ -116,9 +120,11 @@ class Stops:
                 self._num_asked += 1
                 due = [stop for stop in self._pending if stop.number <= self._num_asked]
                 self._pending = [stop for stop in self._pending if stop not in due]
-                return max(due, key=lambda stop: bool(stop.reason), default=None)
         finally:
             self._asking.discard(thread)
+        if due:  # the time until the next one counts again
+            self._wake()
+        return max(due, key=lambda stop: bool(stop.reason), default=None)
 
     async def watch(self, ranks: Ranks) -> None:
         """Listen for calls until one asks for the last save, or a rank leaves."""
@@ -160,12 +166,15 @@ class Stops:
     async def _call_out(self, *, is_first: bool) -> NoReturn:
         """Wait until this rank has something to ask for, and ask.
 
+        For no save by time while one is agreed on that nobody has asked about yet: a trainer may
+        take longer for a step than for all saves that are due meanwhile.
+
         Raises:
             StopCall: With what it asks for.
         """
         assert self._heard is not None  # noqa: S101  # `watch` made it
         while not self._wanted:
-            due_s = self._due_in_s() if is_first else None
+            due_s = self._due_in_s() if is_first and not self._pending else None
             if due_s is not None and due_s <= _SOON_S:
                 raise StopCall(_SAVE)
             with contextlib.suppress(TimeoutError):

@@ -125,6 +125,33 @@ def test_all_ranks_save_at_the_same_steps_by_time(
     run_virtual(scenario(), seed=seed)
 
 
+@given(world_size=st.integers(1, 3), every_s=st.sampled_from([0.0, 1e-9, 1e-3]), seed=seeds)
+def test_a_save_at_each_step_by_time_lets_others_go_on(
+    world_size: int, every_s: float, seed: int
+) -> None:
+    """One that is agreed on is enough until it is asked about: the loop was never given back."""
+    num_looks = 0
+
+    def look(self: Trainer) -> float | None:
+        nonlocal num_looks
+        num_looks += 1
+        assert num_looks < 10_000
+        return None if self.every_s is None else self.every_s
+
+    async def scenario() -> None:
+        async with MemoryRanks(world_size, deadlines=DEADLINES, seed=seed) as world:
+            trainers = await train(world, seed, {world_size - 1: 12.0}, every_s)
+            assert len({tuple(trainer.saved) for trainer in trainers}) == 1
+            first = trainers[0]
+            assert len(first.agreed) <= len(first.saved) + 2
+            assert len(first.saved) > 5
+            assert first.last == first.saved[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_due_in_s", look)
+        run_virtual(scenario(), seed=seed)
+
+
 @given(world_size=st.integers(2, 4), data=st.data(), seed=seeds)
 def test_nobody_waits_for_a_rank_that_leaves_or_dies(
     world_size: int, data: st.DataObject, seed: int
