@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptio import sync
 from ckptio.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    FormatError,
     MismatchError,
     TargetError,
     UnsupportedLeafError,
@@ -691,6 +694,35 @@ def test_another_floating_point_type_is_told_beside_names(tmp_path: Path) -> Non
     told = r"dtype=torch\.bfloat16 converts what is of another type; load_with"
     with pytest.raises(MismatchError, match=told):
         sync.load(tmp_path / "c", into=target)
+
+
+def test_names_that_differ_are_told_how_to_be_renamed(tmp_path: Path) -> None:
+    """Both other ways out leave the model as it was made."""
+    sync.save({"body.w": torch.ones(2), "step": 1}, tmp_path / "c")
+    with pytest.raises(MismatchError, match="rename the keys of what load"):
+        sync.load(tmp_path / "c", into={"backbone.w": torch.zeros(2), "step": 0})
+    with pytest.raises(MismatchError) as caught:
+        sync.load(tmp_path / "c", into={"step": 0})
+    assert "rename" not in str(caught.value)
+
+
+@pytest.mark.parametrize("there", ["another program's", "cut short", "empty", "ours"])
+def test_another_programs_manifest_is_called_that(tmp_path: Path, there: str) -> None:
+    """Its name is a common one; and overwrite=True would replace it."""
+    sync.save({"w": torch.ones(2)}, path := tmp_path / "c")
+    manifest = path / "manifest.json"
+    if there == "another program's":
+        manifest.write_text('{"name": "app"}')
+    elif there != "ours":
+        os.truncate(manifest, 20 if there == "cut short" else 0)
+    with pytest.raises(CheckpointExistsError) as caught:
+        sync.save({"w": torch.zeros(2)}, path)
+    is_another = there == "another program's"
+    assert ("does not begin as ckptio's do" in str(caught.value)) == is_another
+    assert ("save to another place" in str(caught.value)) == is_another
+    if there != "ours":
+        with pytest.raises(FormatError, match="no manifest of ckptio's" if is_another else "short"):
+            sync.load(path)
 
 
 def test_ignoring_what_differs_does_not_load_nothing(engine: sync.Engine, tmp_path: Path) -> None:

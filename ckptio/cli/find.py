@@ -15,14 +15,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.manifest import MANIFEST_NAME, OPENING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Data files, attempts, notes and manifests on their way, as `ckptio.storage` names them.
 _OURS = re.compile(r"(?:data|\.attempt|\.copy|\.?manifest)-[0-9a-f]{32}(?:-.*|\.json)?")
-_OPENING = b'{"ckptio":'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +114,8 @@ def is_foreign(found: Found) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return True
-        return not is_opening(os.read(fd, len(_OPENING)))
+        return os.read(fd, len(OPENING)) != OPENING
     except OSError:
         return False
     finally:
         os.close(fd)
-
-
-def is_opening(head: bytes) -> bool:
-    """Whether a file that begins like this may be a manifest of ours."""
-    return head.startswith(_OPENING)

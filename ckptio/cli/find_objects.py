@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
-from ckptio.cli.find import is_opening
-from ckptio.format.manifest import MANIFEST_NAME
+from ckptio.format.manifest import MANIFEST_NAME, OPENING
 from ckptio.storage.object_place import name_of, owner_of
 from ckptio.storage.requests import Requests
 
@@ -110,7 +109,7 @@ async def is_foreign_prefix(place: Place, found: FoundObjects) -> bool:
         return False
     key = found.prefix + MANIFEST_NAME
     _, head = await place.requests.run("read", key, lambda: place.store.get(key, 64))
-    return not is_opening(head)
+    return not head.startswith(OPENING)
 
 
 def _is_hidden(prefix: str) -> bool:

@@ -229,9 +229,14 @@ def _conversion(match: Match) -> str:
 
 
 def _renaming(match: Match, writer: str) -> str:
-    """Say so if others give names of a module to what has other names in the file."""
-    if writer != "safetensors" or not (match.missing and match.unexpected):
+    """Say what to do about other names, also where others give a module's to what is in a file."""
+    if not (match.missing and match.unexpected):
         return ""
+    if writer != "safetensors":
+        return (
+            "if these are the same under other names: rename the keys of what load() returns"
+            " without into=, and give that to load_state_dict()"
+        )
     return (
         "names are taken as they are in the file; where from_pretrained() gives a module others,"
         " load with that, and save what it made"

@@ -15,7 +15,7 @@ import torch
 from ckptio._gc import collection_paused
 from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
-from ckptio.errors import FormatError, MismatchError
+from ckptio.errors import FormatError, MismatchError, some_of
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, numel, row_major_strides
 from ckptio.staging.copy import Destination
@@ -23,12 +23,13 @@ from ckptio.state.numbered import numbered_below
 from ckptio.state.overlaps import settle_overlaps
 from ckptio.state.prune import prune
 from ckptio.state.rebuild import Rebuilder, allocate, torch_dtype
+from ckptio.state.take import STAYS_META
 from ckptio.state.target import Matcher
 from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -240,12 +241,22 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
         match.mark_written()
         if matcher.runs_foreign:
             matcher.untouched.sample(match.fills)
+        num_notes = len(notes)  # the restoration has this function: no circle
         result = assemble(rebuilder)
+        _warn_of_meta(path, request.strict, notes[num_notes:])
         matcher.untouched.reach(len(match.fills), len(match.fills))
         return result
 
     restoration.finish = finish
     return restoration
+
+
+def _warn_of_meta(path: str, strict: str, notes: Sequence[str]) -> None:
+    """Say of what a module cannot be used without, where nobody gets the report."""
+    names = [note.removesuffix(STAYS_META) for note in notes if note.endswith(STAYS_META)]
+    if names and strict != "report":
+        words = "%s has nothing for what stays on the meta device (%s): make it anew"
+        _log.warning(words, path, some_of(names))
 
 
 def _names(fills: Iterable[Fill]) -> set[str]:

@@ -32,6 +32,8 @@ FORMAT_VERSION = 2
 #: Of a manifest that was made in memory of what another program wrote; no file has it.
 FOREIGN_VERSION = 0
 MANIFEST_NAME = "manifest.json"
+#: The name is a common one: another program's file begins otherwise.
+OPENING = b'{"ckptio":'
 #: Of a tensor that is no part of the state: what torch.distributed.checkpoint knows besides.
 DOCUMENT_NAME = "__torch.distributed.checkpoint__"
 #: A larger manifest is refused unread. One million chunks take about 100 MB.
@@ -202,6 +204,8 @@ def checked_document(data: bytes) -> bytes:
         FormatError: `data` is not a manifest, or was damaged.
     """
     tail = _TAIL.search(data[-TAIL_NBYTES:])
+    if tail is None and data[: len(OPENING)] != OPENING[: len(data)]:
+        raise FormatError("this is no manifest of ckptio's: it neither begins nor ends like one")
     if tail is None:
         raise FormatError("the manifest is cut short: it does not end with its checksum")
     body = memoryview(data)[:-TAIL_NBYTES]

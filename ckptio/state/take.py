@@ -12,6 +12,9 @@ from ckptio.format.encode import join_fqn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+#: How a note ends of what a module has on the meta device yet.
+STAYS_META = ": stays on the meta device; the checkpoint has none"
+
 
 def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:
     """Let a stateful object take its state.
@@ -37,10 +40,7 @@ def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) 
         raise
     except Exception as error:  # of the caller's class, which raises anything
         raise TargetError(f"{fqn or 'the target'!r} does not take its state: {error!r}") from error
-    return [
-        f"{join_fqn(fqn, name)}: stays on the meta device; the checkpoint has none"
-        for name in names
-    ]
+    return [f"{join_fqn(fqn, name)}{STAYS_META}" for name in names]
 
 
 def take_over(module: torch.nn.Module, values: dict[str, Any]) -> list[str]:

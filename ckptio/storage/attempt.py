@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 from ckptio._aio import run_blocking, take_back_cancel
 from ckptio.errors import CheckpointExistsError, CommitConflictError, FormatError, StorageError
 from ckptio.events import CleanupFailed, DirectIORefused, LeftoversRemoved
-from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.attempt_lock import Attempts
 from ckptio.storage.blocks import BlockWriter, keep_file, storage_error, write_file
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
@@ -41,6 +40,7 @@ from ckptio.storage.leftovers import (
     find_leftovers,
     is_committed,
     read_summary,
+    require_free,
 )
 from ckptio.storage.manifest_name import ManifestName
 from ckptio.storage.notes import take_note, taken
@@ -158,8 +158,8 @@ class LocalAttempt:
 
     def _require_free(self) -> None:
         put_back_mistakes(self._files, self._directory)
-        if not self._overwrite and os.path.lexists(self._path(MANIFEST_NAME)):
-            raise CheckpointExistsError(self._directory)
+        if not self._overwrite:
+            require_free(self._files, self._directory)
 
     def _make_marker(self, path: str) -> int:
         """Make the directory and a file in it, though another save's end may remove the first."""

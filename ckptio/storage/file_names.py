@@ -36,6 +36,12 @@ def data_file_name(save_id: str, rank: int, index: int) -> str:
     return f"data-{save_id}-{rank:05d}-{index:05d}.safetensors"
 
 
+def numbered(name: str) -> list[str | int]:
+    """Give what sorts names of steps by their numbers, however many digits these have."""
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+
+
 def tomb_name(save_id: str) -> str:
     """Name the manifest that a removal takes out of its place: a name of this removal alone."""
     return f".manifest-{save_id}-old-{secrets.token_hex(4)}"

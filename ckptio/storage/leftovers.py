@@ -29,8 +29,8 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from ckptio.errors import FormatError
-from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES
+from ckptio.errors import CheckpointExistsError, FormatError
+from ckptio.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, OPENING
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import (
     ATTEMPT_PREFIX,
@@ -116,6 +116,31 @@ def is_committed(files: PosixFiles, directory: str, save_id: str) -> bool:
     except (FileNotFoundError, FormatError):
         return False
     return there.save_id == save_id
+
+
+def require_free(files: PosixFiles, directory: str) -> None:
+    """Check that no checkpoint is there, nor anything in its place.
+
+    Raises:
+        CheckpointExistsError: It is; says so if it may be another program's.
+    """
+    path = f"{directory}/{MANIFEST_NAME}"
+    if not os.path.lexists(path):
+        return
+    head = OPENING
+    with contextlib.suppress(OSError):
+        fd = files.open(path, direct=False)
+        try:
+            head = os.pread(fd, len(OPENING), 0)
+        finally:
+            files.close(fd)
+    if OPENING.startswith(head):  # or cut short
+        raise CheckpointExistsError(directory)
+    raise CheckpointExistsError(
+        directory,
+        "save to another place, or pass overwrite=True to replace the file",
+        f"{MANIFEST_NAME} is here, and does not begin as ckptio's do",
+    )
 
 
 def find_leftovers(

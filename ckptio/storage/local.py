@@ -28,7 +28,7 @@ from ckptio.format.pointer import decode_pointer
 from ckptio.storage import linux
 from ckptio.storage.attempt import LocalAttempt
 from ckptio.storage.blocks import BlockReader, storage_error
-from ckptio.storage.file_names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX, numbered
 from ckptio.storage.files import PosixFiles, absolute, follow_pointer, read_regular
 from ckptio.storage.notes import LocalNote, read_note, take_note, taken
 from ckptio.storage.resumed import ResumedAttempt
@@ -341,12 +341,15 @@ def _hint(path: str) -> str:
         return "there is nothing here"
     hint = "there is no committed checkpoint here"
     files: list[str] = []
+    below: list[str] = []
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         for entry in itertools.islice(entries, _MAX_LOOKED_AT):
             if entry.is_dir() and os.path.exists(f"{entry.path}/{MANIFEST_NAME}"):
-                return f"{hint}, but below, as {entry.name!r}"
+                below.append(entry.name)
             if entry.name.endswith(_TORCH_SUFFIXES) and entry.is_file():
                 files.append(entry.name)
+    if below:  # steps have numbers: the newest
+        return f"{hint}, but below, as {max(below, key=numbered)!r}"
     if files:
         return f"{hint}; what torch.save wrote is loaded file by file, as {min(files)!r}"
     return hint

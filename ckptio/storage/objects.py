@@ -19,7 +19,7 @@ from ckptio.errors import (
     FormatError,
 )
 from ckptio.format.manifest import MANIFEST_NAME
-from ckptio.storage.file_names import NOTE_PREFIX
+from ckptio.storage.file_names import NOTE_PREFIX, numbered
 from ckptio.storage.keys import join_key, split_query
 from ckptio.storage.notes import MAX_NOTE_NBYTES
 from ckptio.storage.object_attempt import ObjectAttempt, elapsed_s
@@ -133,7 +133,8 @@ class ObjectStorage:
             requests, prefix = requests.brief(), self._join("")
             listed = await requests.must("list", prefix, lambda: store.list(prefix, below=False))
             names = (info.key[len(prefix) :] for info in listed if info.key.endswith("/"))
-            last = sorted(filter(None, (n.rstrip("/") for n in names)))[-_MAX_LOOKS_BELOW:]
+            below = filter(None, (name.rstrip("/") for name in names))
+            last = sorted(below, key=numbered)[-_MAX_LOOKS_BELOW:]
 
             async def is_one(name: str) -> bool:
                 key = join_key(prefix + name, MANIFEST_NAME)
@@ -146,7 +147,8 @@ class ObjectStorage:
             are = await run_all((is_one(name) for name in last), "look below")
         except Exception:  # the caller raises what it has in hand
             return ""
-        return max((name for name, is_there in zip(last, are, strict=True) if is_there), default="")
+        found = [name for name, is_there in zip(last, are, strict=True) if is_there]
+        return found[-1] if found else ""
 
     def recall(self, manifest: Manifest) -> None:
         """Be told what is there; it makes no difference to these."""

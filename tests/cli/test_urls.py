@@ -125,6 +125,7 @@ def test_a_url_without_a_checkpoint_says_what_is_below(
 ) -> None:
     """The highest step that was committed, as in a directory."""
     put(f"{run_url}/step-00000009/data-{'c' * 32}-00000-00000.safetensors")
+    put(f"{run_url}/step-100/data-{'c' * 32}-00000-00000.safetensors")
     put(f"{run_url}/tensorboard/events")
     put(f"{run_url}/zeros.txt")
     below = f"there is no committed checkpoint here, but below, as {NAMES[3]!r}"

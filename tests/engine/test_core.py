@@ -566,14 +566,15 @@ async def test_an_error_says_what_is_at_a_path_without_a_checkpoint(tmp_path: Pa
         "none": "there is nothing here",
         "else": "there is no committed checkpoint here: ",
         "files": "loaded file by file, as 'model_0.pt'",
-        "run": "but below, as 'step-1'",
+        "run": "but below, as 'step-12'",
     }
     for name in ("else", "files", "else/epoch=1.ckpt"):
         (tmp_path / name).mkdir()
     for name in ("step_0.pt", "model_0.pt", "notes.txt"):
         torch.save({}, tmp_path / "files" / name)
     async with ckptio.Engine(SMALL) as engine:
-        await engine.save({"t": torch.ones(3)}, tmp_path / "run" / "step-1")
+        for step in (7, 12, 1):
+            await engine.save({"t": torch.ones(3)}, tmp_path / "run" / f"step-{step}")
         for name, text in said.items():
             with pytest.raises(CheckpointNotFoundError, match=text):
                 await engine.load(tmp_path / name)

@@ -7,7 +7,7 @@ import functools
 import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -476,6 +476,31 @@ def test_an_object_that_does_not_take_its_state_is_named(path: str) -> None:
     with pytest.raises(TargetError, match=r"'model' does not take its state.*not today") as caught:
         ckptio.sync.load(path, into={"model": Picky(1, 1)})
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore", "report"])
+def test_who_gets_no_report_is_told_of_buffers_that_stay_on_meta(
+    path: str, caplog: pytest.LogCaptureFixture, strict: Literal["raise", "ignore", "report"]
+) -> None:
+    """What a module does not save (Llama's inv_freq) is missed at its first use only."""
+    ckptio.sync.save({"m": torch.nn.Linear(2, 2)}, path)
+    model = torch.nn.Linear(2, 2, device="meta")
+    for name in ("mask", "inv_freq"):
+        model.register_buffer(name, torch.ones(2, device="meta"), persistent=False)
+    ckptio.sync.load_with_report(path, into={"m": model}, strict=strict)
+    told = [record.message for record in caplog.records if "meta device" in record.message]
+    assert len(told) == (strict != "report")
+    assert all("'m.mask', 'm.inv_freq'" in text for text in told)
+
+
+def test_a_meta_target_is_made_with_its_own_element_type(path: str) -> None:
+    """Which `dtype=` allows, where it is another than the stored one."""
+    ckptio.sync.save({"m": torch.nn.Linear(2, 2)}, path)
+    with pytest.raises(MismatchError, match=r"dtype=torch\.bfloat16 converts"):
+        ckptio.sync.load(path, into={"m": torch.nn.Linear(2, 2, device="meta").bfloat16()})
+    model = torch.nn.Linear(2, 2, device="meta").bfloat16()
+    ckptio.sync.load(path, into={"m": model}, dtype=torch.bfloat16, device="cpu")
+    assert (model.weight.dtype, model.weight.is_cpu) == (torch.bfloat16, True)
 
 
 def test_a_module_partly_on_meta_keeps_its_other_parameters(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import botocore.session
 import pytest
 
 from ckptio import sync
@@ -89,3 +90,12 @@ def test_of_what_a_client_says_only_a_name_that_was_given_is_told() -> None:
     assert problem_with(["token"], unknown) == "TypeError"
     assert problem_with(["key"], TypeError("key='hidden' is wrong")) == "TypeError"
     assert problem_with(["key"], ValueError(*unknown.args)) == "ValueError"
+
+
+def test_an_endpoint_without_a_scheme_is_told_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="endpoint") as caught:
+        botocore.session.get_session().create_client(
+            "s3", endpoint_url="localhost:9000", region_name="us-east-1"
+        )
+    problem = problem_with(["endpoint_url"], caught.value)
+    assert problem == "ValueError, endpoint_url begins with http:// or https://"
