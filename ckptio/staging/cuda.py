@@ -93,6 +93,7 @@ class CallerStreams:
 
     def __init__(self, devices: Iterable[torch.device], side: SideStreams) -> None:
         self._side = side
+        self._views_lock = threading.Lock()
         self._ready: dict[torch.device, torch.cuda.Event] = {}
         self._last: dict[torch.device, torch.cuda.Event] = {}
         self._lock = threading.Lock()
@@ -119,7 +120,9 @@ class CallerStreams:
         """
 
         def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
-            with torch.cuda.stream(stream):
+            # one thread at a time, see `copy._copy_near`: an H200 took 1.6 s so to load 20,000
+            # transposed tensors, and 5 s with ten threads at once
+            with self._views_lock, torch.cuda.stream(stream):
                 for target, source in pairs[device]:
                     # torch conjugates and negates on the host, before the copy arrives
                     physical = source.resolve_conj().resolve_neg()

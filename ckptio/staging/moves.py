@@ -52,7 +52,7 @@ _stream = make_streaming_copy()
 
 #: Shorter copies keep the GIL, or share a system call. Letting it go invites a busy trainer
 #: to take it for its whole switch interval, 5 ms.
-_SHORT_NBYTES = 128 * KiB
+SHORT_NBYTES = 128 * KiB
 #: Fewer short copies are not worth a table of addresses.
 _MIN_SHARED = 8
 #: The kernel's limit (UIO_MAXIOV).
@@ -74,7 +74,7 @@ def can_share() -> bool:
 
 def move(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` from address to address; long copies let the GIL and the cache go."""
-    if nbytes < _SHORT_NBYTES:
+    if nbytes < SHORT_NBYTES:
         _memmove_held(target, source, nbytes)
     elif _stream is None:
         _memmove_free(target, source, nbytes)
@@ -91,8 +91,8 @@ def move_all(moves: Sequence[Move]) -> None:
     """Copy from address to address, many times; in any order."""
     rest = list(moves)
     if len(moves) >= _MIN_SHARED:
-        rest = [each for each in moves if each[2] >= _SHORT_NBYTES]
-        short = [each for each in moves if each[2] < _SHORT_NBYTES] if rest else moves
+        rest = [each for each in moves if each[2] >= SHORT_NBYTES]
+        short = [each for each in moves if each[2] < SHORT_NBYTES] if rest else moves
         for start in range(0, len(short), _MAX_SHARED):
             batch = short[start : start + _MAX_SHARED]
             if not _move_together(batch):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from ckptio.state.leaves import DTYPE_NAMES
 from tests.rig import SMALL, config_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptio.config import CheckpointConfig
+    from ckptio.plan.save import Segment
     from ckptio.staging.cuda import PendingCopies
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -258,3 +261,48 @@ def test_what_torch_copies_is_looked_at_for_the_size_of_its_storage() -> None:
     target.scatter([(0, ((0, 0, 0, 4096, None),))], slab, [])
     with pytest.raises(TargetError, match="storage"):
         target.mark_written()
+
+
+@pytest.mark.parametrize("saving", [True, False], ids=["save", "load"])
+@pytest.mark.parametrize(("nbytes", "at_once"), [(4 * KiB, 1), (256 * KiB, 4)])
+def test_short_strided_tensors_are_copied_in_one_thread_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, at_once: int, *, saving: bool
+) -> None:
+    """Threads would take the GIL from each other for each; long ones share the work."""
+    owner: Any = SourceState if saving else TargetState
+    pairs, lock, all_in = owner._pairs, threading.Lock(), threading.Event()
+    inside = most = 0
+
+    def counted(*args: Any) -> Iterator[Any]:
+        nonlocal inside, most
+        for pair in pairs(*args):
+            with lock:
+                inside += 1
+                most = max(most, inside)
+                if inside == at_once > 1:
+                    all_in.set()
+            all_in.wait(0.1 if at_once == 1 else 60)
+            yield pair
+            with lock:
+                inside -= 1
+
+    monkeypatch.setattr(owner, "_pairs", counted)
+    tensors = [torch.rand(nbytes // 64, 16).t() for _ in range(4)]
+    zeros = [torch.zeros(nbytes // 64, 16).t() for _ in range(4)]
+    config = config_with(slab_nbytes=512 * KiB, pool_nbytes=4096 * KiB, bucket_nbytes=nbytes)
+    leaves = [LeafSpec(f"t{i}", "float32", tuple(t.shape)) for i, t in enumerate(tensors)]
+    segments = [s for bucket in plan_save(leaves, config).buckets for s in bucket.segments]
+    assert len(segments) == 4
+    source = SourceState(tensors, None)
+    target = TargetState([Destination(t, torch.float32) for t in zeros], None)
+
+    def work(segment: Segment) -> None:
+        slab = Slab(config.slab_nbytes)
+        source.gather(segment, slab, [])
+        pieces = tuple((*piece, None) for piece in segment.pieces)
+        target.scatter([(0, pieces)], slab, [])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, segments))
+    assert most == at_once
+    assert all(torch.equal(*pair) for pair in zip(tensors, zeros, strict=True))
