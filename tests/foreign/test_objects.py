@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
@@ -30,6 +31,8 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.foreign import objects
+from ckptio.foreign.objects import ObjectFolder
+from ckptio.testing import run_virtual
 from tests.foreign.rig import (
     assert_same_state,
     make_training_state,
@@ -551,3 +554,65 @@ def test_what_has_no_room_in_memory_is_told_with_its_name(
         patch.setattr(os, "ftruncate", refuse)
         with pytest.raises(StorageError, match=r"its size: File too large.*file\.pt"):
             sync.load(url, config=SMALL)
+
+
+class Slow(ObjectFolder):
+    """An object of bytes that count up, each read of which takes a while, or fails at first."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        nothing: Any = None
+        super().__init__("memory://x", "", nothing, nothing, nothing, "")
+        self.reads: list[tuple[int, int]] = []
+        self.reader: asyncio.Task[Any] | None = None
+        self.num_failures = num_failures
+
+    async def _read(self, name: str, start: int, stop: int) -> bytes:
+        self.reads.append((start, stop))
+        self.reader = asyncio.current_task()
+        await asyncio.sleep(1.0)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise StorageError("not now", path=name)
+        return bytes(at % 251 for at in range(start, stop))
+
+
+def test_a_block_that_many_ask_for_is_read_once() -> None:
+    """Whoever comes while it is read waits for it, and nothing is kept of the waiting."""
+
+    async def scenario() -> None:
+        folder = Slow()
+        found = await asyncio.gather(*(folder.read_blocks("o", 900, 7 * i, 900) for i in range(20)))
+        assert found == [bytes(at % 251 for at in range(7 * i, 900)) for i in range(20)]
+        folder.reader = None
+        assert folder.reads == [(0, 900)]
+        assert not folder._turns
+
+    run_virtual(scenario(), seed=0)
+
+
+@pytest.mark.parametrize("end", ["fails", "is cancelled"])
+def test_a_reader_that_ends_takes_nobody_along(end: str) -> None:
+    """The next one reads; what failed is not kept."""
+
+    async def scenario() -> None:
+        folder = Slow(num_failures=int(end == "fails"))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ends(folder), name=f"reader {i}") for i in range(5)]
+            await asyncio.sleep(0.5)
+            first, folder.reader = folder.reader, None
+            assert first is not None
+            if end == "is cancelled":
+                first.cancel()
+        told = {task: not task.cancelled() and task.result() for task in tasks}
+        assert [task for task, is_well in told.items() if not is_well] == [first]
+        folder.reader = None
+        assert folder.reads == [(0, 900)] * 2
+        assert not folder._turns
+
+    async def ends(folder: Slow) -> bool:
+        try:
+            return len(await folder.read_blocks("o", 900, 0, 900)) == 900
+        except StorageError:
+            return False
+
+    run_virtual(scenario(), seed=0)
