@@ -38,7 +38,6 @@ from ckptio.storage.leftovers import (
     boot_id,
     files_of,
     find_leftovers,
-    is_committed,
     read_summary,
     require_free,
 )
@@ -88,6 +87,7 @@ class LocalAttempt:
         self._failure: StorageError | None = None  # of the commit; says if it is in doubt
         self._refused = False  # direct I/O was, and an event has said so
         self._leads = False  # this rank began the save: an abort removes the files of all ranks
+        self._shares = False  # but for those of another copy of it, which were there before
 
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
@@ -123,6 +123,8 @@ class LocalAttempt:
         if self._lock_fd < 0:
             self._lock_fd = self._make_marker(marker)
         locks = self._lock_marker()
+        data = f"data-{self._save_id}-"
+        self._shares = any(name.startswith(data) for name in os.listdir(self._directory))
         self._leads = True
         if locks:
             self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
@@ -295,16 +297,14 @@ class LocalAttempt:
             sync_dirs(self._files, self._directory, self._made_dirs)
 
     def _clean_up(self) -> None:
-        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here.
-
-        The lock goes first: whoever replaces this one meanwhile needs it for these files.
-        """
-        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
-        self._drop_lock()
+        """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
         if self._name.replaced:
             self._retire(self._name.replaced)
+            self._attempts().remove_own(self._save_id, self._remove)
         else:
             self._try_remove(self._name.new)
+        self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
+        self._drop_lock()
 
     def _retire(self, manifest: str) -> None:
         """Remove a manifest under another name, and what only it needs."""
@@ -315,6 +315,7 @@ class LocalAttempt:
             pass
         except OSError as error:
             self._cannot_remove(manifest, error)
+            return
         else:
             if old.save_id != self._save_id:
                 names = [*(entry.name for entry in old.files), *pointed]
@@ -333,26 +334,17 @@ class LocalAttempt:
         if self._name.may_stand or not self._name.withdraw():
             self._drop_lock()
             return
-        ours = [self._name.copy] if self._name.copy else []
-        if self._is_committed():  # then the files are the other copy's
-            ours += [path for path in self._made_files[:1] if self._leads]
-        else:
-            # of the others, too, if this leads; each once, as one that stays is told of once
-            others = files_of(self._directory, self._save_id) if self._leads else []
-            ours += [*reversed(self._made_files), *map(self._path, others)]
-        for path in dict.fromkeys(ours):
-            self._try_remove(path)
+        copies = [self._name.copy] if self._name.copy else []
+        # of the others, too, if this leads; each once, as one that stays is told of once
+        others = files_of(self._directory, self._save_id) if self._leads else []
+        ours = (*copies, *reversed(self._made_files))
+        for path in dict.fromkeys((*ours, *map(self._path, others))):
+            if not (self._shares and os.path.basename(path).startswith("data-")):
+                self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 self._files.rmdir(directory)
-
-    def _is_committed(self) -> bool:
-        """Whether another copy of the same save is what is there, or may be."""
-        try:
-            return is_committed(self._files, self._directory, self._save_id)
-        except OSError:  # no file is there that this one has made: then nothing but its own goes
-            return len(self._made_files) <= 1
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""

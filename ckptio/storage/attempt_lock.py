@@ -21,6 +21,7 @@ from ckptio.storage.files import MAX_TRIES, NO_FILE
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
+    find_leftovers,
     is_at,
     is_committed,
     newest_s,
@@ -39,6 +40,8 @@ _NUM_WAITS, _WAIT_S = 5, 0.01
 _MAX_HELD = 64
 #: What was there a moment ago, and is another by now: ESTALE on a server.
 _CHANGING = (errno.EEXIST, errno.ESTALE)
+#: Why no file can be made, for longer than now.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Attempts:
         for start in range(0, len(owners), _MAX_HELD):
             some = owners[start : start + _MAX_HELD]
             with contextlib.ExitStack() as stack:
-                mine, held = self._held_of(some, stack)
+                mine, held = self._held_of(some, names, stack)
                 free = [name for name in find(held) if name in names and owner_of(name) in mine]
                 free.sort(key=lambda name: name.startswith(ATTEMPT_PREFIX))
                 is_less |= bool(free) and remove(free)
@@ -106,8 +109,9 @@ class Attempts:
         """Remove the files of a checkpoint that was replaced; an event says of them if they stay.
 
         Unless a copy of it, which has its files, is being made or was committed just now: then they
-        are that one's, or left over. Where there are no locks, one that is committed from here on
-        sees the old manifest, or that files are gone (`storage.resumed`).
+        are that one's, or left over. Or its save is not through, and looks at its end itself. Where
+        there are no locks, a copy that is committed from here on sees the old manifest, or that
+        files are gone (`storage.resumed`).
 
         Args:
             save_id: The save that committed it.
@@ -118,11 +122,24 @@ class Attempts:
             with self.held(save_id):
                 if not is_committed(self.files, self.directory, save_id):
                     remove([*names, *notes_of(self.directory, save_id)])
-        except OSError as error:
-            self.stays(self.path(save_id), error)
+        except OSError as error:  # somebody has it: a copy, or the save, which looks at its end
+            if names and error.errno != errno.EBUSY:
+                self.stays(f"{self.directory}/{names[0]}", error)
+
+    def remove_own(self, save_id: str, remove: Callable[[list[str]], object]) -> None:
+        """Remove a save's files, whose lock the caller has, if it was replaced meanwhile.
+
+        Args:
+            save_id: The save.
+            remove: Removes files by name.
+        """
+        with contextlib.suppress(OSError):  # the next save finds them
+            if not is_committed(self.files, self.directory, save_id):
+                left = find_leftovers(self.files, self.directory, "", self.clock, {save_id})
+                remove([name for name in left if name.startswith(f"data-{save_id}-")])
 
     def _held_of(
-        self, owners: Collection[str], stack: contextlib.ExitStack
+        self, owners: Collection[str], names: Collection[str], stack: contextlib.ExitStack
     ) -> tuple[set[str], set[str]]:
         """Hold the locks of some saves: gives whose files may go, and whose locks are held."""
         mine, held = set[str](), set[str]()
@@ -131,7 +148,8 @@ class Attempts:
                 is_held = stack.enter_context(self.held(owner, is_kept=True))
             except OSError as error:  # somebody has it; or nobody can tell, and is told
                 if error.errno != errno.EBUSY:
-                    self.stays(self.path(owner), error)
+                    first = min(name for name in names if owner_of(name) == owner)
+                    self.stays(f"{self.directory}/{first}", error)
                 continue
             mine.add(owner)
             if is_held:
@@ -180,34 +198,47 @@ class Attempts:
             The open file, less than 0 if there can be none; and whether it was made here.
         """
         is_new = False
-        for _ in range(MAX_TRIES):
-            try:
-                fd, is_made = self._opened(path)
-            except OSError as error:
-                if error.errno not in _CHANGING:
-                    raise
-                continue
-            if fd < 0:
-                return -1, False
-            is_new |= is_made
-            is_held: bool | None = False
-            is_through = False
-            try:
-                is_held = self._is_held(fd, path)
+        failure: OSError | None = None
+        try:
+            for _ in range(MAX_TRIES):
+                if failure is not None:
+                    time.sleep(_WAIT_S)
+                failure = None
+                try:
+                    fd, is_made = self._opened(path)
+                    is_new |= is_made
+                    is_held = None if fd < 0 else self._locked(fd, path)
+                except OSError as error:
+                    if error.errno not in _CHANGING:
+                        raise
+                    failure = error
+                    continue
                 if is_held:
-                    with contextlib.suppress(OSError):  # the disk is full
-                        self.files.pwrite(fd, memoryview(boot_id()), 0)
-                is_through = True
-            finally:
-                if not (is_held and is_through):
-                    self._close(fd)
+                    return fd, is_new
+                if is_held is None:
+                    break
+            if is_new:
+                self._unlink(path)
+            if failure is not None:  # nobody can tell
+                raise failure
+            return -1, False
+        finally:
+            failure = None  # it has this frame
+
+    def _locked(self, fd: int, path: str) -> bool | None:
+        """Lock an attempt's file, and say so in it; closed unless it is held: see `_is_held`."""
+        is_held: bool | None = False
+        is_through = False
+        try:
+            is_held = self._is_held(fd, path)
             if is_held:
-                return fd, is_new
-            if is_held is None:
-                break
-        if is_new:
-            self._unlink(path)
-        return -1, False
+                with contextlib.suppress(OSError):  # the disk is full
+                    self.files.pwrite(fd, memoryview(boot_id()), 0)
+            is_through = True
+        finally:
+            if not (is_held and is_through):
+                self._close(fd)
+        return is_held
 
     def _opened(self, path: str) -> tuple[int, bool]:
         """Open an attempt's file, or make it; gives whether it is new. Less than 0 if none can be.
@@ -234,7 +265,7 @@ class Attempts:
         """Lock an attempt's file; `None` where there are no locks, false if it is another by now.
 
         Raises:
-            OSError: Somebody has the lock.
+            OSError: Somebody has the lock; or `ESTALE`: a server says that the file is gone.
         """
         try:
             is_free = self.files.lock(fd)
@@ -244,19 +275,15 @@ class Attempts:
                 time.sleep(_WAIT_S)
                 is_free = self.files.lock(fd)
         except OSError as error:
-            return False if error.errno in _CHANGING else None
-        try:
-            if is_free:
-                return is_at(fd, path)
-            boot = os.pread(fd, 64, 0)
-            marker = os.path.basename(path)
-            names = [marker, *files_of(self.directory, marker.removeprefix(ATTEMPT_PREFIX))]
-            written_s = newest_s(self.directory, names)
-        except OSError as error:
             if error.errno in _CHANGING:
-                return False
-            raise
-        if boot != boot_id() and written_s + QUIET_S < self.clock():
+                raise
+            return None
+        if is_free:
+            return is_at(fd, path)
+        boot = os.pread(fd, 64, 0)
+        marker = os.path.basename(path)
+        names = [marker, *files_of(self.directory, marker.removeprefix(ATTEMPT_PREFIX))]
+        if boot != boot_id() and newest_s(self.directory, names) + QUIET_S < self.clock():
             return None
         raise OSError(
             errno.EBUSY, "it is being removed, or copied once more, or its save is not through"
@@ -278,8 +305,8 @@ class Attempts:
 def time_there(files: PosixFiles, directory: str, mode: int, *, may_guess: bool) -> float:
     """Ask what time it is where files are dated, by one that is made and removed.
 
-    Where none can be made, the disk is full and this host's clock has to do, or nothing can
-    be removed either.
+    Where none can be made as the disk is full, this host's clock has to do; or nothing can be
+    removed either.
 
     Args:
         files: Operations to use.
@@ -287,14 +314,21 @@ def time_there(files: PosixFiles, directory: str, mode: int, *, may_guess: bool)
         mode: Permissions of the file.
         may_guess: Whether that clock does, for what the server has called quiet for long;
             else nothing counts as quiet, and what goes is dead by its lock.
+
+    Raises:
+        OSError: Nobody can tell.
     """
     path = f"{directory}/{ATTEMPT_PREFIX}{secrets.token_hex(16)}"
     try:
         fd = files.create(path, mode, direct=False)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
         return time.time() if may_guess else 0.0
     try:
         return os.fstat(fd).st_mtime
     finally:
-        files.close(fd)
-        files.unlink(path)
+        try:
+            files.close(fd)
+        finally:
+            files.unlink(path)

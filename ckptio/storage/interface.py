@@ -86,9 +86,9 @@ class Attempt(Protocol):
     async def abort(self) -> None:
         """Remove everything this attempt made. Does nothing after a commit. Never raises.
 
-        On the rank that began it, files of ranks that died go with it. In an object store, what
-        a manifest of this very save names stays: an earlier attempt was committed, or another
-        process has copied the same.
+        On the rank that began it, files of ranks that died go with it. What another copy of this
+        very save has stays: files that were there before, on a disk; in an object store, what a
+        manifest of it names.
         """
         ...
 

@@ -348,7 +348,7 @@ def _hint(path: str) -> str:
                 below.append(entry.name)
             if entry.name.endswith(_TORCH_SUFFIXES) and entry.is_file():
                 files.append(entry.name)
-    if below:  # steps have numbers: the newest
+    if below:  # steps have numbers: the newest, of those that were looked at
         return f"{hint}, but below, as {max(below, key=numbered)!r}"
     if files:
         return f"{hint}; what torch.save wrote is loaded file by file, as {min(files)!r}"

@@ -308,12 +308,14 @@ class LocalRoot:
         """Go on with a removal that was cut off; if it was, or nobody makes a copy of the same."""
         match = TOMB.fullmatch(tomb)
         assert match is not None  # noqa: S101  # `tombs_in` gave it
-        try:
-            with self._attempts(directory).held(match[1]):
-                self._bury(directory, tomb)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                self._cannot_remove(directory, tomb, error)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._attempts(directory).held(match[1]))
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    self._cannot_remove(directory, tomb, error)
+                return
+            self._bury(directory, tomb)
 
     def _attempts(self, directory: str, *, may_guess: bool = True) -> Attempts:
         """Give the locks there; see `time_there`."""

@@ -15,7 +15,7 @@ from ckptio.errors import CommitConflictError, StorageError
 from ckptio.events import CleanupFailed
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage import attempt_lock, leftovers, resumed, tombs
-from ckptio.storage.attempt_lock import Attempts
+from ckptio.storage.attempt_lock import Attempts, time_there
 from ckptio.storage.file_names import QUIET_S
 from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
@@ -118,14 +118,141 @@ async def test_what_a_save_has_replaced_goes_while_that_cleans_up(
 async def test_files_that_stay_of_what_was_replaced_are_told_of(
     tmp_path: Path, executor: Executor
 ) -> None:
-    """Those of a copy that is being made stay, and those of whom nobody can tell."""
+    """By names that are there. Those of a copy that is being made are its, and not told of."""
+    for is_busy in (True, False):
+        path, log = tmp_path / str(is_busy), EventLog()
+        await write_files(storage_at(path, executor), A, OLD)
+
+        def fail(operation: Operation) -> None:
+            if operation.kind == "open" and operation.path.endswith(f".attempt-{A}"):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
+
+        copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+        files = RecordingFiles() if is_busy else RecordingFiles(fail)
+        await write_files(storage_at(path, executor, files, log), B, NEW, overwrite=True)
+        told = [event.file for event in log.of(CleanupFailed)]
+        assert committed(path) == NEW
+        assert set(OLD) < set(names_in(path))
+        assert len(told) == (not is_busy)
+        assert set(told) <= set(OLD)
+        await copy.leave()
+
+
+async def test_the_lock_of_a_host_that_died_keeps_nothing_that_was_replaced(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A server may keep it; it is given up where all was quiet for an hour."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    age(path)
+    await write_files(storage_at(path, executor), B, NEW, overwrite=True)
+    assert set(names_in(path)) - {f".attempt-{A}"} == {MANIFEST_NAME, *NEW}
+    await copy.leave()
+
+
+async def test_a_copy_begun_while_another_cleans_up_is_refused_at_once(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """They have the names of their files in common, also that of the manifest on its way."""
+    path, told = tmp_path / "c", list[str]()
+    await write_files(storage_at(path, executor), B, NEW)
+    others = Threads(1, "others")
+
+    def begin(operation: Operation) -> None:
+        if operation.kind == "unlink" and "data-" in operation.path and not told:
+            storage = storage_at(path, others)
+            try:
+                asyncio.run(storage.begin(A, overwrite=True, resumes=True))
+            except CommitConflictError as error:
+                told.append(type(error).__name__)
+
+    copy = await storage_at(path, executor, RecordingFiles(begin)).begin(A, overwrite=True)
+    for name, data in OLD.items():
+        (path / name).write_bytes(data)
+    await copy.commit(manifest_of(A, OLD))
+    others.shutdown()
+    assert told == ["CommitConflictError"]
+    assert committed(path) == OLD
+    assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
+
+
+@pytest.mark.parametrize("there", ["a link", "a directory", "nothing that may be read"])
+async def test_an_abort_removes_the_files_of_ranks_that_died(
+    tmp_path: Path, executor: Executor, there: str
+) -> None:
+    """Whatever is in the manifest's place: the save's id is its own."""
+    path = tmp_path / "c"
+    path.mkdir()
+    if there == "a link":
+        (path / MANIFEST_NAME).symlink_to("nowhere")
+    elif there == "a directory":
+        (path / MANIFEST_NAME).mkdir()
+    else:
+        await write_files(storage_at(path, executor), A, OLD)
+    before = names_in(path)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(MANIFEST_NAME):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
+
+    files = RecordingFiles(fail if there.startswith("nothing") else None)
+    begun = await storage_at(path, executor, files).begin(B, overwrite=True)
+    other = await storage_at(path, executor).join(B)
+    for attempt, rank in ((begun, 0), (other, 1)):
+        writer = await attempt.create(f"data-{B}-0000{rank}-00000.safetensors", 10)
+        writer.pwrite(0, memoryview(b"0123456789"))
+        writer.close()
+    await begun.abort()
+    assert names_in(path) == before
+
+
+@pytest.mark.parametrize("how", ["keeps", "creates"])
+async def test_an_abort_leaves_what_was_there_of_the_same_save(
+    tmp_path: Path, executor: Executor, how: str
+) -> None:
+    """Also where no manifest can be read, and where this one wanted to make it."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+
+    def fail(operation: Operation) -> None:
+        is_at_end = operation.kind == "create" and "manifest" in operation.path
+        if is_at_end or (operation.kind == "open" and operation.path.endswith(MANIFEST_NAME)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
+
+    copy = await storage_at(path, executor, RecordingFiles(fail)).begin(A, overwrite=True)
+    for name, data in OLD.items():
+        if how == "keeps":
+            await copy.keep(name, len(data))
+        else:
+            await copy.create(name, len(data))
+    with pytest.raises(StorageError):
+        await copy.commit(manifest_of(A, OLD))
+    await copy.abort()
+    assert committed(path) == OLD
+    assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
+
+
+@pytest.mark.parametrize("kind", ["lock", "open"])
+async def test_where_a_lock_keeps_changing_nothing_goes(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nobody can tell whether somebody has it."""
+    monkeypatch.setattr(attempt_lock, "_WAIT_S", 0.0)
     path, log = tmp_path / "c", EventLog()
     await write_files(storage_at(path, executor), A, OLD)
     copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
-    await write_files(storage_at(path, executor, log=log), B, NEW, overwrite=True)
-    assert [event.file for event in log.of(CleanupFailed)] == [f".attempt-{A}"]
-    assert committed(path) == NEW
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == kind and operation.path.endswith(f".attempt-{A}"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), operation.path)
+
+    files = RecordingFiles(fail)
+    await write_files(storage_at(path, executor, files, log), B, NEW, overwrite=True)
     assert set(OLD) < set(names_in(path))
+    assert [event.file for event in log.of(CleanupFailed)] == [min(OLD)]
+    assert files.num_open == 0
     await copy.leave()
 
 
@@ -328,3 +455,40 @@ async def test_a_file_that_was_made_for_a_lock_goes_where_there_can_be_none(
         assert not is_held
     assert names_in(tmp_path) == []
     assert files.num_open == 0
+
+
+async def test_a_sweep_that_cannot_put_a_checkpoint_back_says_so(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It is whole, and nobody sees it."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    (path / MANIFEST_NAME).rename(path / f".manifest-{B}-old-00000000")  # taken for B's
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "publish":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+
+    with pytest.raises(StorageError, match="cannot sweep"):
+        await root_of(path, executor, RecordingFiles(fail)).sweep("c", -1)
+    await root_of(path, executor).sweep("c", -1)
+    assert committed(path) == OLD
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
+def test_this_hosts_clock_does_where_the_disk_is_full(tmp_path: Path, code: int) -> None:
+    """Where no file can be made just now, nobody can tell."""
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "create":
+            raise OSError(code, os.strerror(code), operation.path)
+
+    files = RecordingFiles(fail)
+    if code == errno.ENOSPC:
+        now_s = time_there(files, str(tmp_path), 0o600, may_guess=True)
+        assert abs(now_s - time.time()) < 60
+        assert time_there(files, str(tmp_path), 0o600, may_guess=False) == 0.0
+    else:
+        with pytest.raises(OSError, match="Too many open files"):
+            time_there(files, str(tmp_path), 0o600, may_guess=True)
+    assert names_in(tmp_path) == []
