@@ -306,6 +306,8 @@ class CheckpointerCore:
         is_due = self._pace.is_due(step)
         stop = self._stops.ask()
         if isinstance(stop, Stop):
+            self._asked_s = self.clock()
+            self._stops.look_again()
             self.ending.is_told |= bool(stop.reason)
             return True
         if stop is not None:

@@ -93,10 +93,10 @@ class Stops:
         Takes no lock: the handler may have interrupted who holds it.
         """
         self._wanted = self._wanted or reason
-        self._wake()
+        self.look_again()
 
-    def _wake(self) -> None:
-        """Have `watch` look again."""
+    def look_again(self) -> None:
+        """Have it found out when a save is due by time, which is later now. From any thread."""
         loop, heard = self._loop, self._heard
         if loop is not None and heard is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
@@ -107,7 +107,8 @@ class Stops:
 
         Returns:
             What to do now; nothing; or what to wait for before asking again. Nothing, and it does
-            not count, where a signal's handler asks what it interrupts: that gets the answer.
+            not count, where a signal's handler asks what it interrupts: that gets the answer. After
+            what to do now, time counts anew: see `look_again`.
         """
         thread = threading.get_ident()
         if thread in self._asking:
@@ -120,11 +121,9 @@ class Stops:
                 self._num_asked += 1
                 due = [stop for stop in self._pending if stop.number <= self._num_asked]
                 self._pending = [stop for stop in self._pending if stop not in due]
+                return max(due, key=lambda stop: bool(stop.reason), default=None)
         finally:
             self._asking.discard(thread)
-        if due:  # the time until the next one counts again
-            self._wake()
-        return max(due, key=lambda stop: bool(stop.reason), default=None)
 
     async def watch(self, ranks: Ranks) -> None:
         """Listen for calls until one asks for the last save, or a rank leaves."""

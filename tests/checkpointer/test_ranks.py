@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import contextlib
 import random
 import shutil
@@ -106,6 +107,32 @@ def test_a_signal_on_one_rank_ends_with_one_last_step(at_s: float, who: int, see
 
     with tempfile.TemporaryDirectory() as name:
         run_virtual(scenario(Path(name)), seed=seed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_that_takes_longer_than_the_interval_is_saved_once(
+    tmp_path: Path, world_size: int, seed: int
+) -> None:
+    """The time counts from when it was asked about, also while the caller prepares the state."""
+
+    async def body(engine: Engine) -> None:
+        async with checkpointer_on(engine, tmp_path, every=SaveEvery(seconds=1.0)) as ckpt:
+            for step in range(1, 60):
+                await asyncio.sleep(3.5 if step == 25 else 0.1)
+                if await ckpt.should_save(step):
+                    await asyncio.sleep(0.3)
+                    await ckpt.save(state_of(step), step)
+
+    async def scenario() -> None:
+        async with engines(world_size, seed=seed) as group:
+            await on_each(group, lambda _, engine: body(engine))
+
+    run_virtual(scenario(), seed=seed)
+    steps = committed_steps(tmp_path)
+    assert {25, 26} & set(steps)
+    assert len(steps) >= 5
+    assert min(later - sooner for sooner, later in itertools.pairwise(steps)) > 5
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -54,6 +54,8 @@ class Trainer:
         self.num_steps += 1
         if answer is None:
             return False
+        self.asked_s = asyncio.get_running_loop().time()
+        self.stops.look_again()
         self.saved.append(self.num_steps)
         if answer.reason:
             self.last = self.num_steps
