@@ -358,6 +358,9 @@ class Siblings(asyncio.TaskGroup):
         except BaseExceptionGroup as errors:
             failure = error if is_first else first_failure(errors)
             errors.__traceback__ = None  # a frame of asyncio's has them
+        except asyncio.CancelledError as cancelled:
+            cancelled.__traceback__ = None  # that has this one, too
+            raise
         finally:
             vars(self).update(_parent_task=None, _errors=[])
             del error, trace

@@ -698,9 +698,13 @@ def test_another_floating_point_type_is_told_beside_names(tmp_path: Path) -> Non
 
 def test_names_that_differ_are_told_how_to_be_renamed(tmp_path: Path) -> None:
     """Both other ways out leave the model as it was made."""
-    sync.save({"body.w": torch.ones(2), "step": 1}, tmp_path / "c")
-    with pytest.raises(MismatchError, match="rename the keys of what load"):
-        sync.load(tmp_path / "c", into={"backbone.w": torch.zeros(2), "step": 0})
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(1, 1)})
+    sync.save({"model": model, "step": 1}, tmp_path / "c")
+    other = torch.nn.ModuleDict({"backbone": torch.nn.Linear(1, 1)})
+    with pytest.raises(MismatchError, match=r"rename the keys of what load\(\) .* load_state_dict"):
+        sync.load(tmp_path / "c", into={"model": other, "step": 0})
+    with pytest.raises(MismatchError, match=r"rename .* without into=; load_with"):
+        sync.load(tmp_path / "c", into={"model": dict(other.state_dict()), "step": 0})
     with pytest.raises(MismatchError) as caught:
         sync.load(tmp_path / "c", into={"step": 0})
     assert "rename" not in str(caught.value)

@@ -233,9 +233,10 @@ def _renaming(match: Match, writer: str) -> str:
     if not (match.missing and match.unexpected):
         return ""
     if writer != "safetensors":
+        gives = ", and give that to load_state_dict()" if match.modules else ""
         return (
             "if these are the same under other names: rename the keys of what load() returns"
-            " without into=, and give that to load_state_dict()"
+            f" without into={gives}"
         )
     return (
         "names are taken as they are in the file; where from_pretrained() gives a module others,"

@@ -29,7 +29,7 @@ from ckptio.state.tree import indices_in, read_tree, tensor_index, walk
 from ckptio.state.wrappers import wrappers_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from ckptio.engine.regions import Place
     from ckptio.engine.request import LoadRequest
@@ -243,7 +243,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
             matcher.untouched.sample(match.fills)
         num_notes = len(notes)  # the restoration has this function: no circle
         result = assemble(rebuilder)
-        _warn_of_meta(path, request.strict, notes[num_notes:])
+        _tell_of_meta(path, request, notes, num_notes)
         matcher.untouched.reach(len(match.fills), len(match.fills))
         return result
 
@@ -251,11 +251,26 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     return restoration
 
 
-def _warn_of_meta(path: str, strict: str, notes: Sequence[str]) -> None:
-    """Say of what a module cannot be used without, where nobody gets the report."""
-    names = [note.removesuffix(STAYS_META) for note in notes if note.endswith(STAYS_META)]
-    if names and strict != "report":
-        words = "%s has nothing for what stays on the meta device (%s): make it anew"
+def _tell_of_meta(path: str, request: LoadRequest, notes: list[str], start: int) -> None:
+    """Say of what a module cannot be used without, also where nobody gets the report.
+
+    Args:
+        path: The checkpoint.
+        request: What was asked for.
+        notes: Of the report; those of what was not selected are corrected.
+        start: The first of them that may be about such a thing.
+    """
+    names = []
+    for number, note in enumerate(notes[start:], start):
+        name = note.removesuffix(STAYS_META)
+        if name == note:
+            continue
+        if request.keep is None or request.keep(name):
+            names.append(name)
+        else:
+            notes[number] = f"{name}: stays on the meta device; it was not selected"
+    if names and request.strict != "report":
+        words = "%s has nothing that fits what stays on the meta device (%s): make that anew"
         _log.warning(words, path, some_of(names))
 
 

@@ -8,6 +8,7 @@ streams, ordered by events behind the caller's stream; nothing here waits for a 
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 
 from ckptio._gc import collection_paused
 from ckptio.errors import TargetError
+from ckptio.staging.by_torch import copy_by_torch
 from ckptio.staging.memory import (
     address_of,
     bits_of,
@@ -25,12 +27,12 @@ from ckptio.staging.memory import (
     layout_of,
     window,
 )
-from ckptio.staging.moves import SHORT_NBYTES, move_all, move_rows
+from ckptio.staging.moves import move_all, move_rows
 from ckptio.staging.teams import alone
 from ckptio.staging.watch import SourceWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptio.plan.load import BlockPieces, Rows
     from ckptio.plan.save import Segment
@@ -113,11 +115,9 @@ class SourceState:
         self, pieces: Sequence[FlatPiece], slab: Slab, pending: list[PendingCopies]
     ) -> None:
         """Copy by torch what is not copied by address."""
-        near, on_device = _by_device(pieces, self.watch.tensors)
-        _copy_near(near, lambda some: self._pairs(some, slab), self._lock)
-        if on_device:
-            pairs = {device: self._pairs(some, slab) for device, some in on_device.items()}
-            self._far().copy_views(pairs, pending)
+        tensors, streams = self.watch.tensors, self._streams
+        ways = functools.partial(self._pairs, slab=slab)
+        copy_by_torch(pieces, tensors, ways, self._lock, streams, pending)
 
     def _pairs(
         self, pieces: Sequence[FlatPiece], slab: Slab
@@ -287,11 +287,8 @@ class TargetState:
         self, pieces: Sequence[FlatPiece], memory: Memory, pending: list[PendingCopies]
     ) -> None:
         """Copy by torch what is not copied by address."""
-        near, on_device = _by_device(pieces, self._tensors)
-        _copy_near(near, lambda some: self._pairs(some, memory), self._lock)
-        if on_device:
-            pairs = {device: self._pairs(some, memory) for device, some in on_device.items()}
-            self._far().copy_views(pairs, pending)
+        ways = functools.partial(self._pairs, memory=memory)
+        copy_by_torch(pieces, self._tensors, ways, self._lock, self._streams, pending)
 
     def _pairs(
         self, pieces: Sequence[FlatPiece], memory: Memory
@@ -315,6 +312,8 @@ class TargetState:
 
     def _is_as_it_was(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
+        if tensor.data_ptr() != self._pointers[index]:  # while others were copied
+            return False
         if index in self._devices:
             is_same = tensor.dtype == self._destinations[index].dtype and is_physical(tensor)
             is_whole = (
@@ -351,40 +350,6 @@ class TargetState:
                 " share or convert tensors afterwards"
             )
         self.count_write()
-
-
-def _by_device(
-    pieces: Iterable[FlatPiece], tensors: Sequence[torch.Tensor]
-) -> tuple[list[FlatPiece], dict[torch.device, list[FlatPiece]]]:
-    """Part pieces of tensors in the host's memory from those on each CUDA device."""
-    near: list[FlatPiece] = []
-    on_device: dict[torch.device, list[FlatPiece]] = {}
-    for piece in pieces:
-        tensor = tensors[piece[1]]
-        if tensor.is_cuda:
-            on_device.setdefault(tensor.device, []).append(piece)
-        else:
-            near.append(piece)
-    return near, on_device
-
-
-def _copy_near(
-    pieces: Sequence[FlatPiece],
-    pairs: Callable[[Sequence[FlatPiece]], Iterator[tuple[torch.Tensor, torch.Tensor]]],
-    lock: threading.Lock,
-) -> None:
-    """Copy pieces in the host's memory by torch: short ones in one thread at a time.
-
-    Torch lets the GIL go for each view and copy. Threads that take it from each other all the time
-    took 3.4 s on 16 cores to load 20,000 transposed tensors of 8 KiB; one at a time took 1.0.
-    """
-    long = [piece for piece in pieces if piece[3] >= SHORT_NBYTES]
-    short = [piece for piece in pieces if piece[3] < SHORT_NBYTES] if long else pieces
-    with lock:
-        for target, source in pairs(short):
-            target.copy_(source)
-    for target, source in pairs(long):
-        target.copy_(source)
 
 
 def _rows(

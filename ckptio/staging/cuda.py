@@ -93,7 +93,7 @@ class CallerStreams:
 
     def __init__(self, devices: Iterable[torch.device], side: SideStreams) -> None:
         self._side = side
-        self._views_lock = threading.Lock()
+        self._turns: dict[torch.device, threading.Lock] = {}
         self._ready: dict[torch.device, torch.cuda.Event] = {}
         self._last: dict[torch.device, torch.cuda.Event] = {}
         self._lock = threading.Lock()
@@ -101,11 +101,14 @@ class CallerStreams:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._ready[device] = event
+            self._turns[device] = threading.Lock()
 
     def copy_views(
         self,
         pairs: Mapping[torch.device, Iterable[tuple[torch.Tensor, torch.Tensor]]],
         pending: list[PendingCopies],
+        *,
+        is_short: bool,
     ) -> None:
         """Queue copies on the side streams. Does not wait for them.
 
@@ -114,15 +117,15 @@ class CallerStreams:
         Args:
             pairs: Target and source of each, by the device that one of them is on.
             pending: Takes them.
+            is_short: Whether one thread at a time queues them; see `by_torch`.
 
         Raises:
             StateError: A device has failed, or has no memory left.
         """
 
         def queue(device: torch.device, stream: torch.cuda.Stream) -> bool:
-            # one thread at a time, see `copy._copy_near`: an H200 took 1.6 s so to load 20,000
-            # transposed tensors, and 5 s with ten threads at once
-            with self._views_lock, torch.cuda.stream(stream):
+            turn = self._turns[device] if is_short else contextlib.nullcontext()
+            with turn, torch.cuda.stream(stream):
                 for target, source in pairs[device]:
                     # torch conjugates and negates on the host, before the copy arrives
                     physical = source.resolve_conj().resolve_neg()

@@ -339,17 +339,27 @@ def test_what_was_loaded_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
             assert comes_true(lambda gone=gone: gone() is None)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("num", [1, 12])
 @pytest.mark.parametrize("is_into", [False, True])
 @pytest.mark.usefixtures("no_collections")
-def test_what_a_failed_load_had_is_let_go_of(tmp_path: Path, *, is_into: bool) -> None:
-    """Who goes on with an older step has no second state beside that one in memory."""
-    shape = (12_345,)
-    ckptio.sync.save({"t": torch.ones(shape)}, tmp_path / "d", config=SMALL)
-    (file,) = (tmp_path / "d").glob("*.safetensors")
+def test_what_a_failed_load_had_is_let_go_of(tmp_path: Path, num: int, *, is_into: bool) -> None:
+    """Who goes on with an older step has no second state beside that one in memory.
+
+    However many files were being read: each has a group of tasks, which the damage in one cancels.
+    """
+    shape = (123_457,)
+    config = config_with(bucket_nbytes=256 * KiB)
+    ckptio.sync.save(
+        {f"t{i}": torch.ones(shape) for i in range(num)}, tmp_path / "d", config=config
+    )
+    file, *others = sorted((tmp_path / "d").glob("*.safetensors"))
+    assert len(others) >= num - 1
     with file.open("r+b") as opened:
         opened.seek(-3, os.SEEK_END)
         opened.write(b"?")
-    with ckptio.sync.Engine(SMALL) as engine:
+    with ckptio.sync.Engine(config) as engine:
         with contextlib.suppress(CorruptionError):  # `pytest.raises` would keep it
-            engine.load(tmp_path / "d", into={"t": torch.zeros(shape)} if is_into else None)
+            into = {f"t{i}": torch.zeros(shape) for i in range(num)} if is_into else None
+            engine.load(tmp_path / "d", into=into)
+        into = None
         assert comes_true(lambda: not tensors_of(shape))

@@ -189,7 +189,9 @@ async def test_views_of_strided_tensors_are_made_one_after_the_other(
     """
     copy_views, num_views, num_inside = cuda.CallerStreams.copy_views, 0, 0
 
-    def counted(streams: Any, pairs: Any, pending: Any) -> None:
+    def counted(streams: Any, pairs: Any, pending: Any, *, is_short: bool) -> None:
+        assert is_short
+
         def counting(some: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             nonlocal num_views, num_inside
             num_inside += 1
@@ -203,7 +205,8 @@ async def test_views_of_strided_tensors_are_made_one_after_the_other(
                 yield target, source
             num_inside -= 1
 
-        copy_views(streams, {device: counting(some) for device, some in pairs.items()}, pending)
+        views = {device: counting(some) for device, some in pairs.items()}
+        copy_views(streams, views, pending, is_short=is_short)
 
     monkeypatch.setattr(cuda.CallerStreams, "copy_views", counted)
     state = {f"t{i}": torch.randn(100, 200, device="cuda").t() for i in range(50)}  # in 4 slabs

@@ -273,9 +273,9 @@ def test_short_strided_tensors_are_copied_in_one_thread_at_a_time(
     pairs, lock, all_in = owner._pairs, threading.Lock(), threading.Event()
     inside = most = 0
 
-    def counted(*args: Any) -> Iterator[Any]:
+    def counted(*args: Any, **memory: Any) -> Iterator[Any]:
         nonlocal inside, most
-        for pair in pairs(*args):
+        for pair in pairs(*args, **memory):
             with lock:
                 inside += 1
                 most = max(most, inside)
@@ -306,3 +306,31 @@ def test_short_strided_tensors_are_copied_in_one_thread_at_a_time(
         list(threads.map(work, segments))
     assert most == at_once
     assert all(torch.equal(*pair) for pair in zip(tensors, zeros, strict=True))
+
+
+def test_a_target_that_is_moved_while_others_are_copied_is_told_of() -> None:
+    """What waits for its turn is looked at again: it was filled in part, without an error."""
+    tensor = torch.zeros(32, 32).t()
+    target = TargetState([Destination(tensor, torch.float32)], None)
+    slab = Slab(SMALL.slab_nbytes)
+    waits = threading.Event()
+    lock = target._lock
+
+    class Turn:
+        def __enter__(self) -> None:
+            waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    turn: Any = Turn()
+    target._lock = turn
+    with ThreadPoolExecutor(1) as threads:
+        with lock:
+            done = threads.submit(target.scatter, [(0, ((0, 0, 0, 4096, None),))], slab, [])
+            assert waits.wait(60)
+            tensor.data = torch.zeros(32, 32).t()
+        done.result()
+    with pytest.raises(TargetError, match="moved in memory"):
+        target.mark_written()

@@ -493,6 +493,22 @@ def test_who_gets_no_report_is_told_of_buffers_that_stay_on_meta(
     assert all("'m.mask', 'm.inv_freq'" in text for text in told)
 
 
+def test_what_was_not_selected_is_not_called_missing_on_meta(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module may be loaded in parts."""
+    ckptio.sync.save(torch.nn.ModuleDict({n: torch.nn.Linear(2, 2) for n in "ab"}), path)
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2) for n in "ab"})
+    result = ckptio.sync.load_with_report(path, into=model, select="a")
+    assert not [record for record in caplog.records if "meta device" in record.message]
+    assert set(result.report.notes) == {
+        f"b.{name}: stays on the meta device; it was not selected" for name in ("weight", "bias")
+    }
+    ckptio.sync.load(path, into=model, select="b")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
 def test_a_meta_target_is_made_with_its_own_element_type(path: str) -> None:
     """Which `dtype=` allows, where it is another than the stored one."""
     ckptio.sync.save({"m": torch.nn.Linear(2, 2)}, path)
