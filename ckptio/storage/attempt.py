@@ -36,6 +36,7 @@ from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
 from ckptio.storage.leftovers import (
     boot_id,
+    files_before,
     files_of,
     find_leftovers,
     read_summary,
@@ -87,7 +88,7 @@ class LocalAttempt:
         self._failure: StorageError | None = None  # of the commit; says if it is in doubt
         self._refused = False  # direct I/O was, and an event has said so
         self._leads = False  # this rank began the save: an abort removes the files of all ranks
-        self._shares = False  # but for those of another copy of it, which were there before
+        self._before: list[str] = []  # but for those of another copy of it
 
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
@@ -123,8 +124,7 @@ class LocalAttempt:
         if self._lock_fd < 0:
             self._lock_fd = self._make_marker(marker)
         locks = self._lock_marker()
-        data = f"data-{self._save_id}-"
-        self._shares = any(name.startswith(data) for name in os.listdir(self._directory))
+        self._before = files_before(self._files, self._directory, self._save_id)
         self._leads = True
         if locks:
             self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
@@ -339,7 +339,7 @@ class LocalAttempt:
         others = files_of(self._directory, self._save_id) if self._leads else []
         ours = (*copies, *reversed(self._made_files))
         for path in dict.fromkeys((*ours, *map(self._path, others))):
-            if not (self._shares and os.path.basename(path).startswith("data-")):
+            if os.path.basename(path) not in self._before:
                 self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):

@@ -70,6 +70,24 @@ def files_of(directory: str, save_id: str) -> list[str]:
     return []
 
 
+def files_before(files: PosixFiles, directory: str, save_id: str) -> list[str]:
+    """Name the data files of another copy of a save that begins: what has its id, and was there.
+
+    Not those of ranks that are ahead of the first one, whose files are not there then.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    prefix = f"data-{save_id}-"
+    names = sorted(name for name in os.listdir(directory) if name.startswith(prefix))
+    if any(_FIRST_RANK in name for name in names):
+        return names
+    with contextlib.suppress(OSError):  # then it is no copy that anybody can load
+        if names and is_committed(files, directory, save_id):
+            return names
+    return []
+
+
 def notes_of(directory: str, save_id: str) -> list[str]:
     """Name the note of a save, if there is one."""
     name = NOTE_PREFIX + save_id

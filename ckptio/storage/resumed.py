@@ -156,7 +156,7 @@ class ResumedAttempt(LocalAttempt):
 
     def _abort(self) -> None:
         if not self._leads or self.may_remove():
-            self._shares = False  # what was there is of an earlier attempt of this one
+            self._before = []  # of an earlier attempt of this one
             super()._abort()
         else:
             self._leave()

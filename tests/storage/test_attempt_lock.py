@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
+    from ckptio.storage.attempt import LocalAttempt
     from ckptio.testing import Operation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -178,11 +179,12 @@ async def test_a_copy_begun_while_another_cleans_up_is_refused_at_once(
     assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("there", ["a link", "a directory", "nothing that may be read"])
 async def test_an_abort_removes_the_files_of_ranks_that_died(
-    tmp_path: Path, executor: Executor, there: str
+    tmp_path: Path, executor: Executor, there: str, *, is_ahead: bool
 ) -> None:
-    """Whatever is in the manifest's place: the save's id is its own."""
+    """Whatever is in the manifest's place, and whoever came first: the save's id is its own."""
     path = tmp_path / "c"
     path.mkdir()
     if there == "a link":
@@ -198,13 +200,14 @@ async def test_an_abort_removes_the_files_of_ranks_that_died(
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), operation.path)
 
     files = RecordingFiles(fail if there.startswith("nothing") else None)
-    begun = await storage_at(path, executor, files).begin(B, overwrite=True)
-    other = await storage_at(path, executor).join(B)
-    for attempt, rank in ((begun, 0), (other, 1)):
-        writer = await attempt.create(f"data-{B}-0000{rank}-00000.safetensors", 10)
+    attempts: dict[int, LocalAttempt] = {}
+    for rank in (1, 0) if is_ahead else (0, 1):
+        storage = storage_at(path, executor, files)
+        attempts[rank] = await (storage.join(B) if rank else storage.begin(B, overwrite=True))
+        writer = await attempts[rank].create(f"data-{B}-0000{rank}-00000.safetensors", 10)
         writer.pwrite(0, memoryview(b"0123456789"))
         writer.close()
-    await begun.abort()
+    await attempts[0].abort()
     assert names_in(path) == before
 
 
