@@ -243,7 +243,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
             matcher.untouched.sample(match.fills)
         num_notes = len(notes)  # the restoration has this function: no circle
         result = assemble(rebuilder)
-        _tell_of_meta(path, request, notes, num_notes)
+        _tell_of_meta(manifest, path, request, notes, num_notes)
         matcher.untouched.reach(len(match.fills), len(match.fills))
         return result
 
@@ -251,24 +251,28 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     return restoration
 
 
-def _tell_of_meta(path: str, request: LoadRequest, notes: list[str], start: int) -> None:
+def _tell_of_meta(
+    manifest: Manifest, path: str, request: LoadRequest, notes: list[str], start: int
+) -> None:
     """Say of what a module cannot be used without, also where nobody gets the report.
 
     Args:
-        path: The checkpoint.
+        manifest: The checkpoint's.
+        path: Where it is.
         request: What was asked for.
         notes: Of the report; those of what was not selected are corrected.
         start: The first of them that may be about such a thing.
     """
     names = []
+    left_out = () if request.keep is None else {entry.name for entry in manifest.tensors}
     for number, note in enumerate(notes[start:], start):
         name = note.removesuffix(STAYS_META)
         if name == note:
             continue
-        if request.keep is None or request.keep(name):
-            names.append(name)
-        else:
+        if name in left_out:
             notes[number] = f"{name}: stays on the meta device; it was not selected"
+        else:
+            names.append(name)
     if names and request.strict != "report":
         words = "%s has nothing that fits what stays on the meta device (%s): make that anew"
         _log.warning(words, path, some_of(names))

@@ -39,6 +39,7 @@ from ckptio.storage.leftovers import (
     files_before,
     files_of,
     find_leftovers,
+    is_committed,
     read_summary,
     require_free,
 )
@@ -300,7 +301,6 @@ class LocalAttempt:
         """Remove what a commit made superfluous. The checkpoint is whole whatever happens here."""
         if self._name.replaced:
             self._retire(self._name.replaced)
-            self._attempts().remove_own(self._save_id, self._remove)
         else:
             self._try_remove(self._name.new)
         self._try_remove(self._path(ATTEMPT_PREFIX + self._save_id))
@@ -315,7 +315,6 @@ class LocalAttempt:
             pass
         except OSError as error:
             self._cannot_remove(manifest, error)
-            return
         else:
             if old.save_id != self._save_id:
                 names = [*(entry.name for entry in old.files), *pointed]
@@ -336,15 +335,23 @@ class LocalAttempt:
             return
         copies = [self._name.copy] if self._name.copy else []
         # of the others, too, if this leads; each once, as one that stays is told of once
-        others = files_of(self._directory, self._save_id) if self._leads else []
+        all_data = files_of(self._directory, self._save_id)
+        others = all_data if self._leads else []
         ours = (*copies, *reversed(self._made_files))
+        kept = all_data if self._is_committed() else self._before
         for path in dict.fromkeys((*ours, *map(self._path, others))):
-            if os.path.basename(path) not in self._before:
+            if os.path.basename(path) not in kept:
                 self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 self._files.rmdir(directory)
+
+    def _is_committed(self) -> bool:
+        """Whether another copy of the same save is what is there, as far as that can be told."""
+        with contextlib.suppress(OSError):
+            return is_committed(self._files, self._directory, self._save_id)
+        return False
 
     async def leave(self) -> None:
         """Let go, and remove nothing; see `interface.Attempt`."""

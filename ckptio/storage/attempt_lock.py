@@ -21,7 +21,6 @@ from ckptio.storage.files import MAX_TRIES, NO_FILE
 from ckptio.storage.leftovers import (
     boot_id,
     files_of,
-    find_leftovers,
     is_at,
     is_committed,
     newest_s,
@@ -109,9 +108,9 @@ class Attempts:
         """Remove the files of a checkpoint that was replaced; an event says of them if they stay.
 
         Unless a copy of it, which has its files, is being made or was committed just now: then they
-        are that one's, or left over. Or its save is not through, and looks at its end itself. Where
-        there are no locks, a copy that is committed from here on sees the old manifest, or that
-        files are gone (`storage.resumed`).
+        are that one's, or left over; or its save is not through yet. Where there are no locks, a
+        copy that is committed from here on sees the old manifest, or that files are gone
+        (`storage.resumed`).
 
         Args:
             save_id: The save that committed it.
@@ -122,21 +121,9 @@ class Attempts:
             with self.held(save_id):
                 if not is_committed(self.files, self.directory, save_id):
                     remove([*names, *notes_of(self.directory, save_id)])
-        except OSError as error:  # somebody has it: a copy, or the save, which looks at its end
-            if names and error.errno != errno.EBUSY:
+        except OSError as error:
+            if names:
                 self.stays(f"{self.directory}/{names[0]}", error)
-
-    def remove_own(self, save_id: str, remove: Callable[[list[str]], object]) -> None:
-        """Remove a save's files, whose lock the caller has, if it was replaced meanwhile.
-
-        Args:
-            save_id: The save.
-            remove: Removes files by name.
-        """
-        with contextlib.suppress(OSError):  # the next save finds them
-            if not is_committed(self.files, self.directory, save_id):
-                left = find_leftovers(self.files, self.directory, "", self.clock, {save_id})
-                remove([name for name in left if name.startswith(f"data-{save_id}-")])
 
     def _held_of(
         self, owners: Collection[str], names: Collection[str], stack: contextlib.ExitStack

@@ -509,6 +509,21 @@ def test_what_was_not_selected_is_not_called_missing_on_meta(
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_a_predicate_is_asked_about_nothing_that_no_checkpoint_has(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a buffer that is not saved it may not know, and no selection would bring it."""
+    ckptio.sync.save({"m": torch.nn.Linear(2, 2)}, path)
+    model = torch.nn.Linear(2, 2, device="meta")
+    model.register_buffer("mask", torch.ones(2, device="meta"), persistent=False)
+    names = {"m.weight": True, "m.bias": True}
+    result = ckptio.sync.load_with_report(
+        path, into={"m": model}, select=lambda name: names[name], strict="raise"
+    )
+    assert result.report.notes == ("m.mask: stays on the meta device; the checkpoint has none",)
+    assert any("'m.mask'" in record.message for record in caplog.records)
+
+
 def test_a_meta_target_is_made_with_its_own_element_type(path: str) -> None:
     """Which `dtype=` allows, where it is another than the stored one."""
     ckptio.sync.save({"m": torch.nn.Linear(2, 2)}, path)
