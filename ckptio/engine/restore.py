@@ -264,12 +264,14 @@ def _tell_of_meta(
         start: The first of them that may be about such a thing.
     """
     names = []
-    left_out = () if request.keep is None else {entry.name for entry in manifest.tensors}
+    known: set[str] = set()
+    if request.keep is not None and len(notes) > start:  # it is asked about what is there alone
+        known = {fqn for fqn, _ in walk("", read_tree(manifest, request.rank))}
     for number, note in enumerate(notes[start:], start):
         name = note.removesuffix(STAYS_META)
         if name == note:
             continue
-        if name in left_out:
+        if request.keep is not None and name in known and not request.keep(name):
             notes[number] = f"{name}: stays on the meta device; it was not selected"
         else:
             names.append(name)

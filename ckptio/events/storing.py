@@ -67,9 +67,13 @@ class LeftoversRemoved(Event):
 class CleanupFailed(Event):
     """A file that is no longer needed could not be removed; nothing else is wrong.
 
+    Where somebody has the lock of what was replaced (`EBUSY`), all files of it stay: they may be
+    those of another copy that is being made. The next save removes what is left over.
+
     Attributes:
-        file: Its name inside the checkpoint's directory. It is empty where no single file is
-            meant: a whole step or its directory could not be removed, or the note of a copy.
+        file: Its name inside the checkpoint's directory; the first one, if files of a save stay.
+            It is empty where no single file is meant: a whole step or its directory could not be
+            removed, or the note of a copy.
         error: Why.
     """
 

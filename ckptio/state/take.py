@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: How a note ends of what a module has on the meta device yet.
-STAYS_META = ": stays on the meta device; the checkpoint has none"
+STAYS_META = ": stays on the meta device; the checkpoint has none that fits"
 
 
 def take_state(fqn: str, target: Any, values: dict[str, Any], *, assigns: bool) -> list[str]:

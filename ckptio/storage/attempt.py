@@ -125,7 +125,8 @@ class LocalAttempt:
         if self._lock_fd < 0:
             self._lock_fd = self._make_marker(marker)
         locks = self._lock_marker()
-        self._before = files_before(self._files, self._directory, self._save_id)
+        where = self._files, self._directory
+        self._before = files_before(*where, self._save_id, is_alone=locks)
         self._leads = True
         if locks:
             self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
@@ -335,12 +336,11 @@ class LocalAttempt:
             return
         copies = [self._name.copy] if self._name.copy else []
         # of the others, too, if this leads; each once, as one that stays is told of once
-        all_data = files_of(self._directory, self._save_id)
-        others = all_data if self._leads else []
+        others = files_of(self._directory, self._save_id) if self._leads else []
         ours = (*copies, *reversed(self._made_files))
-        kept = all_data if self._is_committed() else self._before
+        kept = (f"data-{self._save_id}-",) if self._is_committed() else tuple(self._before)
         for path in dict.fromkeys((*ours, *map(self._path, others))):
-            if os.path.basename(path) not in kept:
+            if not os.path.basename(path).startswith(kept):
                 self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):

@@ -105,12 +105,12 @@ class Attempts:
     def remove_replaced(
         self, save_id: str, names: Sequence[str], remove: Callable[[list[str]], object]
     ) -> None:
-        """Remove the files of a checkpoint that was replaced; an event says of them if they stay.
+        """Remove the files of a checkpoint that was replaced.
 
-        Unless a copy of it, which has its files, is being made or was committed just now: then they
-        are that one's, or left over; or its save is not through yet. Where there are no locks, a
-        copy that is committed from here on sees the old manifest, or that files are gone
-        (`storage.resumed`).
+        They stay if a copy of it, which has its files, was committed just now. And, with an event
+        that says so, where somebody has the lock: a copy that is being made, whose they are, or the
+        save itself, which is not through yet. Where there are no locks, a copy that is committed
+        from here on sees the old manifest, or that files are gone (`storage.resumed`).
 
         Args:
             save_id: The save that committed it.

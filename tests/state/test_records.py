@@ -509,6 +509,28 @@ def test_what_was_not_selected_is_not_called_missing_on_meta(
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_what_was_selected_and_stays_on_meta_is_told_of(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another shape, or under the name of what it was tied to."""
+    tied = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2, bias=False) for n in "ab"})
+    tied["b"].weight = tied["a"].weight
+    ckptio.sync.save(tied, path)
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(3, 2, bias=False)}
+        )
+    ckptio.sync.load(path, into=model, select=lambda _: True, strict="ignore")
+    (told,) = [r.message for r in caplog.records if "meta device" in r.message]
+    assert "('b.weight')" in told
+    caplog.clear()
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2, bias=False) for n in "ab"})
+    result = ckptio.sync.load_with_report(path, into=model, select="a", strict="raise")
+    assert result.report.notes == ("b.weight: stays on the meta device; it was not selected",)
+    assert not [record for record in caplog.records if "meta device" in record.message]
+
+
 def test_a_predicate_is_asked_about_nothing_that_no_checkpoint_has(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -520,7 +542,9 @@ def test_a_predicate_is_asked_about_nothing_that_no_checkpoint_has(
     result = ckptio.sync.load_with_report(
         path, into={"m": model}, select=lambda name: names[name], strict="raise"
     )
-    assert result.report.notes == ("m.mask: stays on the meta device; the checkpoint has none",)
+    assert result.report.notes == (
+        "m.mask: stays on the meta device; the checkpoint has none that fits",
+    )
     assert any("'m.mask'" in record.message for record in caplog.records)
 
 
@@ -546,7 +570,9 @@ def test_a_module_partly_on_meta_keeps_its_other_parameters(path: str) -> None:
     assert model.get_parameter("1.weight") is second
     for name in ("0.weight", "1.weight"):
         assert torch.equal(model.get_parameter(name), saved.get_parameter(name))
-    assert result.report.notes == ("m.mask: stays on the meta device; the checkpoint has none",)
+    assert result.report.notes == (
+        "m.mask: stays on the meta device; the checkpoint has none that fits",
+    )
 
 
 def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(path: str) -> None:

@@ -266,6 +266,19 @@ async def test_an_abort_leaves_what_another_copy_has_committed_meanwhile(
     assert set(OLD) < set(names_in(path))
 
 
+async def test_what_a_dead_copy_left_blocks_no_other_for_long(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """It is of nobody, as the lock says: the first one that fails removes it."""
+    path, name = tmp_path / "c", min(OLD)
+    path.mkdir()
+    (path / name).write_bytes(b"left over")
+    with pytest.raises(StorageError):
+        await write_files(storage_at(path, executor), A, OLD)
+    await write_files(storage_at(path, executor), A, OLD)
+    assert committed(path) == OLD
+
+
 async def test_a_copy_goes_on_beside_what_it_cannot_read_under_a_name_of_its_own(
     tmp_path: Path, executor: Executor
 ) -> None:
