@@ -340,7 +340,8 @@ class Siblings(asyncio.TaskGroup):
     That is the one that cancelled the others. The group refers to no task and no error then.
     asyncio's own does, before Python 3.13: an error that leaves it has the frame that has the
     group, which has the task that has the error, and with that circle all that the frames have
-    (a state that was loaded in part) stays in memory until Python collects garbage.
+    (a state that was loaded in part) stays in memory until Python collects garbage. A cancellation
+    that leaves it has the frame, which has the cancellation, in 3.13, too.
     """
 
     async def __aexit__(

@@ -163,7 +163,7 @@ def _read_turn(
         nbytes += segment.nbytes
         if damage or time.monotonic() >= until:
             break
-    verified.land(slab)  # a device takes milliseconds to be told of a hundred one by one
+    verified.land(slab)  # told of a hundred one by one, a device takes ten milliseconds
     return nbytes, damage
 
 

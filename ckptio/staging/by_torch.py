@@ -37,8 +37,7 @@ def copy_by_torch(
 
     Args:
         pieces: What to copy.
-        tensors: By their numbers in the pieces; each on a device, or all in the host's memory, as
-            it is now.
+        tensors: By their numbers in the pieces; where each is now decides who copies it.
         pairs: Makes views of them.
         lock: Held while short ones in the host's memory are copied.
         streams: Those of the devices, if there are any.

@@ -125,8 +125,7 @@ class LocalAttempt:
         if self._lock_fd < 0:
             self._lock_fd = self._make_marker(marker)
         locks = self._lock_marker()
-        where = self._files, self._directory
-        self._before = files_before(*where, self._save_id, is_alone=locks)
+        self._before = files_before(self._files, self._directory, self._save_id, is_alone=locks)
         self._leads = True
         if locks:
             self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)

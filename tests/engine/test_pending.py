@@ -120,7 +120,7 @@ async def test_small_files_in_one_slab_have_rooms_of_their_own(
     """What a device copies from them it copies when the others have been read, too.
 
     And is told of in one call for each visit to a thread: of 2,000 tensors of a file that
-    torch.save wrote, each was told for itself, 0.06 ms of driver and torch.
+    torch.save wrote, each was told for itself, some 0.1 ms of driver and torch on an H200.
     """
     monkeypatch.setattr(lanes, "_TURN_S", 3600.0)
     state = random_state([4 * KiB, 5 * KiB, 6 * KiB, 9 * KiB] * 10)

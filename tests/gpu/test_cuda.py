@@ -119,7 +119,7 @@ async def test_small_tensors_of_a_foreign_file_share_slabs(
 ) -> None:
     """Each is a file of its own, read beside others into a slab from which the device copies.
 
-    It is told of all in a slab at once; 600 calls a load took some 30 ms.
+    It is told of all in a slab at once, which spares an H200 some 0.1 ms for each.
     """
     state = {f"t{i}": torch.randn(1 + 997 * i % 4000) for i in range(600)}
     torch.save(state, tmp_path / "state.pt")

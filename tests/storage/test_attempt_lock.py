@@ -316,7 +316,7 @@ async def test_where_a_lock_keeps_changing_nothing_goes(
     await copy.leave()
 
 
-@pytest.mark.parametrize("where", ["lock", "open", "look"])
+@pytest.mark.parametrize("where", ["open", "look"])
 async def test_a_removal_goes_on_where_a_server_says_that_a_lock_has_just_gone(
     tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
