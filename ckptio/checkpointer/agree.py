@@ -66,7 +66,12 @@ async def agreed_records(
 
 
 async def agreed_steps(
-    key: str, context: EngineContext, call: str, read: Callable[[], Awaitable[Sequence[int]]]
+    key: str,
+    context: EngineContext,
+    call: str,
+    read: Callable[[], Awaitable[Sequence[int]]],
+    *,
+    acts: bool = False,
 ) -> list[int]:
     """List some steps, or do something with them and list those; rank 0, for all.
 
@@ -75,6 +80,7 @@ async def agreed_steps(
         context: The engine.
         call: What is asked, in words that are equal for equal questions alone.
         read: Asked on rank 0, once all ranks are known to want the same.
+        acts: Whether it does something.
 
     Raises:
         RankError: They do not.
@@ -84,5 +90,5 @@ async def agreed_steps(
         require_alike(messages, "calls", "the checkpointer")
         return Same([*await read()])
 
-    async with context.ranks.session(key, "listing the steps") as session:
+    async with context.ranks.session(key, "listing the steps", commits=acts) as session:
         return list(await session.round("steps", call, decide))

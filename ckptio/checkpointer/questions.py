@@ -94,7 +94,7 @@ class Questions:
             await copies_ended()  # else one of them brings its step back
             return sorted(gone | await self._discard(second.keeper, after))
 
-        gone = await agreed_steps(key, context, f"discard_after({after})", discard)
+        gone = await agreed_steps(key, context, f"discard_after({after})", discard, acts=True)
         self._pace.discarded(after)
         return gone
 

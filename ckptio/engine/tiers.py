@@ -197,7 +197,7 @@ class _Copy:
         async with contextlib.AsyncExitStack() as place:
             try:
                 title = f"copy to {self._job.target.path!r}"
-                async with self._ranks.session(self._job.key, title) as session:
+                async with self._ranks.session(self._job.key, title, commits=True) as session:
                     if self._ranks.world_size == 1:
                         await self._work(place)
                         await self._meet(session, is_done=True)

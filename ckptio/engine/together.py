@@ -111,7 +111,7 @@ async def save_together(job: SaveJob, context: EngineContext, my_turn: MyTurn) -
     save = _JointSave(job, context, my_turn)
     try:
         title = f"save to {job.storage.path!r}"
-        async with context.ranks.session(job.key, title) as session:
+        async with context.ranks.session(job.key, title, commits=True) as session:
             receipt = await save.run(session)
     except BaseException as error:
         # what was agreed on is agreed on anew, on all ranks
@@ -244,7 +244,8 @@ class _JointSave:
         if not self._leads:
             if found is not None:
                 problem = await _problem_of(attempt.seal())  # rank 0 may not have got to it
-            failed = isinstance(error, RankError) and not error.in_doubt
+            told = error if isinstance(error, RankError) else error.__cause__  # of a cancellation
+            failed = isinstance(told, RankError) and not told.in_doubt
             # what a manifest names stays, whatever anybody says
             await (attempt.abort() if found is None and failed else attempt.leave())
         self._require_sure(error, found, problem)

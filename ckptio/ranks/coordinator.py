@@ -104,9 +104,9 @@ class Coordinator:
         """Messages that came from other ranks, and answers that went to them."""
         return 0 if self._hub is None else self._hub.num_messages
 
-    def session(self, key: str, title: str = "") -> RankSession:
+    def session(self, key: str, title: str = "", *, commits: bool = False) -> RankSession:
         """Make a session; see `interface.Ranks`."""
-        return RankSession(self._sessions, key, title)
+        return RankSession(self._sessions, key, title, commits=commits)
 
     # joining
 

@@ -150,7 +150,9 @@ class Ranks(Protocol):
     @property
     def address(self) -> str: ...  # noqa: D102  # as above
 
-    def session(self, key: str, title: str = "") -> AbstractAsyncContextManager[Session]:
+    def session(
+        self, key: str, title: str = "", *, commits: bool = False
+    ) -> AbstractAsyncContextManager[Session]:
         """Make a session: `async with ranks.session(key) as session`.
 
         The block's task is cancelled when the session fails elsewhere. What is left of it
@@ -161,6 +163,8 @@ class Ranks(Protocol):
                 time, and be entered in any order.
             title: What its errors on this rank call it: "save to 'run/step-4'", say. The key
                 if empty.
+            commits: Whether what is decided in it lasts. A rank that never hears of it, because
+                the coordinator is lost, is then in doubt; otherwise nothing may have happened.
 
         Raises:
             RankError: From the block: it failed on some rank. In a world of one, what the

@@ -76,9 +76,9 @@ class Member:
         """Rounds this rank has gone into."""
         return self._sessions.num_rounds
 
-    def session(self, key: str, title: str = "") -> RankSession:
+    def session(self, key: str, title: str = "", *, commits: bool = False) -> RankSession:
         """Make a session; see `interface.Ranks`."""
-        return RankSession(self._sessions, key, title)
+        return RankSession(self._sessions, key, title, commits=commits)
 
     # joining
 

@@ -163,7 +163,7 @@ class Sessions:
         self.broken, self.is_alone = verdict, True
         for session in list(self._open.values()):
             if session.is_waiting or not orderly:
-                session.end(self.loss_in(session, in_doubt=session.is_owed))
+                session.end(self.loss_in(session, in_doubt=session.commits and session.is_owed))
 
     def loss_in(self, session: RankSession, *, in_doubt: bool) -> Verdict:
         """Make the verdict on a session without a coordinator."""
@@ -179,17 +179,19 @@ class RankSession:
         sessions: Where it belongs.
         key: Its key.
         title: What its errors call it; the key if empty.
+        commits: Whether what is decided in it lasts.
 
     Attributes:
-        key: As given.
+        key, commits: As given.
         is_doomed: It failed before it was entered, and the verdict is to come.
         has_spoken: The coordinator has heard of it from here.
         is_owed: It gave a message and never had the answer, which may have been decided: also
             where a stop ended its round, and it waits for the verdict.
     """
 
-    def __init__(self, sessions: Sessions, key: str, title: str) -> None:
+    def __init__(self, sessions: Sessions, key: str, title: str, *, commits: bool) -> None:
         self.key = key
+        self.commits = commits
         self._title = title
         self.is_doomed = False
         self.has_spoken = False

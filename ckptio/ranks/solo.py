@@ -36,9 +36,11 @@ class SoloRanks:
         self.num_rounds = 0
 
     @contextlib.asynccontextmanager
-    async def session(self, key: str, title: str = "") -> AsyncIterator[SoloRanks]:
+    async def session(
+        self, key: str, title: str = "", *, commits: bool = False
+    ) -> AsyncIterator[SoloRanks]:
         """Make a session; see `interface.Ranks`."""
-        del key, title
+        del key, title, commits
         yield self
 
     def decisive(self, *, is_on: bool) -> None:

@@ -207,9 +207,12 @@ class LocalStorage:
                 return None
             raise storage_error(error, self._join(name), "cannot open a data file") from error
         try:
-            return os.fstat(fd).st_size
-        finally:
-            self._files.close(fd)
+            try:
+                return os.fstat(fd).st_size
+            finally:
+                self._files.close(fd)
+        except OSError as error:  # a server's
+            raise storage_error(error, self._join(name), "cannot look at a data file") from error
 
     async def open(self, name: str, nbytes: int) -> BlockReader:
         """Open a data file; see `interface.Storage`."""

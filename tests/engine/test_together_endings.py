@@ -423,6 +423,26 @@ def test_an_abort_before_anything_is_published_leaves_nobody_in_doubt(aborting: 
     run(scenario(), seed=0)
 
 
+def test_a_rank_that_gives_up_before_rank_0_begins_leaves_nothing() -> None:
+    """Nobody else knows of its file, as rank 0 had made nothing that could be found."""
+
+    async def scenario() -> None:
+        async with job(2) as ranks:
+            await outcomes_of(begin_saves(ranks))
+            ahead = ranks.engines[1].save(own_state(1, 2.0), "memory", overwrite=True)
+            await ahead.staged
+            await asyncio.sleep(SOON_S)
+            assert ranks.place.leftovers()  # it has written, and waits for rank 0
+            ahead.abort()
+            late = ranks.engines[0].save(own_state(0, 2.0), "memory", overwrite=True)
+            (error, own) = await outcomes_of([late, ahead])
+            assert isinstance(error, RankError)
+            assert isinstance(own, SaveAbortedError)
+            assert ranks.place.leftovers() == []
+
+    run(scenario(), seed=0)
+
+
 class CommitsLate(MemoryStorage):
     """Does not know whether it has published a manifest: a store that carries it out later."""
 

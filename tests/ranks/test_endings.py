@@ -654,16 +654,20 @@ def test_a_key_that_is_open_is_not_opened_again() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("where", ["outside", "inside", "round"])
+@pytest.mark.parametrize("where", ["outside", "inside", "question", "round"])
 def test_a_lost_rank_is_named_by_all_in_time(how: str, rank: int, where: str) -> None:
-    """Wherever the others are: before a session, between rounds, or waiting for an answer."""
+    """Wherever the others are: before a session, between rounds, or waiting for an answer.
+
+    Of what only asks, as a load does, nothing can have been decided that lasts.
+    """
 
     async def body(ranks: Ranks) -> None:
         if where == "outside":
             await asyncio.sleep(NOTICED_S + 1)
-        async with ranks.session("save") as session:
+        async with ranks.session("save", commits=where == "round") as session:
             if where == "round":
                 decide_for_good(ranks, session)
+            if where in {"round", "question"}:
                 await session.round("commit", 1, never)
             await asyncio.Event().wait()
 

@@ -28,6 +28,7 @@ from ckptio.errors import (
     StorageError,
 )
 from ckptio.events import CleanupFailed, DirectIORefused
+from ckptio.storage.files import PosixFiles
 from ckptio.storage.linux import num_cached_pages
 from ckptio.storage.local import LocalStorage
 from ckptio.testing import EventLog, RecordingFiles, fail_at, run_virtual
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from ckptio.storage.files import PosixFiles
     from ckptio.testing import Operation
     from ckptio.testing.files import RefuseDirect
 
@@ -631,3 +631,20 @@ async def test_what_is_in_the_page_cache_is_known(tmp_path: Path, executor: Exec
         file.read()
     assert await storage.is_cached(ranges)
     assert not await storage.is_cached([("nothing", 0, 4096)])
+
+
+async def test_a_server_that_fails_as_a_file_is_closed_is_told_of(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """A look at a size fails as a storage's error, whichever of its operations does."""
+
+    class FailsToClose(PosixFiles):
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    await write_files(storage_at(tmp_path / "c", executor), A, OLD)
+    storage = storage_at(tmp_path / "c", executor, FailsToClose())
+    with pytest.raises(StorageError, match="cannot look at a data file") as caught:
+        await storage.sizes(list(OLD))
+    assert caught.value.errno == errno.EIO
