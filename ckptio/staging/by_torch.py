@@ -38,7 +38,7 @@ def copy_by_torch(
     Args:
         pieces: What to copy.
         tensors: By their numbers in the pieces; where each is now decides who copies it.
-        pairs: Makes views of them.
+        pairs: Makes views of them, and passes over one that is not where it was.
         lock: Held while short ones in the host's memory are copied.
         streams: Those of the devices, if there are any.
         pending: Takes what devices still have to do.
@@ -48,16 +48,17 @@ def copy_by_torch(
         on_device: dict[torch.device, list[FlatPiece]] = {}
         for piece in pieces:
             if (piece[3] < SHORT_NBYTES) == is_short:
-                tensor = tensors[piece[1]]
-                some = on_device.setdefault(tensor.device, []) if tensor.is_cuda else near
+                device = tensors[piece[1]].device
+                # one that came to another device just now, `pairs` passes over
+                is_far = streams is not None and device in streams.devices
+                some = on_device.setdefault(device, []) if is_far else near
                 some.append(piece)
         if near and is_short:
             with lock:
                 _copy(pairs(near))
         else:
             _copy(pairs(near))
-        if on_device:
-            assert streams is not None  # noqa: S101  # made for just the devices of the tensors
+        if on_device and streams is not None:
             views = {device: pairs(some) for device, some in on_device.items()}
             streams.copy_views(views, pending, is_short=is_short)
 

@@ -139,6 +139,8 @@ class SourceState:
     def _is_as_it_was(self, leaf: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory as it did; one in one piece may have another shape."""
         watch = self.watch
+        if tensor.data_ptr() != watch.pointers[leaf]:  # while others were copied
+            return False
         if leaf in watch.devices:
             is_whole = tensor.is_contiguous() and tensor.nbytes == watch.devices[leaf][1]
             return is_whole and watch.is_there(leaf)

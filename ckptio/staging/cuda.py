@@ -23,7 +23,7 @@ from ckptio.staging.far_moves import copy_far
 from ckptio.staging.pool import CopiesLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckptio.staging.far_moves import FarMove
 
@@ -102,6 +102,11 @@ class CallerStreams:
             event.record(torch.cuda.current_stream(device))
             self._ready[device] = event
             self._turns[device] = threading.Lock()
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """The devices that it was made for."""
+        return self._turns.keys()
 
     def copy_views(
         self,

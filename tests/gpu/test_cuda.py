@@ -27,8 +27,9 @@ from ckptio.errors import (
 )
 from ckptio.events import Event, PinningRefused
 from ckptio.staging import cuda, far_moves
-from ckptio.staging.copy import SourceState, TargetState
+from ckptio.staging.copy import Destination, SourceState, TargetState
 from ckptio.staging.cuda import HostRegistration
+from ckptio.staging.pool import Slab
 from tests.rig import assert_same, assert_tidy, config_with, names_in
 
 if TYPE_CHECKING:
@@ -433,6 +434,21 @@ def test_what_a_storage_has_no_more_is_neither_read_nor_written(
         dcp_save({"t": tensor}, storage_writer=StorageWriter(tmp_path / "c"))
     with pytest.raises(CheckpointException, match="out of bounds"):
         dcp_load({"t": tensor}, storage_reader=StorageReader(tmp_path / "before"))
+
+
+@pytest.mark.parametrize("width", [32, 256], ids=["short", "long"])
+def test_what_has_come_to_the_device_while_it_waits_its_turn_is_passed_over(width: int) -> None:
+    """It had been looked at before others were copied; a bare `AssertionError` ended that."""
+    slab, tensor = Slab(1 * MiB), torch.zeros(width, width).t()
+    pieces = [(0, 0, 0, 4 * width * width)]
+    target = TargetState([Destination(tensor, torch.float32)], None)
+    source = SourceState([tensor], None)
+    tensor.data = tensor.data.to("cuda")
+    target._scatter_slow(pieces, slab, [])
+    with pytest.raises(TargetError, match="moved in memory"):
+        target.mark_written()
+    source._gather_slow(pieces, slab, [])
+    assert source.watch.moved == 0
 
 
 @pytest.mark.usefixtures("told")
