@@ -26,10 +26,10 @@ from ckptio.runtime.core import EngineCore
 from ckptio.runtime.running import Running
 from ckptio.staging.pool import Slab, SlabPool
 from ckptio.storage.file_names import data_file_name
-from ckptio.storage.interface import Found
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.resolve import local_path
+from ckptio.storage.root_interface import Found
 from ckptio.storage.stores import OpenStore
 from ckptio.storage.streams import AwaitedSink, AwaitedSource
 from ckptio.testing import EventLog, MemoryBackend, MemoryStorage
@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
     from ckptio.events import Observer
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.interface import Attempt, Root, Storage
+    from ckptio.storage.interface import Attempt, Storage
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Root
     from ckptio.testing import MemoryStore
 
 T = TypeVar("T")

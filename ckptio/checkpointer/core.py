@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from ckptio.runtime.drive import Flow
     from ckptio.runtime.flows import LoadResult
     from ckptio.runtime.running import Running
-    from ckptio.storage.interface import Root
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Root
 
 T = TypeVar("T")
 _log = logging.getLogger("ckptio")

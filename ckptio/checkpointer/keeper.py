@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckptio.events import Event
     from ckptio.plan.retention import Retention, StepRecord
-    from ckptio.storage.interface import Found, Root
+    from ckptio.storage.root_interface import Found, Root
 
 
 #: Steps that are removed at a time. An engine has four threads for this and for what saves ask of

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ckptio.plan.retention import Retention, StepRecord
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
-    from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Found, Root
 
 #: How long a commit waits to hear whether the second tier has the step already.
 _LOOK_S = 1.0

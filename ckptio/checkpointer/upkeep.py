@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptio.plan.retention import Retention
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.running import Running
-    from ckptio.storage.interface import Found
+    from ckptio.storage.root_interface import Found
 
 _log = logging.getLogger("ckptio")
 

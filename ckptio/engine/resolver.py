@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Observer
-    from ckptio.storage.interface import Root, Storage
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Root
     from ckptio.storage.stores import Stores
 
 

@@ -271,8 +271,9 @@ class _Copy:
     async def _end(self, attempt: Attempt, error: BaseException) -> None:
         """Leave what was sent to who goes on with it, if anybody can."""
         is_gone = is_replaced(error) or isinstance(error, _OvertakenError)
-        # of a checkpoint that the second tier has, an attempt owns nothing
-        await (attempt.abort() if is_gone and not self._was_there else attempt.leave())
+        # of a checkpoint that the second tier has, or may soon have, an attempt owns nothing
+        is_ours = attempt.is_alone and not self._was_there
+        await (attempt.abort() if is_gone and is_ours else attempt.leave())
 
     async def _read(self) -> Manifest:
         """Read what is to be copied."""
@@ -328,10 +329,9 @@ class _Copy:
             may_begin = job.overwrite or self._was_there or is_overtaken
             if there is not None and not may_begin:
                 raise CheckpointExistsError(job.target.path)
-            # of what was overtaken, too: what was sent of it goes with the attempt
-            self._attempt = await job.target.begin(
-                job.save_id, overwrite=may_begin, resumes=job.resumes
-            )
+            # of what was overtaken, too: what was sent of it goes with the attempt. A copy has the
+            # id of what it copies, so that another may have been begun, or be under way
+            self._attempt = await job.target.begin(job.save_id, overwrite=may_begin, resumes=True)
             if is_overtaken:
                 raise _OvertakenError
             # now that it counts as alive: what is there stays

@@ -36,7 +36,6 @@ from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX
 from ckptio.storage.files import MAX_TRIES, make_dirs, sync_dirs
 from ckptio.storage.leftovers import (
     boot_id,
-    files_before,
     files_of,
     find_leftovers,
     is_committed,
@@ -62,6 +61,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 class LocalAttempt:
     """One save on its way; see `interface.Attempt`. Made by `LocalStorage.begin`."""
+
+    is_alone = True  # an abort looks for itself
 
     def __init__(
         self,
@@ -89,7 +90,6 @@ class LocalAttempt:
         self._failure: StorageError | None = None  # of the commit; says if it is in doubt
         self._refused = False  # direct I/O was, and an event has said so
         self._leads = False  # this rank began the save: an abort removes the files of all ranks
-        self._before: list[str] = []  # but for those of another copy of it
 
     def enter(self) -> None:
         """Make the directory, for a rank whose save another one leads. Blocks."""
@@ -125,10 +125,11 @@ class LocalAttempt:
         if self._lock_fd < 0:
             self._lock_fd = self._make_marker(marker)
         locks = self._lock_marker()
-        self._before = files_before(self._files, self._directory, self._save_id, is_alone=locks)
         self._leads = True
         if locks:
             self._files.pwrite(self._lock_fd, memoryview(boot_id()), 0)
+        else:  # one that was there may be so old that its save counts as dead
+            self._stay()
         return locks
 
     def _make_room(self) -> bool:
@@ -336,10 +337,11 @@ class LocalAttempt:
         copies = [self._name.copy] if self._name.copy else []
         # of the others, too, if this leads; each once, as one that stays is told of once
         others = files_of(self._directory, self._save_id) if self._leads else []
-        ours = (*copies, *reversed(self._made_files))
-        kept = (f"data-{self._save_id}-",) if self._is_committed() else tuple(self._before)
-        for path in dict.fromkeys((*ours, *map(self._path, others))):
-            if not os.path.basename(path).startswith(kept):
+        paths = dict.fromkeys((*copies, *reversed(self._made_files), *map(self._path, others)))
+        kept = f"data-{self._save_id}-" if self._is_committed() else None
+        marker = self._path(ATTEMPT_PREFIX + self._save_id)  # last: its lock keeps copies away
+        for path in sorted(paths, key=lambda path: path == marker):
+            if kept is None or not os.path.basename(path).startswith(kept):
                 self._try_remove(path)
         self._drop_lock()
         for directory in reversed(self._made_dirs):

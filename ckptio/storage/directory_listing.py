@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptio.errors import StorageError
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.interface import Found
+from ckptio.storage.root_interface import Found
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def find(
     accepts: Callable[[str], bool] | None,
     unseen: Callable[[str, StorageError], None] | None,
 ) -> list[Found]:
-    """Find directories and which of them are committed; see `interface.Root.find`. Blocks."""
+    """Find directories and which of them are committed; see `root_interface.Root.find`. Blocks."""
     found = []
     for entry in list_entries(root, accepts):
         try:
@@ -45,7 +45,7 @@ def find(
 
 
 def look(root: str, names: Sequence[str], accepts: Callable[[str], bool] | None) -> list[Found]:
-    """Look at some, one or two calls each; see `interface.Root.look`. Blocks."""
+    """Look at some, one or two calls each; see `root_interface.Root.look`. Blocks."""
     found = []
     for name in names:
         version = _version(root, name)

@@ -70,32 +70,6 @@ def files_of(directory: str, save_id: str) -> list[str]:
     return []
 
 
-def files_before(files: PosixFiles, directory: str, save_id: str, *, is_alone: bool) -> list[str]:
-    """Name the data files of another copy of a save that begins: what has its id, and was there.
-
-    Not those of ranks that are ahead of the first one, whose files are not there then.
-
-    Args:
-        files: Operations to use.
-        directory: A checkpoint's directory.
-        save_id: The save's id.
-        is_alone: Whether its lock is held: what nobody has committed is left over.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    prefix = f"data-{save_id}-"
-    names = sorted(name for name in os.listdir(directory) if name.startswith(prefix))
-    if not names:
-        return []
-    is_copy = any(_FIRST_RANK in name for name in names)
-    with contextlib.suppress(OSError):  # nobody can tell
-        if is_committed(files, directory, save_id):
-            return names
-        is_copy = is_copy and not is_alone
-    return names if is_copy else []
-
-
 def notes_of(directory: str, save_id: str) -> list[str]:
     """Name the note of a save, if there is one."""
     name = NOTE_PREFIX + save_id

@@ -63,6 +63,8 @@ class ObjectAttempt:
         clock: Gives seconds since some moment.
     """
 
+    is_alone = False  # nobody can tell
+
     def __init__(
         self,
         place: ObjectPlace,
@@ -91,10 +93,7 @@ class ObjectAttempt:
         self._left = False
 
     async def prepare(self, *, resumes: bool = False) -> None:
-        """Leave a mark, and clear what killed saves left.
-
-        Args:
-            resumes: Uploads of an earlier attempt of this save are dropped, too.
+        """Leave a mark, and clear what killed saves left; who resumes drops its own uploads, too.
 
         Raises:
             StorageError: The place cannot be written. Whoever called aborts.
@@ -250,8 +249,8 @@ class ObjectAttempt:
         """
         names = [name for name in found.names if not name.startswith(NOTE_PREFIX)]
         if found.save_id == self._save_id and await self._place.is_swept(self._mark, names):
-            problem = "this save was silent for so long that others have removed its files"
-            self._doubt = StorageError(f"{problem}; save again", path=self._url, in_doubt=True)
+            problem = "others have removed its files, as of a dead save: save again"
+            self._doubt = StorageError(problem, path=self._url, in_doubt=True)
             raise self._doubt
 
     async def _send(self, commit: Commit) -> None:

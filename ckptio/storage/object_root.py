@@ -41,11 +41,11 @@ from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.pointer import decode_pointer, encode_pointer
 from ckptio.format.summary import decode_summary
 from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
-from ckptio.storage.interface import Found
 from ckptio.storage.object_commit import read_commit, read_whole
 from ckptio.storage.object_place import Listing, ObjectPlace, name_of, owner_of
 from ckptio.storage.removal import require_save
 from ckptio.storage.requests import Requests
+from ckptio.storage.root_interface import Found
 from ckptio.storage.store import ObjectMissingError, may_be_same, version_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _MAX_LOOKS = 32
 
 
 class ObjectRoot:
-    """A prefix with checkpoints below it; see `interface.Root`. Used on one loop.
+    """A prefix with checkpoints below it; see `root_interface.Root`. Used on one loop.
 
     Args:
         url: What the user called it.
@@ -107,11 +107,11 @@ class ObjectRoot:
         accepts: Callable[[str], bool] | None = None,
         unseen: Callable[[str, StorageError], None] | None = None,
     ) -> list[Found]:
-        """Find what is there: one listing, and a look at each manifest; see `interface.Root`."""
+        """Find what is there: a listing, a look at each manifest; see `root_interface.Root`."""
         return await self._look(await self.names(accepts), unseen)
 
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
-        """List names: one listing; see `interface.Root`."""
+        """List names: one listing; see `root_interface.Root`."""
         store, requests = await self._ready(self._url)
         listed = await requests.must(
             "list", self._base, lambda: store.list(self._base, below=False)
@@ -126,7 +126,7 @@ class ObjectRoot:
     async def look(
         self, names: Sequence[str], accepts: Callable[[str], bool] | None = None
     ) -> list[Found]:
-        """Look at manifests, a request each; see `interface.Root`."""
+        """Look at manifests, a request each; see `root_interface.Root`."""
         del accepts  # there are no links
         return await self._look(names, None)
 
@@ -155,13 +155,13 @@ class ObjectRoot:
         return [each for each in found if each is not None]
 
     async def read_manifest(self, name: str) -> bytes:
-        """Read a manifest; see `interface.Root`."""
+        """Read a manifest; see `root_interface.Root`."""
         return (await _Removal(self, name, *await self._ready(self.join(name))).read())[1]
 
     async def read_manifests(
         self, names: Sequence[str], decode: Callable[[str, bytes], T]
     ) -> list[T | FormatError | StorageError]:
-        """Read manifests, a request or two each; see `interface.Root`."""
+        """Read manifests, a request or two each; see `root_interface.Root`."""
 
         async def read(name: str) -> T | FormatError | StorageError:
             try:
@@ -173,11 +173,11 @@ class ObjectRoot:
         return await run_some(read, names, _MAX_LOOKS, "read a manifest")
 
     async def remove(self, name: str, save_id: str | None = None) -> int:
-        """Remove a checkpoint; see `interface.Root`."""
+        """Remove a checkpoint; see `root_interface.Root`."""
         return await _Removal(self, name, *await self._ready(self.join(name))).remove(save_id)
 
     async def sweep(self, name: str, quiet_s: float) -> None:
-        """Remove what a dead save left; see `interface.Root`."""
+        """Remove what a dead save left; see `root_interface.Root`."""
         removal = _Removal(self, name, *await self._ready(self.join(name)))
         await removal.sweep(max(quiet_s, QUIET_S))
 

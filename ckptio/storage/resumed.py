@@ -156,7 +156,6 @@ class ResumedAttempt(LocalAttempt):
 
     def _abort(self) -> None:
         if not self._leads or self.may_remove():
-            self._before = []  # of an earlier attempt of this one
             super()._abort()
         else:
             self._leave()

@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
     from ckptio.config import CheckpointConfig
     from ckptio.events import Event
-    from ckptio.storage.interface import Found, Root
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Found, Root
     from ckptio.storage.stores import Stores
 
 T = TypeVar("T")

@@ -308,6 +308,8 @@ class MemoryStorage:
 class MemoryAttempt:
     """One save on its way; see `interface.Attempt`. Made by `MemoryStorage.begin`."""
 
+    is_alone = True  # in one process
+
     def __init__(
         self, storage: MemoryStorage, save_id: str, *, overwrite: bool, leads: bool
     ) -> None:

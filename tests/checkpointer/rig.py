@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from ckptio import Engine
     from ckptio.config import CheckpointConfig
     from ckptio.storage.files import PosixFiles
-    from ckptio.storage.interface import Root, Storage
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
+    from ckptio.storage.root_interface import Root
     from tests.storage.object_rig import DictStore
 
 DEADLINES = Deadlines(peer_s=5.0, meet_s=60.0)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptio.events import Event
-    from ckptio.storage.interface import Found
+    from ckptio.storage.root_interface import Found
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from ckptio.config import KiB
-from ckptio.errors import CheckpointError, SaveAbortedError
+from ckptio.errors import CheckpointChangedError, CheckpointError, SaveAbortedError
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.requests import RequestLimit
 from ckptio.storage.store import (
@@ -263,5 +263,35 @@ def test_a_copy_that_is_aborted_drops_its_uploads() -> None:
             assert bucket.begun == {}
             assert "a/manifest.json" not in bucket.objects
             assert list(near.notes) == [handle.save_id]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_a_copy_that_is_given_up_leaves_the_files_to_another_process_that_makes_it() -> None:
+    """Both have the save's id, and so the same objects: the other may be at its commit."""
+    near, newer, bucket = MemoryStorage("near/a"), MemoryStorage("near/a"), Bucket()
+    assert save(newer, Bucket(), 1)
+
+    async def scenario() -> None:
+        async with inline_engine(places(near, bucket), CONFIG) as engine:
+            handle = engine.save(STATE, "near/a", then="far/a")
+            await handle
+
+            def fault(_: int) -> None:
+                if any("/data-" in key for key in bucket.objects):
+                    near._place.manifest = newer.manifest  # replaced: nothing is left to copy
+
+            bucket.fault = fault
+            with pytest.raises(CheckpointChangedError):
+                await handle.durable
+            sent = [key for key in bucket.objects if "/data-" in key]
+            assert sent
+            assert f"a/.attempt-{handle.save_id}" in bucket.objects
+            assert "a/manifest.json" not in bucket.objects
+        bucket.fault = lambda _: None
+        bucket.now_s += 7200
+        async with inline_engine(places(newer, bucket), CONFIG) as engine:
+            await (engine.save(STATE, "near/a", overwrite=True, then="far/a")).durable
+        assert not set(sent) & set(bucket.objects)
 
     run_virtual(scenario(), seed=0)

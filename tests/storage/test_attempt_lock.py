@@ -80,20 +80,20 @@ async def test_a_second_copy_that_cannot_begin_removes_nothing_of_the_first(
 ) -> None:
     """It has the id of what is there, and so its files."""
     for number in range(100):
-        path, log = tmp_path / str(number), EventLog()
+        path = tmp_path / str(number)
         await write_files(storage_at(path, executor), A, OLD)
         (path / f"data-{B}-00000-00000.safetensors").write_bytes(b"left over")
         files = RecordingFiles(fail_at(number, errno.EIO))
         try:
-            begun = await storage_at(path, executor, files, log).begin(A, overwrite=True)
+            begun = await storage_at(path, executor, files).begin(A, overwrite=True, resumes=True)
         except StorageError:
             pass
         else:
             await begun.abort()
         assert committed(path) == OLD
         assert set(OLD) < set(names_in(path))
-        marker = f".attempt-{A}"
-        assert (marker in names_in(path)) == (marker in [e.file for e in log.of(CleanupFailed)])
+        await write_files(storage_at(path, executor), C, LAST, overwrite=True)
+        assert names_in(path) == sorted([*LAST, MANIFEST_NAME])
         if number >= len(files.operations):
             break
     assert number > 3
@@ -226,7 +226,8 @@ async def test_an_abort_leaves_what_was_there_of_the_same_save(
         if is_at_end or (operation.kind == "open" and operation.path.endswith(MANIFEST_NAME)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
 
-    copy = await storage_at(path, executor, RecordingFiles(fail)).begin(A, overwrite=True)
+    storage = storage_at(path, executor, RecordingFiles(fail))
+    copy = await storage.begin(A, overwrite=True, resumes=True)
     for name, data in OLD.items():
         if how == "keeps":
             await copy.keep(name, len(data))
@@ -236,7 +237,41 @@ async def test_an_abort_leaves_what_was_there_of_the_same_save(
         await copy.commit(manifest_of(A, OLD))
     await copy.abort()
     assert committed(path) == OLD
-    assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
+    await write_files(storage_at(path, executor), C, LAST, overwrite=True)
+    assert names_in(path) == sorted([*LAST, MANIFEST_NAME])
+
+
+async def test_an_abort_keeps_its_lock_until_its_files_are_gone(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Also those of an earlier attempt: who takes them over meanwhile would lose them again."""
+    path, told = tmp_path / "c", list[BaseException | None]()
+    path.mkdir()
+    for name, data in OLD.items():
+        (path / name).write_bytes(data)
+
+    async def take_over(others: Executor) -> None:
+        copy = await storage_at(path, others).begin(A, overwrite=True, resumes=True)
+        for name, data in OLD.items():
+            await copy.keep(name, len(data))
+        await copy.commit(manifest_of(A, OLD))
+
+    def meet(operation: Operation) -> None:
+        if operation.kind == "unlink" and "data-" in operation.path and not told:
+            others = Threads(1, "others")
+            try:
+                asyncio.run(take_over(others))
+                told.append(None)
+            except CommitConflictError as error:
+                told.append(error)
+            finally:
+                others.shutdown()
+
+    files = RecordingFiles(meet)
+    begun = await storage_at(path, executor, files).begin(A, overwrite=True, resumes=True)
+    await begun.abort()
+    assert isinstance(told[0], CommitConflictError)
+    assert not path.exists() or names_in(path) == []
 
 
 @pytest.mark.parametrize("how", ["keeps", "creates"])
@@ -411,6 +446,21 @@ async def test_a_save_that_waits_says_that_it_is_alive(tmp_path: Path, executor:
     await begun.stay()
     assert not find_leftovers(RecordingFiles(), str(path), B)
     await begun.abort()
+
+
+async def test_a_copy_that_takes_over_what_was_quiet_for_long_says_that_it_is_alive(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Where there are no locks, the date of the attempt's file is all that others have."""
+    path = tmp_path / "c"
+    path.mkdir()
+    marker = path / f".attempt-{A}"
+    marker.touch()
+    age(path)
+    files = RecordingFiles(has_locks=False)
+    copy = await storage_at(path, executor, files).begin(A, overwrite=True, resumes=True)
+    assert marker.stat().st_mtime > time.time() - QUIET_S / 2
+    await copy.leave()
 
 
 async def test_a_copy_that_finds_all_that_it_would_write_says_that_it_is_alive(

@@ -492,7 +492,7 @@ def test_a_save_that_was_swept_is_not_acknowledged() -> None:
         await fill_attempt(attempt, contents_of(A, 5000))
         for key in [key for key in bucket.objects if A in key]:
             del bucket.objects[key]
-        with pytest.raises(StorageError, match="others have removed its files; save again"):
+        with pytest.raises(StorageError, match="others have removed its files, as of a dead save"):
             await attempt.commit(manifest_of(A, contents_of(A, 5000)))
         await attempt.abort()
         if overwrite:

@@ -10,10 +10,10 @@ from ckptio.errors import CheckpointNotFoundError, ConfigError, FormatError, Sto
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.pointer import encode_pointer, pointed_name
 from ckptio.storage.file_names import QUIET_S
-from ckptio.storage.interface import Found
 from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.objects import ObjectStorage
 from ckptio.storage.root import resolve_root
+from ckptio.storage.root_interface import Found
 from ckptio.storage.store import (
     ConditionFailedError,
     ObjectMissingError,

@@ -22,10 +22,10 @@ from ckptio.format.manifest import MAX_MANIFEST_NBYTES
 from ckptio.format.pointer import encode_pointer
 from ckptio.storage.file_names import ATTEMPT_PREFIX
 from ckptio.storage.files import PosixFiles
-from ckptio.storage.interface import Found
 from ckptio.storage.leftovers import boot_id
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
+from ckptio.storage.root_interface import Found
 from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, fail_at, fail_kind
 from tests.rig import (
     SAVE_IDS,
