@@ -214,17 +214,16 @@ class Attempts:
 
     def _locked(self, fd: int, path: str) -> bool | None:
         """Lock an attempt's file, and say so in it; closed unless it is held: see `_is_held`."""
-        is_held: bool | None = False
-        is_through = False
         try:
             is_held = self._is_held(fd, path)
             if is_held:
                 with contextlib.suppress(OSError):  # the disk is full
                     self.files.pwrite(fd, memoryview(boot_id()), 0)
-            is_through = True
-        finally:
-            if not (is_held and is_through):
-                self._close(fd)
+        except BaseException:
+            self._close(fd)
+            raise
+        if not is_held:
+            self._close(fd)
         return is_held
 
     def _opened(self, path: str) -> tuple[int, bool]:

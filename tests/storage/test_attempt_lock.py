@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +24,16 @@ from ckptio.storage.leftovers import boot_id, find_leftovers
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.root import LocalRoot
 from ckptio.testing import EventLog, RecordingFiles, fail_at
-from tests.rig import SAVE_IDS, SMALL, committed, contents_of, manifest_of, names_in, write_files
+from tests.rig import (
+    SAVE_IDS,
+    SMALL,
+    committed,
+    contents_of,
+    fill_attempt,
+    manifest_of,
+    names_in,
+    write_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -119,6 +131,56 @@ async def test_what_is_replaced_while_its_save_cleans_up_stays_and_is_told_of(
     assert names_in(path) == sorted([*OLD, MANIFEST_NAME])
 
 
+@pytest.mark.parametrize("has_exchange", [True, False])
+async def test_what_is_replaced_stays_if_a_copy_of_it_is_committed_meanwhile(
+    tmp_path: Path, executor: Executor, *, has_exchange: bool
+) -> None:
+    """Before any operation of the save that replaces it: whatever has the name has its files."""
+    ends = set[str]()
+    for number in itertools.count():
+        path, told = tmp_path / str(number), list[str]()
+        await write_files(storage_at(path, executor), A, OLD)
+
+        def meet(
+            operation: Operation, number: int = number, path: Path = path, told: list[str] = told
+        ) -> None:
+            if operation.number == number:
+                told.append(copy_elsewhere(path))
+
+        files = RecordingFiles(meet, has_exchange=has_exchange)
+        with contextlib.suppress(StorageError):
+            await write_files(storage_at(path, executor, files), B, NEW, overwrite=True)
+        assert committed(path) in (OLD, NEW)
+        if number >= len(files.operations):
+            break
+        ends |= {f"{told[0]}, then {'old' if committed(path) == OLD else 'new'}"}
+    assert "copied, then old" in ends
+
+
+def copy_elsewhere(path: Path) -> str:
+    """Make a copy of what was there once more, as another process would, to its end."""
+    others = Threads(1, "others")
+
+    async def copy() -> None:
+        attempt = await storage_at(path, others).begin(A, overwrite=True, resumes=True)
+        try:
+            await fill_attempt(attempt, OLD)
+            await attempt.commit(manifest_of(A, OLD))
+        except BaseException:
+            await attempt.abort()
+            raise
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: asyncio.run(copy())).result()
+    except StorageError as error:
+        return type(error).__name__
+    else:
+        return "copied"
+    finally:
+        others.shutdown()
+
+
 async def test_files_that_stay_of_what_was_replaced_are_told_of(
     tmp_path: Path, executor: Executor
 ) -> None:
@@ -153,6 +215,34 @@ async def test_the_lock_of_a_host_that_died_keeps_nothing_that_was_replaced(
     await write_files(storage_at(path, executor), B, NEW, overwrite=True)
     assert set(names_in(path)) - {f".attempt-{A}"} == {MANIFEST_NAME, *NEW}
     await copy.leave()
+
+
+async def test_the_lock_of_another_host_is_kept_while_its_save_writes(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Its own file may be old: a save writes to that as it begins, and to its data from then on."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    age(path)
+    os.utime(path / min(OLD))
+    with pytest.raises(StorageError, match="copied once more"):
+        await root_of(path, executor).remove("c", A)
+    assert committed(path) == OLD
+    await copy.leave()
+
+
+async def test_what_was_replaced_stays_if_it_is_committed_again(
+    tmp_path: Path, executor: Executor
+) -> None:
+    """Looked at under the lock, by whoever comes to remove it."""
+    path, removed = tmp_path / "c", list[str]()
+    await write_files(storage_at(path, executor), A, OLD)
+    attempts_of(path, RecordingFiles()).remove_replaced(A, list(OLD), removed.extend)
+    assert removed == []
+    attempts_of(path, RecordingFiles()).remove_replaced(B, list(NEW), removed.extend)
+    assert removed == list(NEW)
 
 
 async def test_a_copy_begun_while_another_cleans_up_is_refused_at_once(
