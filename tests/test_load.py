@@ -193,6 +193,23 @@ def test_loads_in_inference_mode_fill_its_tensors(
     (target["t"] * 2).abs().sum().backward()
 
 
+def test_a_module_of_inference_mode_is_refused_before_anything_changes(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """What its `state_dict` gives can be written to, and it would not take that itself."""
+    engine.save({"a": torch.nn.Linear(4, 4), "n": torch.nn.Linear(4, 4)}, tmp_path / "c")
+    with torch.inference_mode():
+        made = torch.nn.Linear(4, 4)
+    target = {"a": torch.nn.Linear(4, 4), "n": made}
+    before = target["a"].weight.clone()
+    with pytest.raises(TargetError, match=re.escape("'n.weight': it is an inference tensor; load")):
+        engine.load(tmp_path / "c", into=target)
+    assert torch.equal(target["a"].weight, before)
+    with torch.inference_mode():
+        engine.load(tmp_path / "c", into=target)
+    assert not torch.equal(target["a"].weight, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_floating_point_is_converted_if_it_is_asked_for(
     engine: sync.Engine, tmp_path: Path, dtype: torch.dtype

@@ -268,7 +268,8 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
     Raises:
         TargetError: With the reason.
     """
-    if plain_memory(target) is not None and target.dtype in DTYPE_NAMES:
+    is_locked = target.is_inference() and not torch.is_inference_mode_enabled()
+    if not is_locked and plain_memory(target) is not None and target.dtype in DTYPE_NAMES:
         return  # most blocks of tensors that are held in parts, and there are thousands
     if target.layout is not torch.strided or target.dtype not in DTYPE_NAMES:
         raise TargetError(
@@ -281,8 +282,11 @@ def check_fillable(fqn: str, target: torch.Tensor) -> None:
             f"cannot fill {fqn!r}: the subclass {type(target).__qualname__!r} may hold its data"
             " elsewhere; pass the plain tensors it is made of"
         )
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        raise TargetError(f"cannot fill {fqn!r}: it is an inference tensor; clone() it first")
+    if is_locked:
+        raise TargetError(
+            f"cannot fill {fqn!r}: it is an inference tensor; load under torch.inference_mode(), or"
+            " clone() it first"
+        )
     if target.numel() and _overlaps_itself(target.shape, target.stride()):
         raise TargetError(f"cannot fill {fqn!r}: its elements share memory; clone() it first")
 

@@ -63,6 +63,8 @@ def find_plain(
     entry = entries[index]
     if shape != entry.shape or target.dtype is not TORCH_DTYPES.get(entry.dtype):
         return None
+    if target.is_inference():  # a module's `state_dict` gives views that have versions
+        return None
     device = None if target.is_cpu else target.device
     return Fill(index, target, fqn, None, None, span, None, device, storage)
 
