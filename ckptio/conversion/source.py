@@ -142,15 +142,13 @@ class Source:
             tree = below(tree, strip.removesuffix("."))
             if tree == {}:
                 raise TargetError(f"there is nothing below {strip!r} in checkpoint {self.path!r}")
-        if select is not None:
-            tree = prune(tree, make_predicate(select))
-            if tree == {}:
-                where = f" below {strip!r}, which names do not begin with then," if strip else ""
-                error = TargetError(f"{shown(select)} selects nothing{where} in {self.path!r}")
-                if strip:
-                    error.add_note("give the names in select= without what strip= takes off")
-                raise error
-        self.tree = tree
+        self.tree = tree if select is None else prune(tree, make_predicate(select))
+        if select is not None and self.tree == {}:
+            names = ""
+            if strip:
+                first = next((name for name, _ in walk("", tree) if name), "")
+                names = f": without strip={strip!r}, names are as {first!r}; give them so, or none"
+            raise TargetError(f"{shown(select)} selects nothing in {self.path!r}{names}")
 
     @property
     def path(self) -> str:

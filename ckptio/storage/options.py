@@ -31,7 +31,7 @@ def problem_with(options: Collection[str], error: Exception) -> str:
     """
     problem = type(error).__name__
     if "Invalid endpoint" in str(error):  # botocore's words
-        return f"{problem}, endpoint_url begins with http:// or https://"
+        return f"{problem}, endpoint_url is http:// or https:// and a host"
     unknown = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
     if unknown is None or unknown[1] not in options:
         return problem

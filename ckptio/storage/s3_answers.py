@@ -8,6 +8,7 @@ token in it, and aiohttp's errors hold the headers of the request.
 from __future__ import annotations
 
 import re
+import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -64,6 +65,8 @@ _NO_ANSWER = (
     OSError,
     TimeoutError,
 )
+#: Why a file that a connection needs, as the certificates to trust, cannot be read.
+_UNREADABLE = (FileNotFoundError, IsADirectoryError, PermissionError, ssl.SSLError)
 #: What these say is worth reading, and nothing secret.
 _TELLING = (
     botocore.exceptions.NoCredentialsError,
@@ -140,6 +143,12 @@ def told(error: Exception) -> StoreError:
     name = type(error).__name__
     if isinstance(error, botocore.exceptions.SSLError):
         return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
+    kept_from = getattr(error, "kwargs", {}).get("error")
+    if isinstance(error, botocore.exceptions.HTTPClientError) and isinstance(
+        kept_from, _UNREADABLE
+    ):
+        kind = type(kept_from).__name__
+        return RefusedError(f"the certificates to trust cannot be read (verify=): {kind}")
     if isinstance(error, _NO_ANSWER):
         return TransientError(f"the connection{_where(error)} failed: {name}")
     return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)
@@ -170,6 +179,8 @@ def told_by(status: int, code: str, region: str = "") -> StoreError:
         region: Where the bucket is, if the server says so.
     """
     problem = f"{_phrase_of(status) if code == str(status) else code} ({status})"
+    if "ObjectLock" in code:
+        problem += "; give config_kwargs={'request_checksum_calculation': 'when_supported'}"
     if region and status in _ELSEWHERE:
         problem += f"; the bucket is in the region {region!r}"
     if code in _MISSING:

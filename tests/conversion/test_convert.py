@@ -586,7 +586,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
             sync.convert(twin, path, to="ckptio", overwrite=True, config=SMALL)
     with pytest.raises(TargetError, match="'nothing' selects nothing"):
         sync.convert(source, tmp_path / "x", to="hf", select="nothing", config=SMALL)
-    with pytest.raises(TargetError, match="below 'embed', which names do not begin with then"):
+    with pytest.raises(
+        TargetError, match="without strip='embed', names are as 'weight'; give them so"
+    ):
         sync.convert(source, tmp_path / "x", to="hf", select="embed", strip="embed", config=SMALL)
     with pytest.raises(TargetError, match="nothing below 'nothing'"):
         sync.convert(source, tmp_path / "x", to="hf", strip="nothing", config=SMALL)

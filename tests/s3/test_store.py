@@ -265,6 +265,25 @@ def test_a_bucket_elsewhere_says_where(region: str, said: str) -> None:
     assert str(problem) == f"PermanentRedirect (301){said}"
 
 
+def test_a_bucket_with_object_lock_says_what_it_wants() -> None:
+    response: Any = {
+        "Error": {"Code": "MissingUploadObjectWithObjectLockHeaders"},
+        "ResponseMetadata": {"HTTPStatusCode": 400},
+    }
+    problem = told(botocore.exceptions.ClientError(response, "PutObject"))
+    assert "'request_checksum_calculation': 'when_supported'" in str(problem)
+
+
+def test_certificates_that_cannot_be_read_are_not_asked_for_again() -> None:
+    """They were a connection that failed, for minutes, and nothing said what was missing."""
+    problem = told(botocore.exceptions.HTTPClientError(error=FileNotFoundError(2, "secret")))
+    assert isinstance(problem, RefusedError)
+    assert str(problem) == "the certificates to trust cannot be read (verify=): FileNotFoundError"
+    assert isinstance(
+        told(botocore.exceptions.HTTPClientError(error=OSError(5, "no"))), TransientError
+    )
+
+
 @pytest.mark.parametrize("early_nbytes", [0, 1, 100_000])
 async def test_an_answer_may_come_before_the_body_is_sent(moto: Server, early_nbytes: int) -> None:
     """The memory of the body is free at once, and nobody reads from it any more."""

@@ -98,4 +98,4 @@ def test_an_endpoint_without_a_scheme_is_told_what_it_lacks() -> None:
             "s3", endpoint_url="localhost:9000", region_name="us-east-1"
         )
     problem = problem_with(["endpoint_url"], caught.value)
-    assert problem == "ValueError, endpoint_url begins with http:// or https://"
+    assert problem == "ValueError, endpoint_url is http:// or https:// and a host"
