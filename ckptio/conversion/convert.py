@@ -91,7 +91,7 @@ class _Meter:
                 self._report(self._done, self._total)
 
 
-def run_convert(
+def run_convert(  # noqa: D417  # `convert` has them
     source: PathLike,
     path: PathLike,
     *,
@@ -106,48 +106,10 @@ def run_convert(
     progress: Callable[[int, int], None] | None,
     stop: threading.Event | None = None,
 ) -> ConvertReport:
-    """Convert a checkpoint of any known format into one of another. Blocks.
-
-    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint, and with
-    `dtype=` what these become; a tensor that is stored as a view of another is read whole, and,
-    where views lie between each other or DCP is written, the other one.
+    """Convert, as `convert` does, which says what the others are. Blocks.
 
     Args:
-        source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
-            of torch.distributed.checkpoint, or a file of `torch.save`; a path or a URL.
-        path: What to write: a file for `"safetensors"`, a directory for the others, and for
-            `"ckptio"` also a URL.
-        to: The format.
-        select: Names to take, as in `ckptio.load`; with `strip`, as they are without that.
-        strip: Take only what is below this name, and drop it from the names: `"model"` makes
-            `layers.0.weight` of `model.layers.0.weight`, and `"model._orig_mod"` of what
-            `torch.compile` calls `model._orig_mod.layers.0.weight`.
-        overwrite: Replace what is there. With it or without, a conversion that was stopped,
-            killed or refused by the system goes on when it is run again with the same
-            arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
-            `overwrite`; of `"ckptio"` and `"dcp"` what is right, byte by byte, is not written
-            again, but is compared with the source, which is read again. In object stores it
-            begins anew, and so it does where the source is on a file system that says of files
-            neither when they were written nor anything else that tells them apart.
-        drop_values: Leave out what a safetensors file cannot hold.
-        max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
-        dtype: For `"safetensors"` and `"hf"`: the element type of all floating-point tensors,
-            rounded as `Tensor.to` does it; their own if not given. As in `ckptio.load`, others
-            stay as they are, and so do those that a quantised tensor is made of.
-        config: Options; the defaults if not given. In every format what is made has the modes
-            of `file_mode` and `dir_mode`, and is synced as `durability` says; a directory that
-            was there keeps its own.
-        progress: Called with bytes done and bytes in all, from any thread.
         stop: Ends it soon, once it is set, as a failure would.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing to convert.
-        CheckpointExistsError: Something else is at `path`. In a directory, `"hf"` and `"dcp"`
-            replace only what has the same format, whatever `overwrite` says: whoever loaded
-            the path would still find the other one. `"ckptio"` hides others, and leaves them.
-        FormatError: The source is damaged, or has names or types that the format cannot hold.
-        ConfigError: An option is wrong or has no effect, or values are in the way.
-        StorageError: Something cannot be read or written.
     """
     require_bool("overwrite", overwrite)
     require_bool("drop_values", drop_values)
@@ -259,10 +221,50 @@ async def convert(
     config: CheckpointConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertReport:
-    """Convert a checkpoint of any known format into one of another; see `run_convert`.
+    """Convert a checkpoint of any known format into one of another.
 
-    It runs on threads of its own. Cancelling it ends it as a failure would, and is raised
-    when it has ended.
+    It runs on threads of its own. Cancelling it ends it as a failure would, and is raised when it
+    has ended.
+
+    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint, and with
+    `dtype=` what these become; a tensor that is stored as a view of another is read whole, and,
+    where views lie between each other or DCP is written, the other one.
+
+    Args:
+        source: A checkpoint of ours, a safetensors file, a Hugging Face folder, a directory
+            of torch.distributed.checkpoint, or a file of `torch.save`; a path or a URL.
+        path: What to write: a file for `"safetensors"`, a directory for the others, and for
+            `"ckptio"` also a URL.
+        to: The format.
+        select: Names to take, as in `ckptio.load`; with `strip`, as they are without that.
+        strip: Take only what is below this name, and drop it from the names: `"model"` makes
+            `layers.0.weight` of `model.layers.0.weight`, and `"model._orig_mod"` of what
+            `torch.compile` calls `model._orig_mod.layers.0.weight`.
+        overwrite: Replace what is there. With it or without, a conversion that was stopped,
+            killed or refused by the system goes on when it is run again with the same
+            arguments: whole files of `"safetensors"` and `"hf"` that it wrote are kept without
+            `overwrite`; of `"ckptio"` and `"dcp"` what is right, byte by byte, is not written
+            again, but is compared with the source, which is read again. In object stores it
+            begins anew, and so it does where the source is on a file system that says of files
+            neither when they were written nor anything else that tells them apart.
+        drop_values: Leave out what a safetensors file cannot hold.
+        max_shard_nbytes: Bytes of tensors in a file of `"hf"`; 5 GB if not given.
+        dtype: For `"safetensors"` and `"hf"`: the element type of all floating-point tensors,
+            rounded as `Tensor.to` does it; their own if not given. As in `ckptio.load`, others
+            stay as they are, and so do those that a quantised tensor is made of.
+        config: Options; the defaults if not given. In every format what is made has the modes
+            of `file_mode` and `dir_mode`, and is synced as `durability` says; a directory that
+            was there keeps its own.
+        progress: Called with bytes done and bytes in all, from any thread.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing to convert.
+        CheckpointExistsError: Something else is at `path`. In a directory, `"hf"` and `"dcp"`
+            replace only what has the same format, whatever `overwrite` says: whoever loaded
+            the path would still find the other one. `"ckptio"` hides others, and leaves them.
+        FormatError: The source is damaged, or has names or types that the format cannot hold.
+        ConfigError: An option is wrong or has no effect, or values are in the way.
+        StorageError: Something cannot be read or written.
     """
     stop = threading.Event()
     return await in_own_thread(

@@ -10,14 +10,12 @@ from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
 from ckptio.errors import ConfigError, TargetError, shown
-from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams, devices_of
 from ckptio.staging.copy import Destination, TargetState
 from ckptio.state.rebuild import device_of, empty, torch_dtype, view_of
 from ckptio.state.references import check_view
-from ckptio.state.tree import read_tree, tensor_index, walk
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from ckptio.runtime.drive import Flow
     from ckptio.storage.resolve import PathLike
 
-#: What stored names have that are not those of the state: a number, an escape.
-_SIGNS = "~\\"
 Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
 
 
@@ -48,13 +44,17 @@ def slice_flow(
         )
     storage = core.storage(path)
     manifest: Manifest = yield lambda context: context.cache.get(storage)
-    entry, view = find_tensor(storage.path, manifest, name)
+    named = core.context.names.of(manifest)
+    entry, view = named.find(storage.path, name)
     region, shape = region_of(name, entry.shape if view is None else tuple(view["s"]), index)
     part = None if view is None else _part_of(view, region, entry)
     reading = Reading(storage, manifest)
     near = entry.chunks if part is not None else Need(entry, 0, region=region).chunks()
-    files = sorted({chunk.file for chunk in near})
-    yield lambda context: check_sizes(reading, files, context)
+    files = sorted({chunk.file for chunk in near} - named.whole)
+    if files:
+        whole = yield lambda context: check_sizes(reading, files, context)
+        if not manifest.is_foreign:  # what changes behind this look has not its checksum
+            named.whole |= whole
     wanted: list[Wanted] = []
     if part is None:
         want_region(entry, region, 0, wanted)
@@ -73,48 +73,6 @@ def slice_flow(
         view = view_of(result, part.node)  # expanded, it is larger than what was read
         result = empty(region.shape, view.dtype, result.device, name).copy_(view)
     return result.view(shape)
-
-
-def find_tensor(path: str, manifest: Manifest, name: str) -> tuple[TensorEntry, Json | None]:
-    """Find a tensor by its name in the state; a tied one by any of its names.
-
-    Returns:
-        What is stored, and the node of the view of it that has the name, if that is one.
-
-    Raises:
-        TargetError: There is none.
-    """
-    if not any(sign in name for sign in _SIGNS):
-        for entry in manifest.tensors:
-            if entry.name == name and entry.dtype != "uint8":
-                return entry, None
-    for fqn, node in walk("", read_tree(manifest)):
-        index = tensor_index(node)
-        if fqn == name and index is not None and 0 <= index < len(manifest.tensors):
-            entry = manifest.tensors[index]
-            if not manifest.is_foreign:  # of those, who reads them says what is wrong
-                _require_elements(name, node, entry)
-            return entry, node if node[TAG] == "view" else None
-    for entry in manifest.tensors:
-        if entry.name == name:
-            return entry, None
-    raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
-
-
-def _require_elements(name: str, node: Json, entry: TensorEntry) -> None:
-    """Refuse what has no elements where it is stored: bytes, and arrays that are stored as such.
-
-    Raises:
-        TargetError: It is such a thing.
-    """
-    what = node[TAG]
-    if what == "np":
-        if entry.dtype != "uint8" or node["d"] == "|u1":
-            return
-        what = f"an array of {node['d']!r}, stored as bytes"
-    elif what not in ("bytes", "bytearray"):
-        return
-    raise TargetError(f"{name!r} is {what}, and no tensor: load all of it, with select=")
 
 
 class _Part(NamedTuple):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.config import KiB
-from ckptio.engine import landing
+from ckptio.engine import landing, names
 from ckptio.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -19,10 +19,12 @@ from ckptio.errors import (
     ConfigError,
     CorruptionError,
     StorageError,
+    TargetError,
 )
 from ckptio.events import LoadFinished, LoadStarted, ReadProgressed
 from ckptio.format.checksum import unpack_checksums
 from ckptio.format.manifest import decode_manifest
+from ckptio.state.tree import walk
 from ckptio.testing import EventLog, MemoryStorage, VirtualLoop, fail_at, run_virtual
 from tests.rig import (
     SMALL,
@@ -419,3 +421,38 @@ def test_many_schedules_end_whole(seed: int) -> None:
             assert storage.leftovers() == []
 
     run_virtual(scenario(), seed=seed)
+
+
+def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In an object store a look at a file takes as long as the slice; the tree may be large."""
+    state = {"t": torch.arange(1000), "bytes": torch.arange(200, dtype=torch.uint8), "n": [1, 2]}
+    walks: list[object] = []
+    monkeypatch.setattr(names, "walk", lambda *a: walks.append(a) or walk(*a))
+
+    async def scenario() -> None:
+        storage = MemoryStorage("memory")
+        async with inline_engine({"memory": storage}) as engine:
+            await engine.save(state, "memory")
+            storage.operations.clear()
+            for name in ("t", "bytes"):
+                for start in (5, 50, 150):
+                    part = await engine.load_slice("memory", name, slice(start, start + 9))
+                    assert torch.equal(part, state[name][start : start + 9])
+            assert len(walks) == 1
+            assert [operation.kind for operation in storage.operations].count("sizes") == 1
+            other = {"t": torch.zeros(10)}
+            await engine.save(other, "memory", overwrite=True)
+            assert torch.equal(await engine.load_slice("memory", "t", slice(3)), torch.zeros(3))
+            with pytest.raises(TargetError, match="no tensor 'bytes'"):
+                await engine.load_slice("memory", "bytes", 0)
+            for name in list(storage.files):
+                del storage.files[name][-10:]
+            with pytest.raises(CorruptionError):
+                await engine.load_slice("memory", "t", slice(3))
+            storage.files.clear()
+            with pytest.raises(CheckpointChangedError):
+                await engine.load_slice("memory", "t", slice(3))
+
+    run_virtual(scenario(), seed=0)

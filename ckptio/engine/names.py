@@ -1,0 +1,107 @@
+"""Find tensors by their names in a manifest, one after the other.
+
+Who reads slices asks for the same manifest thousands of times. A search through all of it took
+12 ms among 100,000 tensors, and for a tensor of bytes, whose name the tree has to say, 70 ms beside
+200,000 plain values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptio.errors import TargetError
+from ckptio.format.encode import TAG
+from ckptio.state.tree import read_tree, tensor_index, walk
+
+if TYPE_CHECKING:
+    from ckptio.format.encode import Json
+    from ckptio.format.manifest import Manifest, TensorEntry
+
+#: What stored names have that are not those of the state: a number, an escape.
+_SIGNS = "~\\"
+
+
+class Names:
+    """The names of the manifest that was asked for last. Used from any thread."""
+
+    def __init__(self) -> None:
+        self._last: Named | None = None
+
+    def of(self, manifest: Manifest) -> Named:
+        """Give those of a manifest, which is kept until another one is asked for."""
+        last = self._last
+        if last is None or last.manifest is not manifest:
+            self._last = last = Named(manifest)
+        return last
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._last = None
+
+
+class Named:
+    """The tensors of a manifest by name.
+
+    Attributes:
+        manifest: As given.
+        whole: Files of it that were found to have their sizes, for who reads with checksums.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.whole: set[int] = set()
+        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._nodes: dict[str, Json] | None = None
+
+    def find(self, path: str, name: str) -> tuple[TensorEntry, Json | None]:
+        """Find a tensor by its name in the state; a tied one by any of its names.
+
+        Args:
+            path: What the checkpoint is called, for the error.
+            name: The name.
+
+        Returns:
+            What is stored, and the node of the view of it that has the name, if that is one.
+
+        Raises:
+            TargetError: There is none.
+        """
+        entry = self._entries.get(name)
+        if entry is not None and entry.dtype != "uint8" and not any(s in name for s in _SIGNS):
+            return entry, None
+        node = self._node(name)
+        index = tensor_index(node)
+        if index is not None and 0 <= index < len(self.manifest.tensors):
+            entry = self.manifest.tensors[index]
+            if not self.manifest.is_foreign:  # of those, who reads them says what is wrong
+                _require_elements(name, node, entry)
+            return entry, node if node[TAG] == "view" else None
+        if entry is not None:
+            return entry, None
+        raise TargetError(f"checkpoint {path!r} has no tensor {name!r}; `ckptio show` lists them")
+
+    def _node(self, name: str) -> Json:
+        """Give the node that has a name in the tree; the first, should there be several."""
+        nodes = self._nodes
+        if nodes is None:
+            nodes = {}
+            for fqn, node in walk("", read_tree(self.manifest)):
+                nodes.setdefault(fqn, node)
+            self._nodes = nodes
+        return nodes.get(name)
+
+
+def _require_elements(name: str, node: Json, entry: TensorEntry) -> None:
+    """Refuse what has no elements where it is stored: bytes, and arrays that are stored as such.
+
+    Raises:
+        TargetError: It is such a thing.
+    """
+    what = node[TAG]
+    if what == "np":
+        if entry.dtype != "uint8" or node["d"] == "|u1":
+            return
+        what = f"an array of {node['d']!r}, stored as bytes"
+    elif what not in ("bytes", "bytearray"):
+        return
+    raise TargetError(f"{name!r} is {what}, and no tensor: load all of it, with select=")
