@@ -189,7 +189,10 @@ class StorageRoot:
         self,
         accepts: Callable[[str], bool] | None = None,
         unseen: Callable[[str, StorageError], None] | None = None,
+        *,
+        aside: bool = False,
     ) -> list[Found]:
+        del aside
         found = []
         for path, storage in sorted(self._storages.items()):
             parent, _, name = path.rpartition("/")
@@ -219,8 +222,9 @@ class StorageRoot:
         return data
 
     async def read_manifests(
-        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+        self, names: Sequence[str], decode: Callable[[str, bytes], T], *, aside: bool = False
     ) -> list[T | FormatError | StorageError]:
+        del aside
         return [decode(name, await self.read_manifest(name)) for name in names]
 
     async def remove(self, name: str, save_id: str | None = None) -> int:

@@ -76,13 +76,16 @@ class Keeper:
         """What `records` or `plan` read last, in any order."""
         return [record for _, record, _ in self._known.values()]
 
-    async def find(self) -> list[Found]:
+    async def find(self, *, aside: bool = False) -> list[Found]:
         """List what has the name of a step, committed or not.
+
+        Args:
+            aside: Leave room for the requests of others.
 
         Raises:
             StorageError: It cannot be listed.
         """
-        return await self.root.find(_is_step)
+        return await self.root.find(_is_step, aside=aside)
 
     async def listed(self) -> set[int]:
         """List what has the name of a step, committed or not; looks at none.
@@ -203,12 +206,15 @@ class Keeper:
         """
         return (await self._read(await self.find()))[0]
 
-    async def _read(self, listed: Sequence[Found]) -> tuple[list[StepRecord], StorageError | None]:
+    async def _read(
+        self, listed: Sequence[Found], *, aside: bool = False
+    ) -> tuple[list[StepRecord], StorageError | None]:
         """Read records; gives them, and why one could not be read if the storage said so."""
         before = self._known
         found = [item for item in listed if item.version is not None]
         news = [item for item in found if before.get(item.name, (None,))[0] != item.version]
-        read = await self.root.read_manifests([item.name for item in news], _record_of)
+        names = [item.name for item in news]
+        read = await self.root.read_manifests(names, _record_of, aside=aside)
         answers = dict(zip(news, read, strict=True))
         known: dict[str, tuple[Hashable, StepRecord, int]] = {}
         failure: StorageError | None = None
@@ -231,6 +237,7 @@ class Keeper:
         found: Sequence[Found] | None = None,
         *,
         called: Sequence[str] = (),
+        aside: bool = False,
     ) -> dict[int, str]:
         """Say which steps a policy does not keep, lowest first, and the id of each one's save.
 
@@ -239,13 +246,15 @@ class Keeper:
             exempt: Steps that stay whatever it says.
             found: What `find` gave just now, if it was asked.
             called: Ids of saves in the order of their calls; see `plan_removals`.
+            aside: As in `find`.
 
         Raises:
             StorageError: Steps cannot be listed, or the storage does not give a manifest now:
                 a policy that saw fewer steps than there are would let the wrong ones go.
             Exception: What the policy raises.
         """
-        records, failure = await self._read(await self.find() if found is None else found)
+        listed = await self.find() if found is None else found
+        records, failure = await self._read(listed, aside=aside)
         if failure is not None:
             raise failure
         removals = await run_blocking(

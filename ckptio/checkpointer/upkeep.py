@@ -218,7 +218,7 @@ class Upkeep:
     async def _tidy_now(self, keeper: Keeper, *, is_after_save: bool) -> None:
         policy = self._keep if is_after_save else None
         sweeps = self._is_sweep_due(keeper)
-        found = await keeper.find() if sweeps or policy is not None else None
+        found = await keeper.find(aside=True) if sweeps or policy is not None else None
         await self._look_ahead(keeper, found)
         if policy is not None and found is not None:
             await self._remove(keeper, policy, found)
@@ -271,7 +271,7 @@ class Upkeep:
     async def _remove(self, keeper: Keeper, policy: Retention, found: Sequence[Found]) -> None:
         """Remove what is not kept."""
         called = [moments.save_id for _, moments in self._called]
-        removals = await keeper.plan(policy, self.exempt(), found, called=called)
+        removals = await keeper.plan(policy, self.exempt(), found, called=called, aside=True)
         self._look_for_metrics(keeper, policy)
         going = list(removals.items())
         for start in range(0, len(going), MAX_REMOVALS):

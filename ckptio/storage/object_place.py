@@ -22,7 +22,7 @@ from ckptio.errors import FormatError, StorageError
 from ckptio.events import CleanupFailed, LeftoversRemoved
 from ckptio.format.manifest import MANIFEST_NAME
 from ckptio.format.summary import decode_summary
-from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S
+from ckptio.storage.file_names import ATTEMPT_PREFIX, NOTE_PREFIX, QUIET_S, TOMB
 from ckptio.storage.keys import join_key, split_query
 from ckptio.storage.object_commit import read_commit
 from ckptio.storage.store import ObjectMissingError, RefusedError, StoreError, may_be_same
@@ -50,6 +50,13 @@ class Present:
     etag: str
     save_id: str
     names: tuple[str, ...]
+
+    def may_need(self, name: str) -> bool:
+        """Whether a file is named by it, or may be; not its mark, nor what a removal left of it."""
+        if name in self.names:
+            return True
+        is_over = name.startswith(ATTEMPT_PREFIX) or TOMB.fullmatch(name) is not None
+        return owner_of(name) == self.save_id and not is_over
 
     def may_be(self, other: Present | None) -> bool:
         """Whether it may be the one that was there at another time."""
@@ -255,15 +262,10 @@ class ObjectPlace:
             return left
         if not present.save_id:
             return Listing()  # whatever a manifest that cannot be read may need stays
-        marks = self.key(ATTEMPT_PREFIX)
-        # what it names stays, and whatever else it may need; uploads of it were given up
-        objects = tuple(
-            info
-            for info in left.objects
-            if name_of(info.key) not in present.names
-            and (owner_of(info.key) != present.save_id or info.key.startswith(marks))
+        return Listing(
+            tuple(info for info in left.objects if not present.may_need(name_of(info.key))),
+            left.uploads,  # of itself, too: they were given up
         )
-        return Listing(objects, left.uploads)
 
     async def is_swept(self, mark: str, names: Sequence[str]) -> bool:
         """Whether the mark of a save is gone, and a file of it; an event, and no, if nobody knows.

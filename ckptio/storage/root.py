@@ -148,8 +148,11 @@ class LocalRoot:
         self,
         accepts: Callable[[str], bool] | None = None,
         unseen: Callable[[str, StorageError], None] | None = None,
+        *,
+        aside: bool = False,
     ) -> list[Found]:
         """Find what is there; see `Root`."""
+        del aside  # it is one call on a thread
         return await run_blocking(self._executor, find, self._path, accepts, unseen)
 
     async def names(self, accepts: Callable[[str], bool] | None = None) -> list[str]:
@@ -168,9 +171,10 @@ class LocalRoot:
         return (await run_blocking(self._executor, self._read, self.join(name)))[1]
 
     async def read_manifests(
-        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+        self, names: Sequence[str], decode: Callable[[str, bytes], T], *, aside: bool = False
     ) -> list[T | FormatError | StorageError]:
         """Read manifests, several in each call of a thread; see `Root`."""
+        del aside  # few threads are taken, and each for a moment
 
         async def read(some: Sequence[str]) -> list[T | FormatError | StorageError]:
             return await run_blocking(self._executor, self._read_some, some, decode)

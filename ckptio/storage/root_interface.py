@@ -42,6 +42,8 @@ class Root(Protocol):
         self,
         accepts: Callable[[str], bool] | None = None,
         unseen: Callable[[str, StorageError], None] | None = None,
+        *,
+        aside: bool = False,
     ) -> list[Found]:
         """Find what is there; nothing if there is no such place yet.
 
@@ -49,6 +51,7 @@ class Root(Protocol):
             accepts: Says which names to look at; all if not given.
             unseen: Takes the names that cannot be looked at, and why, on any thread; the first of
                 these is raised if not given, since what nobody has seen is not for not there.
+            aside: Leave room for the requests of others, who wait for them.
 
         Raises:
             StorageError: It cannot be listed.
@@ -93,13 +96,14 @@ class Root(Protocol):
         ...
 
     async def read_manifests(
-        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+        self, names: Sequence[str], decode: Callable[[str, bytes], T], *, aside: bool = False
     ) -> list[T | FormatError | StorageError]:
         """Read manifests, some at a time, and take each apart on a thread.
 
         Args:
             names: Of which checkpoints.
             decode: Called with a name and the manifest there; may raise `FormatError`.
+            aside: As in `find`.
 
         Returns:
             What `decode` returned for each name, in their order, or why that failed: what

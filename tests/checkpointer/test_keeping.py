@@ -296,9 +296,9 @@ class _Failing(LocalRoot):
     failing = ""
 
     async def read_manifests(
-        self, names: Sequence[str], decode: Callable[[str, bytes], T]
+        self, names: Sequence[str], decode: Callable[[str, bytes], T], *, aside: bool = False
     ) -> list[T | FormatError | StorageError]:
-        read = await super().read_manifests(names, decode)
+        read = await super().read_manifests(names, decode, aside=aside)
         error = StorageError("cannot read the manifest", path=self.path, code=errno.EIO)
         pairs = zip(names, read, strict=True)
         return [error if name == self.failing else each for name, each in pairs]
@@ -468,11 +468,11 @@ def test_saves_that_are_quicker_than_removals_share_them(tmp_path: Path) -> None
                 keeper = ckpt._core.keeper
                 find, may_go, num_looks = keeper.find, asyncio.Event(), 0
 
-                async def slow() -> Any:
+                async def slow(**options: bool) -> Any:
                     nonlocal num_looks
                     num_looks += 1
                     await may_go.wait()
-                    return await find()
+                    return await find(**options)
 
                 keeper.find = slow  # type: ignore[method-assign]  # as a file system far away
                 for step in range(1, 9):

@@ -24,7 +24,7 @@ from ckptio.storage.store import (
 )
 from ckptio.storage.stores import Stores
 from ckptio.testing import Crash, EventLog, run_virtual
-from tests.rig import SAVE_IDS, SMALL, contents_of, manifest_of
+from tests.rig import SAVE_IDS, SMALL, config_with, contents_of, manifest_of
 from tests.storage.object_rig import DictStore, OneStore, Opened
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def root_at(
     store: DictStore, threads: Threads, log: EventLog | None = None, max_requests: int = 16
 ) -> ObjectRoot:
     opened = cast("Any", Opened(store, max_requests))
-    return ObjectRoot("dict://run", opened, "run/", SMALL, threads, log or EventLog())
+    config = config_with(max_requests=max_requests)
+    return ObjectRoot("dict://run", opened, "run/", config, threads, log or EventLog())
 
 
 def write(
@@ -134,6 +135,14 @@ async def test_manifests_are_looked_at_a_few_at_a_time(threads: Threads) -> None
     assert len(await root_at(store, threads, max_requests=4).find()) == 40
     assert store.most_at_once == 4
     assert [kind for kind, _ in store.log].count("list") == 1
+    store.most_at_once = 0
+    assert len(await root_at(store, threads, max_requests=4).find(aside=True)) == 40
+    assert store.most_at_once == 2  # half of them: a load that begins meanwhile has the others
+    store.most_at_once = 0
+    names = [f"step-{number:02}" for number in range(40)]
+    root = root_at(store, threads, max_requests=4)
+    assert len(await root.read_manifests(names, lambda name, _: name, aside=True)) == 40
+    assert store.most_at_once == 2
 
 
 async def test_a_checkpoint_is_removed_manifest_first(threads: Threads) -> None:

@@ -142,8 +142,11 @@ def test_a_sweep_leaves_what_is_taken_up_between_its_two_looks() -> None:
     run_virtual(scenario(), seed=0)
 
 
-def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark() -> None:
-    """Files of other saves that it names, and files of its save that it does not name."""
+def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark_and_its_tomb() -> None:
+    """Files of other saves that it names, and files of its save that it does not name.
+
+    A removal that failed left its tomb, and it outlived the checkpoint and the next one.
+    """
 
     async def scenario() -> None:
         bucket = MemoryBucket()
@@ -154,6 +157,7 @@ def test_a_sweep_leaves_all_of_a_checkpoint_but_its_mark() -> None:
         before = bucket.keys
         bucket.put(f"{PREFIX}.attempt-{A}", b"")
         bucket.put(f"{PREFIX}.attempt-{B}", b"")
+        bucket.put(f"{PREFIX}.manifest-{A}-old", manifest_of(A, theirs))
         await asyncio.sleep(8000)
         attempt = await object_storage(MemoryStore(bucket)).begin(C, overwrite=True)
         await attempt.abort()
