@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from ckptio.runtime.slices import Index
     from ckptio.shards import PerRank, Shard
     from ckptio.staging.pool import PoolStatistics
+    from ckptio.state.random_states import RandomStates
     from ckptio.state.select import Select
     from ckptio.storage.resolve import PathLike
 
@@ -162,6 +163,7 @@ _HOMES = {
     "ckptio.runtime.slices": ("Index",),
     "ckptio.shards": ("PerRank", "Shard"),
     "ckptio.staging.pool": ("PoolStatistics",),
+    "ckptio.state.random_states": ("RandomStates",),
     "ckptio.state.select": ("Select",),
     "ckptio.storage.resolve": ("PathLike",),
 }
@@ -209,6 +211,7 @@ __all__ = [
     "PerRank",
     "PlanError",
     "PoolStatistics",
+    "RandomStates",
     "RankError",
     "RankFormatError",
     "RanksLike",

@@ -179,13 +179,12 @@ def _ways_out() -> tuple[tuple[tuple[type, ...], str], ...]:
     """Say what to save instead of values of some classes; numpy imports some of them for it."""
     return (
         ((argparse.Namespace, types.SimpleNamespace), "save vars(...) of it"),
-        (
-            (torch.Generator, np.random.RandomState),
-            "save its get_state(), and give that to set_state()",
-        ),
+        ((np.random.RandomState,), "save its get_state(), and give that to set_state()"),
         ((random.SystemRandom,), "leave it out: it has no state"),
-        ((random.Random,), "save its getstate(), and give that to setstate()"),
-        ((np.random.Generator,), "save its bit_generator.state"),
+        (
+            (torch.Generator, random.Random, np.random.Generator),
+            "save ckptio.RandomStates(...) of it, or its state by hand",
+        ),
         ((np.random.BitGenerator,), "save its state"),
         ((np.ma.MaskedArray,), "save its data and its mask"),
         ((io.BytesIO, io.StringIO), "save its getvalue()"),

@@ -550,6 +550,17 @@ async def test_two_cuda_saves_keep_their_own_contents(tmp_path: Path) -> None:
             assert found["t"].unique().tolist() == [value]
 
 
+def test_random_states_of_devices_are_saved_and_set(tmp_path: Path) -> None:
+    """Each as it was at the save."""
+    torch.cuda.manual_seed_all(7)
+    before = torch.cuda.get_rng_state_all()
+    ckptio.sync.save({"random": ckptio.RandomStates()}, tmp_path / "c", config=CONFIG)
+    torch.cuda.manual_seed_all(8)
+    assert not torch.equal(torch.cuda.get_rng_state(), before[0])
+    ckptio.sync.load(tmp_path / "c", into={"random": ckptio.RandomStates()}, config=CONFIG)
+    assert all(map(torch.equal, torch.cuda.get_rng_state_all(), before))
+
+
 def test_the_blocking_twin_does_it_too(tmp_path: Path) -> None:
     """Save, fence, change, load, without a loop."""
     state = random_on("cuda", 5 * MiB)
