@@ -18,6 +18,7 @@ from ckptio.events import CheckpointRemoved, CleanupFailed
 from ckptio.format.summary import decode_summary
 from ckptio.plan.retention import plan_removals
 from ckptio.storage.file_names import QUIET_S
+from ckptio.storage.object_root import ObjectRoot
 from ckptio.storage.root import LocalRoot
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 #: Steps that are removed at a time. An engine has four threads for this and for what saves ask of
 #: a file system, and a save that begins meanwhile finds one free.
 MAX_REMOVALS = 3
+#: The same in an object store, where a removal is a dozen requests, one after the other, and hardly
+#: a thread: half of those that may be under way are for others.
+MAX_REMOVALS_THERE = 8
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
 
@@ -70,6 +74,11 @@ class Keeper:
         self._executor = executor
         self._emit = emit
         self._known: dict[str, tuple[Hashable, StepRecord, int]] = {}
+
+    @property
+    def max_removals(self) -> int:
+        """How many steps to remove at a time."""
+        return MAX_REMOVALS_THERE if isinstance(self.root, ObjectRoot) else MAX_REMOVALS
 
     @property
     def known(self) -> list[StepRecord]:

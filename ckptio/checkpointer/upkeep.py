@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from ckptio._aio import run_all
 from ckptio._failures import without_frames
-from ckptio.checkpointer.keeper import MAX_REMOVALS
 from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
@@ -274,8 +273,9 @@ class Upkeep:
         removals = await keeper.plan(policy, self.exempt(), found, called=called, aside=True)
         self._look_for_metrics(keeper, policy)
         going = list(removals.items())
-        for start in range(0, len(going), MAX_REMOVALS):
-            some = going[start : start + MAX_REMOVALS]
+        at_once = keeper.max_removals
+        for start in range(0, len(going), at_once):
+            some = going[start : start + at_once]
             ends = await run_all([self._let_go(*each, keeper) for each in some], "remove a step")
             for error in ends:
                 if error is not None:

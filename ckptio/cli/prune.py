@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_all, run_blocking
-from ckptio.checkpointer.keeper import MAX_REMOVALS, Keeper, Removal
+from ckptio.checkpointer.keeper import Keeper, Removal
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.cli.config import config_for
@@ -191,8 +191,9 @@ class _Pruning:
                     return Removal(step=step, nbytes=await keeper.size(step))
                 return await keeper.remove(step, save_id)
 
-            for start in range(0, len(doomed), MAX_REMOVALS):
-                some = doomed[start : start + MAX_REMOVALS]
+            at_once = keeper.max_removals
+            for start in range(0, len(doomed), at_once):
+                some = doomed[start : start + at_once]
                 ends = await run_all([let_go(*each) for each in some], "remove a step")
                 self._note([step for step, _ in some], ends)
 

@@ -44,6 +44,7 @@ from ckptio.state.leaves import (
     encode_key_leaf,
     encode_scalar,
     failed_within,
+    name_of,
     plain_dtype,
     refused_within,
     require_extents,
@@ -347,7 +348,7 @@ class _Flattener:
             return self._refuse(fqn, array, problem, way_out)
         require_extents(fqn, array.shape)
         node = {TAG: "np", "t": None, "d": array.dtype.str, "s": list(array.shape)}
-        name = array.dtype.name
+        name = name_of(array.dtype)
         tensor = as_tensor(array)  # copied with the others, in pieces, whatever its strides
         if tensor is not None:
             return self._store(fqn, tensor, name, node)
