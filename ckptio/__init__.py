@@ -1,7 +1,17 @@
 """Asyncio-native checkpoint I/O for PyTorch.
 
 `await ckptio.save(state, path)` and `await ckptio.load(path)` in async code, the same
-names in `ckptio.sync` elsewhere, and `ckptio.Engine` for a loop that saves often.
+names in `ckptio.sync` elsewhere, and `ckptio.Engine` for a loop that saves often. Where to look:
+
+    help(ckptio.Engine.save)        what a save takes, and the errors that it raises
+    help(ckptio.Engine.load)        the same of a load: into=, select=, strict=, device=, dtype=
+    help(ckptio.SaveHandle)         what a save returns, and its moments
+    help(ckptio.Checkpointer)       a run with steps: retention, resuming, preemption
+    help(ckptio.CheckpointConfig)   all options
+    help(ckptio.errors)             what can go wrong; every error is a CheckpointError
+    help(ckptio.events)             what an observer is told
+    load_slice, inspect, verify, convert, finish_copies      calls for one checkpoint
+    PerRank, Shard, RandomStates, SaveEvery, KeepLast, ...   what they are given
 
 Names are resolved when they are used: importing this package imports no torch. The types of
 arguments and results (`PathLike`, `Select`, `Manifest`) are among them, for annotations.
