@@ -12,9 +12,9 @@ a copy that is owed is never forgotten. Who takes it over finds what is whole at
 tier and sends the rest. Between the second commit and the end of the note nothing is lost
 either: the commit is repeated, which changes nothing.
 
-A copy that fails or is stopped leaves what it has sent: somebody will go on with it. Only
-where nobody can, since the checkpoint was overwritten or removed meanwhile, does it go; so
-does what an earlier run owed to a place that has a newer checkpoint by now.
+A copy that fails or is stopped leaves what it has sent: somebody will go on with it. Only where
+nobody can, since the checkpoint is gone, or older than what is there by now, does that go: at once
+on a disk, and in an object store, where somebody else may be making the same copy, with a sweep.
 
 Each rank copies the files that it wrote, and rank 0 commits when all have. A copy that an
 earlier run owed is made by rank 0 alone: the ranks of that run are gone.
@@ -272,8 +272,8 @@ class _Copy:
         """Leave what was sent to who goes on with it, if anybody can."""
         is_gone = is_replaced(error) or isinstance(error, _OvertakenError)
         # of a checkpoint that the second tier has, or may soon have, an attempt owns nothing
-        is_ours = attempt.is_alone and not self._was_there
-        await (attempt.abort() if is_gone and is_ours else attempt.leave())
+        owns = attempt.is_alone and not self._was_there
+        await (attempt.abort() if is_gone and owns else attempt.leave())
 
     async def _read(self) -> Manifest:
         """Read what is to be copied."""
@@ -329,13 +329,13 @@ class _Copy:
             may_begin = job.overwrite or self._was_there or is_overtaken
             if there is not None and not may_begin:
                 raise CheckpointExistsError(job.target.path)
-            # of what was overtaken, too: what was sent of it goes with the attempt. A copy has the
-            # id of what it copies, so that another may have been begun, or be under way
-            self._attempt = await job.target.begin(job.save_id, overwrite=may_begin, resumes=True)
+            # it drops all uploads: alone, as those of ranks that are ahead may be among them
+            again = is_alone and (job.resumes or self._was_there)
+            # of what was overtaken, too: what was sent of it goes with the attempt
+            self._attempt = await job.target.begin(job.save_id, overwrite=may_begin, resumes=again)
             if is_overtaken:
                 raise _OvertakenError
-            # now that it counts as alive: what is there stays
-            if self._was_there or job.resumes:
+            if self._was_there or job.resumes:  # now that it counts as alive: what is there stays
                 kept = await find_whole(job.target, manifest, files, self._attempt, context)
         else:
             self._attempt = await job.target.join(job.save_id)

@@ -353,7 +353,8 @@ class RankSession:
             return
         if sessions.is_alone:  # it had left, so what happens here concerns this rank alone
             causes = {} if own is None else {sessions.rank: describe(own)}
-            self._verdict.set_result(failure(f"session {self.key!r}", causes))
+            in_doubt = self.commits and self.is_owed
+            self._verdict.set_result(failure(f"session {self.key!r}", causes, in_doubt=in_doubt))
         elif own is not None:
             if isinstance(own, OutOfStepError):
                 sessions.voice.part("ranks made different calls earlier")

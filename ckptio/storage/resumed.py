@@ -88,17 +88,30 @@ class ResumedAttempt(LocalAttempt):
         now_s = os.stat(self._name.target).st_mtime  # it was written just now
         for name in sorted(os.listdir(self._directory)):
             if name.startswith(NEW_MANIFEST_PREFIX) and self._save_id not in name:
-                with contextlib.suppress(FileNotFoundError, FormatError):
-                    path = self._path(name)
-                    is_ours = read_summary(self._files, path)[0].save_id == self._save_id
-                    if is_ours and os.stat(path).st_ctime + QUIET_S >= now_s:
-                        raise _removed(name)
+                named_s = self._named_s(self._path(name))
+                if named_s is not None and named_s + QUIET_S >= now_s:
+                    raise _removed(name)
         sizes = {self._path(file.name): file.nbytes for file in decode_summary(manifest).files}
         for path in self._made_files:
             if path != self._name.new:  # which may have got the manifest's name
                 nbytes = os.stat(path, follow_symlinks=False).st_size
                 if sizes.get(path, nbytes) != nbytes:
                     raise OSError(errno.EBUSY, f"{path!r} is written once more, by another copy")
+
+    def _named_s(self, path: str) -> float | None:
+        """Say when a manifest of this save got a name; `None` if it is another's, or gone by now.
+
+        Another's is what another user wrote, too. A server calls ESTALE what has just gone.
+        """
+        try:
+            is_of_this = read_summary(self._files, path)[0].save_id == self._save_id
+            return os.stat(path).st_ctime if is_of_this else None
+        except (FileNotFoundError, PermissionError, FormatError):
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return None
 
     def _open_marker(self, path: str) -> int:
         try:

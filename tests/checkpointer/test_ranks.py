@@ -9,7 +9,8 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given
@@ -23,10 +24,17 @@ from ckptio import (
     SaveAbortedError,
     SaveEvery,
 )
+from ckptio.checkpointer.agree import agreed_steps
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved
-from ckptio.testing import Crash, EventLog, RecordingFiles, crash_at, run_virtual
-from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
+from ckptio.testing import Crash, EventLog, MemoryRanks, RecordingFiles, crash_at, run_virtual
+from tests.checkpointer.rig import (
+    DEADLINES,
+    checkpointer_on,
+    committed_steps,
+    engines,
+    on_each,
+)
 from tests.rig import SMALL, assert_same, config_with, filled_state, names_in
 
 if TYPE_CHECKING:
@@ -293,3 +301,30 @@ def test_a_run_that_is_killed_anywhere_loses_no_committed_step(tmp_path: Path) -
             left = [n for n in names_in(root / step_name(1)) if not n.startswith(".attempt-")]
             assert left == [], number  # the lock of a removal goes last, or after a while
         shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_who_loses_rank_0_is_in_doubt_of_what_was_to_be_done_alone(*, acts: bool) -> None:
+    """What only asks has changed nothing."""
+
+    async def wait_for_ever() -> list[int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> None:
+        async with MemoryRanks(2, deadlines=DEADLINES, seed=0) as world:
+
+            async def ask(rank: int) -> list[int]:
+                context = SimpleNamespace(ranks=world.ranks[rank])
+                return await agreed_steps("k", cast("Any", context), "x", wait_for_ever, acts=acts)
+
+            tasks = [asyncio.create_task(ask(rank), name="ask") for rank in range(2)]
+            await asyncio.sleep(1)
+            world.kill(0)
+            with pytest.raises(RankError) as caught:
+                await tasks[1]
+            assert caught.value.in_doubt == acts
+            tasks[0].cancel()
+            await asyncio.wait(tasks)
+
+    run_virtual(scenario(), seed=0)

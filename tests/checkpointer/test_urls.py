@@ -38,7 +38,7 @@ from ckptio.events import CheckpointRemoved, CleanupFailed, LeftoversRemoved, Re
 from ckptio.storage.store import ObjectInfo, StoreTraits
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, engines, on_each
-from tests.rig import SMALL, assert_same, filled_state
+from tests.rig import SMALL, assert_same, config_with, filled_state
 from tests.storage.object_rig import DictStore
 
 if TYPE_CHECKING:
@@ -496,6 +496,29 @@ def test_a_store_that_removes_nothing_is_not_asked_for_each_step() -> None:
     tried = {event.path for event in log.of(CleanupFailed)}
     assert tried == {f"dict://run/{step_name(step)}" for step in range(1, 1 + MAX_REMOVALS_THERE)}
     assert "no answer" in str(log.of(RetentionFailed)[0].error)
+
+
+def test_a_run_that_looks_at_its_steps_leaves_room_for_others() -> None:
+    """As it begins, and after a save: half of the requests are for loads and saves meanwhile."""
+    store = DictStore(max_delay_s=0.01)
+    config = config_with(max_requests=8)
+
+    async def scenario() -> None:
+        async with engines(store=store, config=config) as (engine,):
+            async with checkpointer_on(engine, "dict://run", sweep_after_s=None) as ckpt:
+                for step in range(1, 31):
+                    await ckpt.save(state_of(step), step)
+            for sweep_after_s, keep in ((3600.0, None), (None, KeepLast(31))):
+                store.most_at_once = 0
+                async with checkpointer_on(
+                    engine, "dict://run", keep=keep, sweep_after_s=sweep_after_s
+                ) as ckpt:
+                    if keep is not None:
+                        await ckpt.save(state_of(31), 31)
+                        store.most_at_once = 0
+                assert store.most_at_once == 4
+
+    run_virtual(scenario(), seed=0)
 
 
 def places_in(store: DictStore) -> dict[str, list[str]]:

@@ -13,15 +13,23 @@ from ckptio import Shard
 from ckptio.errors import (
     CheckpointNotFoundError,
     FormatError,
+    PeerLostError,
     RankError,
     SaveAbortedError,
     StorageError,
 )
 from ckptio.events import CopyCommitted, CopyFailed, TierPassedOver
 from ckptio.format.manifest import decode_manifest
-from ckptio.testing import EventLog, MemoryStorage, fail_kind, run_virtual
+from ckptio.testing import (
+    EventLog,
+    MemoryBucket,
+    MemoryStorage,
+    MemoryStore,
+    fail_kind,
+    run_virtual,
+)
 from tests.job_rig import DEADLINES, job
-from tests.rig import SMALL, InlineCore, config_with
+from tests.rig import SMALL, InlineCore, config_with, object_storage
 
 if TYPE_CHECKING:
     from ckptio import Engine
@@ -487,3 +495,64 @@ def test_ranks_meet_over_no_more_copies_than_there_are_places() -> None:
         return most
 
     assert 1 <= run_virtual(scenario(), seed=0) <= 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_are_ahead_of_the_first_one_upload_to_an_object_store(seed: int) -> None:
+    """Their uploads were begun before it has: none of them is left over."""
+    num_rows = 200_000
+
+    async def scenario() -> None:
+        bucket = MemoryBucket()
+        async with job(NUM_RANKS, seed=seed) as ranks:
+            for rank, engine in enumerate(ranks.engines):
+                store = MemoryStore(bucket, seed=seed * NUM_RANKS + rank, max_delay_s=0.1)
+                far = object_storage(store, url="memory://far")
+                core = engine._core
+                assert isinstance(core, InlineCore)
+                core.use_storages({"memory": ranks.storages[rank], "far": far})
+
+            async def body(rank: int, engine: Engine) -> None:
+                whole = torch.arange(NUM_RANKS * num_rows, dtype=torch.float32)
+                rows = Shard(
+                    whole[num_rows * rank : num_rows * (rank + 1)].clone(),
+                    global_shape=(NUM_RANKS * num_rows,),
+                    global_offset=(num_rows * rank,),
+                )
+                handle = engine.save({"rows": rows}, "memory", then="far")
+                await handle
+                assert (await handle.durable).path == "memory://far"
+                assert torch.equal((await engine.load("far"))["rows"], whole)
+
+            await ranks.all(body)
+        sizes = [len(bucket.find(key).data) for key in bucket.keys if "/data-" in key]
+        assert len(sizes) == NUM_RANKS
+        assert min(sizes) > SMALL.slab_nbytes  # in parts, then
+
+    run_virtual(scenario(), seed=seed)
+
+
+def test_who_loses_rank_0_as_it_commits_a_copy_is_in_doubt() -> None:
+    """It may be at the second tier."""
+
+    async def scenario() -> None:
+        async with job(NUM_RANKS) as ranks:
+            place = ranks.engines[0]._core.storage("far")
+            assert isinstance(place, MemoryStorage)
+            place._max_delay_s = 0.5
+
+            async def body(rank: int, engine: Engine) -> None:
+                handle = engine.save(state_of(rank), "memory", then="far")
+                if rank == 1:
+                    while not any(operation.kind == "commit" for operation in place.operations):
+                        await asyncio.sleep(0.001)
+                    ranks.ranks.kill(0)
+                await handle
+                with pytest.raises(PeerLostError) as caught:
+                    await handle.durable
+                assert caught.value.in_doubt
+
+            for answer in (await ranks.each(body))[1:]:
+                assert answer is None
+
+    run_virtual(scenario(), seed=0)
