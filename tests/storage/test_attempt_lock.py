@@ -538,6 +538,32 @@ async def test_a_save_that_waits_says_that_it_is_alive(tmp_path: Path, executor:
     await begun.abort()
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
+async def test_a_copy_goes_on_beside_what_is_anothers_or_gone(
+    tmp_path: Path, executor: Executor, code: int
+) -> None:
+    """Another save's manifest on its way; what a disk does not give may be this one's."""
+    path = tmp_path / "c"
+    await write_files(storage_at(path, executor), A, OLD)
+
+    def fail(operation: Operation) -> None:
+        if operation.kind == "open" and operation.path.endswith(f".manifest-{B}"):
+            raise OSError(code, os.strerror(code), operation.path)
+
+    storage = storage_at(path, executor, RecordingFiles(fail))
+    copy = await storage.begin(A, overwrite=True, resumes=True)
+    for name, data in OLD.items():
+        await copy.keep(name, len(data))
+    (path / f".manifest-{B}").write_bytes(b"on its way")
+    if code == errno.EIO:
+        with pytest.raises(StorageError, match="cannot commit"):
+            await copy.commit(manifest_of(A, OLD))
+        await copy.leave()
+    else:
+        await copy.commit(manifest_of(A, OLD))
+    assert committed(path) == OLD
+
+
 async def test_a_copy_that_takes_over_what_was_quiet_for_long_says_that_it_is_alive(
     tmp_path: Path, executor: Executor
 ) -> None:
