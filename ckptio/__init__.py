@@ -4,7 +4,7 @@
 names in `ckptio.sync` elsewhere, and `ckptio.Engine` for a loop that saves often. Where to look:
 
     help(ckptio.Engine.save)        what a save takes, and the errors that it raises
-    help(ckptio.Engine.load)        the same of a load: into=, select=, strict=, device=, dtype=
+    help(ckptio.Engine.load)        the same for a load: into=, select=, strict=, device=, dtype=
     help(ckptio.SaveHandle)         what a save returns, and its moments
     help(ckptio.Checkpointer)       a run with steps: retention, resuming, preemption
     help(ckptio.CheckpointConfig)   all options

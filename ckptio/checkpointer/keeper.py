@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 #: Steps that are removed at a time. An engine has four threads for this and for what saves ask of
 #: a file system, and a save that begins meanwhile finds one free.
 MAX_REMOVALS = 3
-#: The same in an object store, where a removal is a dozen requests, one after the other, and hardly
-#: a thread: half of those that may be under way are for others.
-MAX_REMOVALS_THERE = 8
 #: How often steps are listed anew that come and go faster than they are looked at.
 _MAX_TRIES = 10
 
@@ -77,8 +74,12 @@ class Keeper:
 
     @property
     def max_removals(self) -> int:
-        """How many steps to remove at a time."""
-        return MAX_REMOVALS_THERE if isinstance(self.root, ObjectRoot) else MAX_REMOVALS
+        """How many steps to remove at a time.
+
+        In an object store a removal waits for a dozen requests, nearly all one after the other, and
+        takes hardly a thread.
+        """
+        return self.root.max_aside if isinstance(self.root, ObjectRoot) else MAX_REMOVALS
 
     @property
     def known(self) -> list[StepRecord]:

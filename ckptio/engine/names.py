@@ -21,22 +21,28 @@ if TYPE_CHECKING:
 _SIGNS = "~\\"
 
 
+#: Manifests whose names are kept: a few are compared, or read in turns by threads.
+_MAX_KEPT = 4
+
+
 class Names:
-    """The names of the manifest that was asked for last. Used from any thread."""
+    """The names of the manifests that were asked for last. Used from any thread."""
 
     def __init__(self) -> None:
-        self._last: Named | None = None
+        self._kept: tuple[Named, ...] = ()
 
     def of(self, manifest: Manifest) -> Named:
-        """Give those of a manifest, which is kept until another one is asked for."""
-        last = self._last
-        if last is None or last.manifest is not manifest:
-            self._last = last = Named(manifest)
-        return last
+        """Give those of a manifest, which is kept until a few others are asked for."""
+        for named in self._kept:
+            if named.manifest is manifest:
+                return named
+        named = Named(manifest)
+        self._kept = (named, *self._kept[: _MAX_KEPT - 1])
+        return named
 
     def clear(self) -> None:
-        """Forget it."""
-        self._last = None
+        """Forget them."""
+        self._kept = ()
 
 
 class Named:

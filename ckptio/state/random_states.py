@@ -26,12 +26,17 @@ class RandomStates:
 
         state = {"model": model, "random": ckptio.RandomStates()}
 
-    They are taken as they are at the call of `save`, and set as `load` ends. What draws numbers
+    They are taken as they are at the call of `save`, and set when `load` comes to them, behind all
+    tensors: put it last, should the `load_state_dict` of anything else draw numbers. What draws
     between that and the next step, as `iter(DataLoader(...))` does, has to come before the load.
+
+    Only ckptio keeps one for each rank: `torch.distributed.checkpoint` gives all ranks that of
+    rank 0, also through the plug-ins.
 
     Args:
         generators: Further ones: of `torch.Generator`, `numpy.random.Generator`, or
-            `random.Random`. A target takes as many as were saved, in the same order.
+            `random.Random`. A target takes as many as were saved, of the same kinds and in the
+            same order.
 
     Raises:
         ConfigError: One of them is none of these, or has no state, as `random.SystemRandom`.
@@ -44,7 +49,7 @@ class RandomStates:
                     "RandomStates takes generators of torch, numpy and random, not"
                     f" {shown(generator)}"
                 )
-        self._generators = generators
+        self._generators = {_name_of(n, each): each for n, each in enumerate(generators)}
 
     def state_dict(self) -> dict[str, Any]:
         """Give the states, in memory of their own. `save` calls it."""
@@ -52,16 +57,18 @@ class RandomStates:
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # the global one
             "python": random.getstate(),
-            "given": [_state_of(generator) for generator in self._generators],
+            # with names, so that others than were saved are told before anything is set
+            "given": {name: _state_of(each) for name, each in self._generators.items()},
+            # a word, so that more devices or fewer are no other state
+            "cuda": " ".join(_hex_of(state) for state in _cuda_states()),
         }
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state_all()
         return {"states": PerRank(states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the states. `load` calls it.
 
-        Devices that the checkpoint has no state of keep theirs.
+        Devices that the checkpoint has no state of keep theirs, and states of devices that are not
+        here are passed over.
 
         Args:
             state_dict: What `state_dict` gave.
@@ -72,18 +79,33 @@ class RandomStates:
         found = state_dict["states"]
         states = found.value if isinstance(found, PerRank) else found
         given = states["given"]
-        if len(given) != len(self._generators):
-            raise ConfigError(
-                f"{len(given)} generators were saved, and {len(self._generators)} are to be set"
-            )
-        for generator, state in zip(self._generators, given, strict=True):
-            _set(generator, state)
-        torch.set_rng_state(states["torch"])
+        if given.keys() != self._generators.keys():
+            were, are = ([*names] or "none" for names in (given, self._generators))
+            raise ConfigError(f"the generators {were} were saved, and {are} are to be set")
+        for name, generator in self._generators.items():
+            _set(generator, given[name])
+        torch.set_rng_state(states["torch"].cpu())
         np.random.set_state(states["numpy"])  # noqa: NPY002  # as above
         random.setstate(states["python"])
-        num_devices = torch.cuda.device_count() if "cuda" in states else 0
-        for device, state in zip(range(num_devices), states.get("cuda", ()), strict=False):
+        saved = states["cuda"].split()
+        for device, word in enumerate(saved[: torch.cuda.device_count() if saved else 0]):
+            state = torch.frombuffer(bytearray.fromhex(word), dtype=torch.uint8)
             torch.cuda.set_rng_state(state, device)
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _hex_of(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _name_of(number: int, generator: Generator) -> str:
+    """Name a generator by its place and its kind."""
+    if isinstance(generator, np.random.Generator):
+        return f"{number}-{type(generator.bit_generator).__name__}"
+    return f"{number}-{'torch' if isinstance(generator, torch.Generator) else 'random'}"
 
 
 def _state_of(generator: Generator) -> Any:
@@ -96,7 +118,7 @@ def _state_of(generator: Generator) -> Any:
 
 def _set(generator: Generator, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        generator.set_state(state.cpu())
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

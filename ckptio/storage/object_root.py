@@ -176,8 +176,13 @@ class ObjectRoot:
 
         return await run_some(read, names, self._at_once(aside=aside), "read a manifest")
 
+    @property
+    def max_aside(self) -> int:
+        """Requests at a time of who is to leave as many to others."""
+        return max(1, self._config.max_requests // 2)
+
     def _at_once(self, *, aside: bool) -> int:
-        return max(1, self._config.max_requests // 2) if aside else _MAX_LOOKS
+        return self.max_aside if aside else _MAX_LOOKS
 
     async def remove(self, name: str, save_id: str | None = None) -> int:
         """Remove a checkpoint; see `root_interface.Root`."""

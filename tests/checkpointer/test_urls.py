@@ -32,7 +32,6 @@ from ckptio import (
     SaveEvery,
     sync,
 )
-from ckptio.checkpointer.keeper import MAX_REMOVALS_THERE
 from ckptio.checkpointer.steps import step_name
 from ckptio.events import CheckpointRemoved, CleanupFailed, LeftoversRemoved, RetentionFailed
 from ckptio.storage.store import ObjectInfo, StoreTraits
@@ -494,7 +493,9 @@ def test_a_store_that_removes_nothing_is_not_asked_for_each_step() -> None:
 
     run_virtual(scenario(), seed=0)
     tried = {event.path for event in log.of(CleanupFailed)}
-    assert tried == {f"dict://run/{step_name(step)}" for step in range(1, 1 + MAX_REMOVALS_THERE)}
+    assert tried == {
+        f"dict://run/{step_name(step)}" for step in range(1, 1 + SMALL.max_requests // 2)
+    }
     assert "no answer" in str(log.of(RetentionFailed)[0].error)
 
 

@@ -437,15 +437,20 @@ def test_slices_of_one_checkpoint_look_once_at_its_names_and_sizes(
     monkeypatch.setattr(names, "walk", counted)
 
     async def scenario() -> None:
-        storage = MemoryStorage("memory")
-        async with inline_engine({"memory": storage}) as engine:
+        storage, other_storage = MemoryStorage("memory"), MemoryStorage("other")
+        recalled: list[object] = []
+        monkeypatch.setattr(storage, "recall", recalled.append)
+        async with inline_engine({"memory": storage, "other": other_storage}) as engine:
             await engine.save({**tensors, "n": [1, 2]}, "memory")
+            await engine.save({**tensors, "n": [1, 2]}, "other")
             storage.operations.clear()
             for name in ("t", "bytes"):
                 for start in (5, 50, 150):
-                    part = await engine.load_slice("memory", name, slice(start, start + 9))
-                    assert torch.equal(part, tensors[name][start : start + 9])
-            assert len(walks) == 1
+                    for path in ("memory", "other"):  # in turns
+                        part = await engine.load_slice(path, name, slice(start, start + 9))
+                        assert torch.equal(part, tensors[name][start : start + 9])
+            assert len(walks) == 2
+            assert len(recalled) == 6 + 1  # each time, and with the look
             assert [operation.kind for operation in storage.operations].count("sizes") == 1
             other = {"t": torch.zeros(10)}
             await engine.save(other, "memory", overwrite=True)

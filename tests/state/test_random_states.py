@@ -9,7 +9,8 @@ import torch
 
 import ckptio
 import ckptio.sync
-from ckptio.errors import ConfigError, TargetError
+from ckptio.errors import ConfigError, MismatchError
+from ckptio.state import random_states
 from ckptio.testing import run_virtual
 from tests.job_rig import job
 
@@ -113,15 +114,48 @@ def test_each_rank_has_its_own() -> None:
 
 
 def test_other_generators_than_were_saved_are_refused(tmp_path: Path) -> None:
-    """Before any of them is set."""
+    """Before anything is set; where that is not asked for, those that are there are set."""
     given = generators()
-    ckptio.sync.save({"random": ckptio.RandomStates(*given)}, tmp_path / "c")
+    weights = torch.ones(3)
+    ckptio.sync.save({"w": weights, "random": ckptio.RandomStates(*given)}, tmp_path / "c")
+    wanted = draw(given[:1])
+    target: dict[str, Any] = {"w": torch.zeros(3), "random": ckptio.RandomStates()}
     before = random.getstate()
-    random.random()
-    now = random.getstate()
-    with pytest.raises(TargetError, match="4 generators were saved, and 0 are to be set"):
-        ckptio.sync.load(tmp_path / "c", into={"random": ckptio.RandomStates()})
-    assert random.getstate() == now != before
+    for wrong in (given[:0], given[:3], [given[1], given[0], *given[2:]], [*given, given[0]]):
+        target["random"] = ckptio.RandomStates(*wrong)
+        with pytest.raises(MismatchError, match=r"random\.states\.given\."):
+            ckptio.sync.load(tmp_path / "c", into=target)
+    assert random.getstate() == before
+    assert not target["w"].any()
+    target["random"] = ckptio.RandomStates(given[0])
+    ckptio.sync.load(tmp_path / "c", into=target, strict="ignore")
+    assert draw(given[:1]) == wanted
+    found = ckptio.sync.load(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"'3-random'\] were saved, and \['0-torch'\] are"):
+        target["random"].load_state_dict(found["random"])
+
+
+@pytest.mark.parametrize(("saved", "there"), [(2, 0), (0, 2), (1, 2), (2, 1), (2, 2)])
+def test_another_number_of_devices_is_no_other_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, there: int
+) -> None:
+    """A job goes on with fewer devices, or is looked at without any."""
+    states = [torch.full((16,), 200 + device, dtype=torch.uint8) for device in range(2)]
+    found: dict[int, list[int]] = {}
+
+    def have(number: int) -> None:
+        monkeypatch.setattr(random_states, "_cuda_states", lambda: states[:number])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+    def note(state: torch.Tensor, device: int) -> None:
+        found[device] = state.tolist()
+
+    monkeypatch.setattr(torch.cuda, "set_rng_state", note)
+    have(saved)
+    ckptio.sync.save({"random": ckptio.RandomStates()}, tmp_path / "c")
+    have(there)
+    ckptio.sync.load(tmp_path / "c", into={"random": ckptio.RandomStates()})
+    assert found == {device: [200 + device] * 16 for device in range(min(saved, there))}
 
 
 @pytest.mark.parametrize("wrong", [3, random.SystemRandom(), "cpu", np.random.MT19937(1)])
