@@ -25,6 +25,7 @@ from ckptio.conversion.own import (
     take_lock,
 )
 from ckptio.conversion.source import PART_NBYTES, Leaf, parts_of, read_views, require_text
+from ckptio.conversion.stream import StreamWriter
 from ckptio.errors import (
     CheckpointExistsError,
     CommitConflictError,
@@ -40,7 +41,7 @@ from ckptio.state.leaves import raw_bytes
 from ckptio.state.tree import leaves as all_leaves
 from ckptio.state.tree import tensor_index
 from ckptio.storage.blocks import storage_error
-from ckptio.storage.files import PosixFiles, absolute, set_mode, write_at
+from ckptio.storage.files import PosixFiles, absolute, set_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -201,9 +202,13 @@ def write_shard(
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExistsError(path)
     _require_file(path)
-    replace_file(
-        path, lambda fd: _fill(fd, source, shard, advance), overwrite=overwrite, config=config
-    )
+
+    def fill(fd: int) -> None:
+        file = StreamWriter(fd, shard.nbytes, config)
+        _fill(file, source, shard, advance)
+        file.end()
+
+    replace_file(path, fill, overwrite=overwrite, config=config)
     return Written(name, shard.nbytes, was_there=False)
 
 
@@ -233,9 +238,9 @@ def is_there(path: str, shard: Shard) -> bool:
         return False
 
 
-def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None]) -> None:
+def _fill(file: StreamWriter, source: Source, shard: Shard, advance: Callable[[int], None]) -> None:
     """Write header and tensors."""
-    write_at(fd, shard.header, 0)
+    file.write(shard.header, 0)
     base = len(shard.header)
     starts = {place.name: base + place.start for place in shard.places}
     plain = {leaf.name: leaf for leaf in shard.leaves if leaf.is_plain}
@@ -246,13 +251,13 @@ def _fill(fd: int, source: Source, shard: Shard, advance: Callable[[int], None])
             data = raw_bytes(plain[part.name].as_wanted(tensor)).numpy().data
             # it begins with the same element, which may have another size
             start = part.start * len(data) // part.nbytes
-            write_at(fd, data, starts[part.name] + start)
+            file.write(data, starts[part.name] + start)
             nbytes += len(data)
         advance(nbytes)
     # one after the other of each that they are views of, whatever their types
     others = sorted((leaf for leaf in shard.leaves if not leaf.is_plain), key=_position)
     for leaf, tensor in zip(others, read_views(source, others), strict=True):
-        write_at(fd, raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
+        file.write(raw_bytes(leaf.as_wanted(tensor)).numpy().data, starts[leaf.name])
         advance(leaf.nbytes)
 
 
