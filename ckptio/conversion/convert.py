@@ -226,7 +226,7 @@ async def convert(
     It runs on threads of its own. Cancelling it ends it as a failure would, and is raised when it
     has ended.
 
-    Memory: the pools of two engines and 64 MiB, whatever the size of the checkpoint, and with
+    Memory: the pools of two engines and some 70 MiB, whatever the size of the checkpoint, and with
     `dtype=` what these become; a tensor that is stored as a view of another is read whole, and,
     where views lie between each other or DCP is written, the other one.
 

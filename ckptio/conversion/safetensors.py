@@ -204,7 +204,7 @@ def write_shard(
     _require_file(path)
 
     def fill(fd: int) -> None:
-        file = StreamWriter(fd, shard.nbytes, config)
+        file = StreamWriter(fd, config)
         _fill(file, source, shard, advance)
         file.end()
 

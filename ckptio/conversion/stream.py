@@ -13,7 +13,6 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptio.config import PAGE_NBYTES, MiB
-from ckptio.storage import linux
 from ckptio.storage.files import write_at
 
 if TYPE_CHECKING:
@@ -31,23 +30,21 @@ class StreamWriter:
     cache. From the first that does not, all are written through it.
 
     Args:
-        fd: The file, open for writing and empty; whoever opened it syncs and closes it.
-        nbytes: How large it will be.
+        fd: The file, open for writing and empty; whoever opened it syncs and closes it. It grows
+            as it is written: with its final size from the beginning it would be taken for whole
+            after a power cut, where it was not synced.
         config: Whether to try.
-
-    Raises:
-        OSError: There is no room for the file.
     """
 
-    def __init__(self, fd: int, nbytes: int, config: CheckpointConfig) -> None:
+    def __init__(self, fd: int, config: CheckpointConfig) -> None:
         self._fd = fd
         self._start = 0  # of the room in the file
         self._filled = 0
         self._is_direct = config.direct_io == "auto" and self._set_direct(is_on=True)
         self._room: memoryview | None = None
         if self._is_direct:
-            linux.allocate(fd, nbytes)
-            self._room = memoryview(mmap.mmap(-1, _ROOM_NBYTES))
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._room = memoryview(mmap.mmap(-1, _ROOM_NBYTES, flags))
 
     def write(self, data: memoryview | bytes, start: int) -> None:
         """Write a range.
@@ -55,9 +52,9 @@ class StreamWriter:
         Raises:
             OSError: It cannot be written.
         """
-        if start != self._start + self._filled:
-            self.end()
         rest = memoryview(data)
+        if rest and start != self._start + self._filled:
+            self.end()
         while self._room is not None and rest:
             taken = min(len(rest), _ROOM_NBYTES - self._filled)
             self._room[self._filled : self._filled + taken] = rest[:taken]

@@ -33,12 +33,14 @@ class Names:
 
     def of(self, manifest: Manifest) -> Named:
         """Give those of a manifest, which is kept until a few others are asked for."""
-        for named in self._kept:
-            if named.manifest is manifest:
-                return named
-        named = Named(manifest)
-        self._kept = (named, *self._kept[: _MAX_KEPT - 1])
-        return named
+        kept = self._kept
+        found = next((named for named in kept if named.manifest is manifest), None)
+        if found is None:
+            found = Named(manifest)
+        if not kept or kept[0] is not found:
+            others = [named for named in kept if named is not found]
+            self._kept = (found, *others[: _MAX_KEPT - 1])
+        return found
 
     def clear(self) -> None:
         """Forget them."""

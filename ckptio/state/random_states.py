@@ -55,7 +55,7 @@ class RandomStates:
         """Give the states, in memory of their own. `save` calls it."""
         states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # the global one
+            "numpy": _numpy_state(),
             "python": random.getstate(),
             # with names, so that others than were saved are told before anything is set
             "given": {name: _state_of(each) for name, each in self._generators.items()},
@@ -74,7 +74,8 @@ class RandomStates:
             state_dict: What `state_dict` gave.
 
         Raises:
-            ConfigError: It has states of other generators than this one was given.
+            ConfigError: It has states of other generators than this one was given, or of another
+                kind of numpy's.
         """
         found = state_dict["states"]
         states = found.value if isinstance(found, PerRank) else found
@@ -82,15 +83,23 @@ class RandomStates:
         if given.keys() != self._generators.keys():
             were, are = ([*names] or "none" for names in (given, self._generators))
             raise ConfigError(f"the generators {were} were saved, and {are} are to be set")
+        was, now = (each["bit_generator"] for each in (states["numpy"], _numpy_state()))
+        if was != now:
+            raise ConfigError(f"numpy's global generator was a {was}, and is a {now}")
         for name, generator in self._generators.items():
             _set(generator, given[name])
         torch.set_rng_state(states["torch"].cpu())
-        np.random.set_state(states["numpy"])  # noqa: NPY002  # as above
+        np.random.set_state(states["numpy"])  # noqa: NPY002  # the global one
         random.setstate(states["python"])
         saved = states["cuda"].split()
         for device, word in enumerate(saved[: torch.cuda.device_count() if saved else 0]):
             state = torch.frombuffer(bytearray.fromhex(word), dtype=torch.uint8)
             torch.cuda.set_rng_state(state, device)
+
+
+def _numpy_state() -> dict[str, Any]:
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one
+    return state
 
 
 def _cuda_states() -> list[torch.Tensor]:

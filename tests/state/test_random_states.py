@@ -130,9 +130,15 @@ def test_other_generators_than_were_saved_are_refused(tmp_path: Path) -> None:
     target["random"] = ckptio.RandomStates(given[0])
     ckptio.sync.load(tmp_path / "c", into=target, strict="ignore")
     assert draw(given[:1]) == wanted
-    found = ckptio.sync.load(tmp_path / "c")
+    found = ckptio.sync.load(tmp_path / "c")["random"]
     with pytest.raises(ConfigError, match=r"'3-random'\] were saved, and \['0-torch'\] are"):
-        target["random"].load_state_dict(found["random"])
+        target["random"].load_state_dict(found)
+    now = torch.get_rng_state()
+    torch.rand(1)
+    found["states"]["numpy"]["bit_generator"] = "PCG64"
+    with pytest.raises(ConfigError, match="was a PCG64, and is a MT19937"):
+        ckptio.RandomStates(*given).load_state_dict(found)
+    assert not torch.equal(torch.get_rng_state(), now)
 
 
 @pytest.mark.parametrize(("saved", "there"), [(2, 0), (0, 2), (1, 2), (2, 1), (2, 2)])
