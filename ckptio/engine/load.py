@@ -53,6 +53,8 @@ async def check_sizes(reading: Reading, files: Sequence[int], context: EngineCon
     require_slabs(reading.manifest, context)
     reading.storage.recall(reading.manifest)
     entries = [reading.manifest.files[i] for i in files]
+    if not entries:
+        return set()
     try:
         sizes = await reading.storage.sizes([entry.name for entry in entries])
     except CheckpointChangedError:

@@ -1,8 +1,8 @@
 """Find tensors by their names in a manifest, one after the other.
 
-Who reads slices asks for the same manifest thousands of times. A search through all of it took
-12 ms among 100,000 tensors, and for a tensor of bytes, whose name the tree has to say, 70 ms beside
-200,000 plain values.
+Who reads slices asks for the same manifest thousands of times. With a search through all of it a
+slice of the last of 100,000 tensors took 5 ms, and of a tensor of bytes, whose name the tree has to
+say, 0.36 s beside 200,000 lists; each takes 0.8 ms.
 """
 
 from __future__ import annotations

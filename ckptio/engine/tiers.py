@@ -331,7 +331,7 @@ class _Copy:
                 raise CheckpointExistsError(job.target.path)
             # it drops all uploads: alone, as those of ranks that are ahead may be among them
             again = is_alone and (job.resumes or self._was_there)
-            # of what was overtaken, too: what was sent of it goes with the attempt
+            # of what was overtaken, too, so that what was sent of it goes
             self._attempt = await job.target.begin(job.save_id, overwrite=may_begin, resumes=again)
             if is_overtaken:
                 raise _OvertakenError

@@ -244,7 +244,7 @@ class _JointSave:
         if not self._leads:
             if found is not None:
                 problem = await _problem_of(attempt.seal())  # rank 0 may not have got to it
-            told = error if isinstance(error, RankError) else error.__cause__  # of a cancellation
+            told = error.__cause__ if isinstance(error, asyncio.CancelledError) else error
             failed = isinstance(told, RankError) and not told.in_doubt
             # what a manifest names stays, whatever anybody says
             await (attempt.abort() if found is None and failed else attempt.leave())

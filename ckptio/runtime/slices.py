@@ -51,11 +51,9 @@ def slice_flow(
     reading = Reading(storage, manifest)
     near = entry.chunks if part is not None else Need(entry, 0, region=region).chunks()
     files = sorted({chunk.file for chunk in near} - named.whole)
-    storage.recall(manifest)
-    if files:
-        whole = yield lambda context: check_sizes(reading, files, context)
-        if not manifest.is_foreign:  # what changes behind this look has not its checksum
-            named.whole |= whole
+    whole = yield lambda context: check_sizes(reading, files, context)
+    if not manifest.is_foreign:  # what changes behind this look has not its checksum
+        named.whole |= whole
     wanted: list[Wanted] = []
     if part is None:
         want_region(entry, region, 0, wanted)

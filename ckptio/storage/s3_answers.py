@@ -8,7 +8,6 @@ token in it, and aiohttp's errors hold the headers of the request.
 from __future__ import annotations
 
 import re
-import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -65,8 +64,9 @@ _NO_ANSWER = (
     OSError,
     TimeoutError,
 )
-#: Why a file that a connection needs, as the certificates to trust, cannot be read.
-_UNREADABLE = (FileNotFoundError, IsADirectoryError, PermissionError, ssl.SSLError)
+#: Why the certificates to trust cannot be read. Not `ssl.SSLError`: a connection that is garbled
+#: on its way ends with it, too.
+_UNREADABLE = (FileNotFoundError, IsADirectoryError, PermissionError)
 #: What these say is worth reading, and nothing secret.
 _TELLING = (
     botocore.exceptions.NoCredentialsError,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import botocore.exceptions
@@ -279,9 +280,9 @@ def test_certificates_that_cannot_be_read_are_not_asked_for_again() -> None:
     problem = told(botocore.exceptions.HTTPClientError(error=FileNotFoundError(2, "secret")))
     assert isinstance(problem, RefusedError)
     assert str(problem) == "the certificates to trust cannot be read (verify=): FileNotFoundError"
-    assert isinstance(
-        told(botocore.exceptions.HTTPClientError(error=OSError(5, "no"))), TransientError
-    )
+    for failure in (OSError(5, "no"), ssl.SSLError(1, "bad record mac")):  # on the way
+        problem = told(botocore.exceptions.HTTPClientError(error=failure))
+        assert isinstance(problem, TransientError)
 
 
 @pytest.mark.parametrize("early_nbytes", [0, 1, 100_000])

@@ -81,6 +81,14 @@ def save_elsewhere(path: Path, save_id: str, contents: dict[str, bytes], log: Ev
         others.shutdown()
 
 
+async def begun_elsewhere(path: Path, executor: Executor) -> LocalAttempt:
+    """Begin a copy of what is saved there, as another host would, whose lock this one sees."""
+    await write_files(storage_at(path, executor), A, OLD)
+    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
+    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    return copy
+
+
 def age(path: Path) -> None:
     """Let all that is there have been quiet for longer than a living save is."""
     for name in names_in(path):
@@ -208,9 +216,7 @@ async def test_the_lock_of_a_host_that_died_keeps_nothing_that_was_replaced(
 ) -> None:
     """A server may keep it; it is given up where all was quiet for an hour."""
     path = tmp_path / "c"
-    await write_files(storage_at(path, executor), A, OLD)
-    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
-    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    copy = await begun_elsewhere(path, executor)
     age(path)
     await write_files(storage_at(path, executor), B, NEW, overwrite=True)
     assert set(names_in(path)) - {f".attempt-{A}"} == {MANIFEST_NAME, *NEW}
@@ -222,9 +228,7 @@ async def test_the_lock_of_another_host_is_kept_while_its_save_writes(
 ) -> None:
     """Its own file may be old: a save writes to that as it begins, and to its data from then on."""
     path = tmp_path / "c"
-    await write_files(storage_at(path, executor), A, OLD)
-    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
-    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    copy = await begun_elsewhere(path, executor)
     age(path)
     os.utime(path / min(OLD))
     with pytest.raises(StorageError, match="copied once more"):
@@ -602,9 +606,7 @@ async def test_the_lock_of_another_host_is_judged_by_the_clock_that_dates_files(
 ) -> None:
     """This host's may be hours ahead."""
     path = tmp_path / "c"
-    await write_files(storage_at(path, executor), A, OLD)
-    copy = await storage_at(path, executor).begin(A, overwrite=True, resumes=True)
-    (path / f".attempt-{A}").write_bytes(ELSEWHERE)
+    copy = await begun_elsewhere(path, executor)
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 2 * QUIET_S)
     with pytest.raises(StorageError, match="copied once more"):
