@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.errors import CheckpointNotFoundError, EngineClosedError, FormatError, StorageError
 from ckptio.format.manifest import decode_manifest
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ckptio.storage.interface import Storage
 
     Decode = Callable[[bytes], Awaitable[Manifest]]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class _Entry:
     manifest: Manifest
     nbytes: int
     asked_s: float  # when its version was last asked for, by the loop's clock
+    made: Any = None  # see `beside`
 
 
 @dataclass(slots=True)
@@ -162,6 +165,21 @@ class MetadataCache:
             return await future
         finally:
             del future  # an error that it ends with has this frame: no circle
+
+    def beside(self, manifest: Manifest, make: Callable[[Manifest], T]) -> T:
+        """Give what was made of a manifest, and is kept as long as that is here.
+
+        Args:
+            manifest: As `get` gave it.
+            make: Makes it, if that was not done; all callers give the same, and it is quick.
+        """
+        entry = next((e for e in self._entries.values() if e.manifest is manifest), None)
+        if entry is None:
+            return make(manifest)
+        if entry.made is None:
+            entry.made = make(manifest)
+        made: T = entry.made
+        return made
 
     def forget(self, storage: Storage) -> None:
         """Drop what is kept of a checkpoint, and keep nothing of what is being read of it."""

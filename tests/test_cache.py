@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptio.cache import MetadataCache
+from ckptio.engine.names import Named
 from ckptio.errors import (
     CheckpointNotFoundError,
     EngineClosedError,
@@ -349,6 +352,28 @@ def test_entries_are_bounded_by_number() -> None:
                 await cache.get(storage)
             again = [storage.counts.num_manifest_reads for storage in storages]
             assert [b - a for a, b in zip(reads, again, strict=True)] == [0, 1, 0, 0]
+
+    run_virtual(scenario(), seed=0)
+
+
+def test_what_is_made_of_a_manifest_goes_with_its_entry() -> None:
+    """It is kept neither beyond the bounds, nor of what was overwritten."""
+
+    async def scenario() -> None:
+        storages = [await stored(A, f"m{i}") for i in range(2)]
+        async with running_cache(entries=1) as cache:
+            manifest = await cache.get(storages[0])
+            made = cache.beside(manifest, Named)
+            assert cache.beside(await cache.get(storages[0]), Named) is made
+            other = cache.beside(await cache.get(storages[1]), Named)
+            assert other.manifest is not manifest
+            gone = weakref.ref(made)
+            assert cache.beside(manifest, Named) is not made
+            del made
+            gc.collect()
+            assert gone() is None
+            await write_files(storages[1], B, contents_of(B, 10), overwrite=True)
+            assert cache.beside(await cache.get(storages[1]), Named).manifest.save_id == B
 
     run_virtual(scenario(), seed=0)
 

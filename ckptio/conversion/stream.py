@@ -32,7 +32,8 @@ class StreamWriter:
     Args:
         fd: The file, open for writing and empty; whoever opened it syncs and closes it. It grows
             as it is written: with its final size from the beginning it would be taken for whole
-            after a power cut, where it was not synced.
+            after a power cut, where it was not synced. (So it may be with ranges that come behind
+            later ones, as those of views do.)
         config: Whether to try.
     """
 

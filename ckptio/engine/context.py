@@ -12,7 +12,6 @@ from ckptio._aio import Threads, run_blocking
 from ckptio.config import MiB
 from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker
-from ckptio.engine.names import Names
 from ckptio.engine.resolver import Resolver
 from ckptio.engine.tier_line import CopyLine
 from ckptio.errors import StateError
@@ -101,7 +100,6 @@ class EngineContext:
         num_saves: Saves in flight now.
         copies: Copies to a second tier.
         notes: Notes of those that have not begun.
-        names: Of the checkpoint that slices are read of.
         turns: The end of the last save to each place, by its identity.
     """
 
@@ -132,7 +130,6 @@ class EngineContext:
     saves: asyncio.Semaphore = field(init=False)
     copies: CopyLine = field(init=False)
     notes: HeldNotes = field(default_factory=HeldNotes)
-    names: Names = field(default_factory=Names)
     num_saves: int = 0
     turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
@@ -176,7 +173,6 @@ class EngineContext:
             recent.clear()
         self.last_job = None
         self.cache.clear()
-        self.names.clear()
 
     def emit(self, event: Event) -> None:
         """Give an event to the observer."""

@@ -21,34 +21,10 @@ if TYPE_CHECKING:
 _SIGNS = "~\\"
 
 
-#: Manifests whose names are kept: a few are compared, or read in turns by threads.
-_MAX_KEPT = 4
-
-
-class Names:
-    """The names of the manifests that were asked for last. Used from any thread."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Named, ...] = ()
-
-    def of(self, manifest: Manifest) -> Named:
-        """Give those of a manifest, which is kept until a few others are asked for."""
-        kept = self._kept
-        found = next((named for named in kept if named.manifest is manifest), None)
-        if found is None:
-            found = Named(manifest)
-        if not kept or kept[0] is not found:
-            others = [named for named in kept if named is not found]
-            self._kept = (found, *others[: _MAX_KEPT - 1])
-        return found
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._kept = ()
-
-
 class Named:
-    """The tensors of a manifest by name.
+    """The tensors of a manifest by name; the metadata cache keeps it beside that.
+
+    Made on the engine's loop, and used by callers on their threads.
 
     Attributes:
         manifest: As given.
@@ -58,7 +34,7 @@ class Named:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.whole: set[int] = set()
-        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._entries: dict[str, TensorEntry] | None = None
         self._nodes: dict[str, Json] | None = None
 
     def find(self, path: str, name: str) -> tuple[TensorEntry, Json | None]:
@@ -74,7 +50,10 @@ class Named:
         Raises:
             TargetError: There is none.
         """
-        entry = self._entries.get(name)
+        entries = self._entries
+        if entries is None:
+            entries = self._entries = {entry.name: entry for entry in self.manifest.tensors}
+        entry = entries.get(name)
         if entry is not None and entry.dtype != "uint8" and not any(s in name for s in _SIGNS):
             return entry, None
         node = self._node(name)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
+from ckptio.engine.names import Named
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, TargetError, shown
+from ckptio.errors import CheckpointChangedError, ConfigError, TargetError, shown
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
 from ckptio.runtime.streams import caller_streams, devices_of
@@ -20,11 +21,13 @@ from ckptio.state.references import check_view
 if TYPE_CHECKING:
     import torch
 
+    from ckptio.engine.context import EngineContext
     from ckptio.format.encode import Json
-    from ckptio.format.manifest import Manifest, TensorEntry
+    from ckptio.format.manifest import TensorEntry
     from ckptio.plan.load import Wanted
     from ckptio.runtime.core import EngineCore
     from ckptio.runtime.drive import Flow
+    from ckptio.storage.interface import Storage
     from ckptio.storage.resolve import PathLike
 
 Index = SupportsIndex | slice | tuple[SupportsIndex | slice, ...]
@@ -43,8 +46,8 @@ def slice_flow(
             f"load_slice takes the name of a tensor before the index, not {shown(name)}"
         )
     storage = core.storage(path)
-    manifest: Manifest = yield lambda context: context.cache.get(storage)
-    named = core.context.names.of(manifest)
+    named: Named = yield lambda context: _named(storage, context)
+    manifest = named.manifest
     entry, view = named.find(storage.path, name)
     region, shape = region_of(name, entry.shape if view is None else tuple(view["s"]), index)
     part = None if view is None else _part_of(view, region, entry)
@@ -66,12 +69,22 @@ def slice_flow(
     streams = caller_streams(devices_of([result]), core, saving=False)
     target = TargetState([Destination(result, stored)], streams)
     reading.target = target
-    yield lambda context: read_plan(plan, reading, context)
+    try:
+        yield lambda context: read_plan(plan, reading, context)
+    except CheckpointChangedError:  # a file went that was whole before
+        named.whole.clear()
+        yield lambda context: check_sizes(reading, plan.files, context)
+        raise
     target.mark_written()
     if part is not None:
         view = view_of(result, part.node)  # expanded, it is larger than what was read
         result = empty(region.shape, view.dtype, result.device, name).copy_(view)
     return result.view(shape)
+
+
+async def _named(storage: Storage, context: EngineContext) -> Named:
+    """Give what is remembered of a checkpoint, as it is now."""
+    return context.cache.beside(await context.cache.get(storage), Named)
 
 
 class _Part(NamedTuple):

@@ -50,17 +50,19 @@ class RandomStates:
                     f" {shown(generator)}"
                 )
         self._generators = {_name_of(n, each): each for n, each in enumerate(generators)}
+        self._cuda = ""  # what CUDA takes once it is in use
 
     def state_dict(self) -> dict[str, Any]:
         """Give the states, in memory of their own. `save` calls it."""
+        numpy: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one
         states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
-            "numpy": _numpy_state(),
-            "python": random.getstate(),
             # with names, so that others than were saved are told before anything is set
+            "numpy": {numpy["bit_generator"]: numpy},
+            "python": random.getstate(),
             "given": {name: _state_of(each) for name, each in self._generators.items()},
             # a word, so that more devices or fewer are no other state
-            "cuda": " ".join(_hex_of(state) for state in _cuda_states()),
+            "cuda": self._cuda_states(),
         }
         return {"states": PerRank(states)}
 
@@ -83,27 +85,26 @@ class RandomStates:
         if given.keys() != self._generators.keys():
             were, are = ([*names] or "none" for names in (given, self._generators))
             raise ConfigError(f"the generators {were} were saved, and {are} are to be set")
-        was, now = (each["bit_generator"] for each in (states["numpy"], _numpy_state()))
-        if was != now:
-            raise ConfigError(f"numpy's global generator was a {was}, and is a {now}")
+        ((kind, numpy),) = states["numpy"].items()
+        now = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002
+        if kind != now:
+            raise ConfigError(f"numpy's global generator was a {kind}, and is a {now}")
         for name, generator in self._generators.items():
             _set(generator, given[name])
         torch.set_rng_state(states["torch"].cpu())
-        np.random.set_state(states["numpy"])  # noqa: NPY002  # the global one
+        np.random.set_state(numpy)  # noqa: NPY002
         random.setstate(states["python"])
-        saved = states["cuda"].split()
+        self._cuda = states["cuda"]
+        saved = self._cuda.split()
         for device, word in enumerate(saved[: torch.cuda.device_count() if saved else 0]):
             state = torch.frombuffer(bytearray.fromhex(word), dtype=torch.uint8)
             torch.cuda.set_rng_state(state, device)
 
-
-def _numpy_state() -> dict[str, Any]:
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one
-    return state
-
-
-def _cuda_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    def _cuda_states(self) -> str:
+        """Give those of the devices; before CUDA is in use, what they will be set to then."""
+        if not torch.cuda.is_initialized():
+            return self._cuda
+        return " ".join(_hex_of(state) for state in torch.cuda.get_rng_state_all())
 
 
 def _hex_of(state: torch.Tensor) -> str:
@@ -114,7 +115,8 @@ def _name_of(number: int, generator: Generator) -> str:
     """Name a generator by its place and its kind."""
     if isinstance(generator, np.random.Generator):
         return f"{number}-{type(generator.bit_generator).__name__}"
-    return f"{number}-{'torch' if isinstance(generator, torch.Generator) else 'random'}"
+    is_torch = isinstance(generator, torch.Generator)
+    return f"{number}-{'torch' if is_torch else type(generator).__name__}"
 
 
 def _state_of(generator: Generator) -> Any:

@@ -8,6 +8,7 @@ token in it, and aiohttp's errors hold the headers of the request.
 from __future__ import annotations
 
 import re
+import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -64,9 +65,8 @@ _NO_ANSWER = (
     OSError,
     TimeoutError,
 )
-#: Why the certificates to trust cannot be read. Not `ssl.SSLError`: a connection that is garbled
-#: on its way ends with it, too.
-_UNREADABLE = (FileNotFoundError, IsADirectoryError, PermissionError)
+#: Why the file of certificates to trust cannot be read.
+_UNREADABLE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 #: What these say is worth reading, and nothing secret.
 _TELLING = (
     botocore.exceptions.NoCredentialsError,
@@ -144,14 +144,23 @@ def told(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.SSLError):
         return RefusedError("the server's certificate, or its TLS, is not accepted: SSLError")
     kept_from = getattr(error, "kwargs", {}).get("error")
-    if isinstance(error, botocore.exceptions.HTTPClientError) and isinstance(
-        kept_from, _UNREADABLE
-    ):
+    if isinstance(error, botocore.exceptions.HTTPClientError) and _is_unreadable(kept_from):
         kind = type(kept_from).__name__
         return RefusedError(f"the certificates to trust cannot be read (verify=): {kind}")
     if isinstance(error, _NO_ANSWER):
         return TransientError(f"the connection{_where(error)} failed: {name}")
     return RefusedError(f"{name}: {error}" if isinstance(error, _TELLING) else name)
+
+
+def _is_unreadable(error: object) -> bool:
+    """Whether an error is that there are no certificates to trust where they should be.
+
+    Not each `ssl.SSLError`: a connection that is garbled on its way ends with one, too.
+    """
+    if isinstance(error, ssl.SSLError):
+        # OpenSSL's word for a file in which nothing is a certificate
+        return getattr(error, "library", None) == "X509"
+    return isinstance(error, _UNREADABLE)
 
 
 def _where(error: Exception) -> str:

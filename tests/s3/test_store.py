@@ -23,6 +23,7 @@ from tests.s3.rig import PART_NBYTES, config_for, keys_in, new_prefix, opened, u
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     from ckptio.storage.store import ObjectStore
     from tests.s3.servers import Server
@@ -275,11 +276,18 @@ def test_a_bucket_with_object_lock_says_what_it_wants() -> None:
     assert "'request_checksum_calculation': 'when_supported'" in str(problem)
 
 
-def test_certificates_that_cannot_be_read_are_not_asked_for_again() -> None:
+def test_certificates_that_cannot_be_read_are_not_asked_for_again(tmp_path: Path) -> None:
     """They were a connection that failed, for minutes, and nothing said what was missing."""
     problem = told(botocore.exceptions.HTTPClientError(error=FileNotFoundError(2, "secret")))
     assert isinstance(problem, RefusedError)
     assert str(problem) == "the certificates to trust cannot be read (verify=): FileNotFoundError"
+    empty = tmp_path / "ca.pem"
+    empty.touch()
+    for path in (empty, empty / "ca.pem"):
+        with pytest.raises(OSError) as caught:  # noqa: PT011  # either kind
+            ssl.create_default_context().load_verify_locations(path)
+        problem = told(botocore.exceptions.HTTPClientError(error=caught.value))
+        assert isinstance(problem, RefusedError)
     for failure in (OSError(5, "no"), ssl.SSLError(1, "bad record mac")):  # on the way
         problem = told(botocore.exceptions.HTTPClientError(error=failure))
         assert isinstance(problem, TransientError)

@@ -10,7 +10,6 @@ import torch
 import ckptio
 import ckptio.sync
 from ckptio.errors import ConfigError, MismatchError
-from ckptio.state import random_states
 from ckptio.testing import run_virtual
 from tests.job_rig import job
 
@@ -131,11 +130,11 @@ def test_other_generators_than_were_saved_are_refused(tmp_path: Path) -> None:
     ckptio.sync.load(tmp_path / "c", into=target, strict="ignore")
     assert draw(given[:1]) == wanted
     found = ckptio.sync.load(tmp_path / "c")["random"]
-    with pytest.raises(ConfigError, match=r"'3-random'\] were saved, and \['0-torch'\] are"):
+    with pytest.raises(ConfigError, match=r"'3-Random'\] were saved, and \['0-torch'\] are"):
         target["random"].load_state_dict(found)
     now = torch.get_rng_state()
     torch.rand(1)
-    found["states"]["numpy"]["bit_generator"] = "PCG64"
+    found["states"]["numpy"] = {"PCG64": found["states"]["numpy"]["MT19937"]}
     with pytest.raises(ConfigError, match="was a PCG64, and is a MT19937"):
         ckptio.RandomStates(*given).load_state_dict(found)
     assert not torch.equal(torch.get_rng_state(), now)
@@ -150,7 +149,8 @@ def test_another_number_of_devices_is_no_other_state(
     found: dict[int, list[int]] = {}
 
     def have(number: int) -> None:
-        monkeypatch.setattr(random_states, "_cuda_states", lambda: states[:number])
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states[:number])
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
     def note(state: torch.Tensor, device: int) -> None:
@@ -162,6 +162,46 @@ def test_another_number_of_devices_is_no_other_state(
     have(there)
     ckptio.sync.load(tmp_path / "c", into={"random": ckptio.RandomStates()})
     assert found == {device: [200 + device] * 16 for device in range(min(saved, there))}
+
+
+def test_states_of_devices_outlast_a_run_that_used_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is stopped between its load and its first kernel saves what it was given."""
+    state = torch.full((16,), 200, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state])
+    ckptio.sync.save({"random": ckptio.RandomStates()}, tmp_path / "a")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    target = {"random": ckptio.RandomStates()}
+    ckptio.sync.load(tmp_path / "a", into=target)
+    ckptio.sync.save(target, tmp_path / "b")
+    cuda = ckptio.sync.load(tmp_path / "b")["random"]["states"]["cuda"]
+    assert bytes.fromhex(cuda) == bytes(state.tolist())
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_another_kind_of_numpys_global_generator(tmp_path: Path, strict: Any) -> None:
+    """It is told before anything changes; where that is not asked for, it keeps what it has."""
+    ckptio.sync.save({"w": torch.ones(3), "random": ckptio.RandomStates()}, tmp_path / "c")
+    wanted = random.random()
+    numpy_random: Any = np.random  # its types know of no other global generator
+    kind = numpy_random.get_bit_generator()
+    target: dict[str, Any] = {"w": torch.zeros(3), "random": ckptio.RandomStates()}
+    numpy_random.set_bit_generator(np.random.PCG64DXSM(1))
+    try:
+        if strict == "raise":
+            with pytest.raises(MismatchError, match=r"random\.states\.numpy\.PCG64DXSM"):
+                ckptio.sync.load(tmp_path / "c", into=target)
+            assert not target["w"].any()
+        else:
+            ckptio.sync.load(tmp_path / "c", into=target, strict=strict)
+            assert random.random() == wanted
+        other = np.random.Generator(np.random.PCG64DXSM(1))
+        assert np.random.random() == other.random()  # noqa: NPY002
+    finally:
+        numpy_random.set_bit_generator(kind)
 
 
 @pytest.mark.parametrize("wrong", [3, random.SystemRandom(), "cpu", np.random.MT19937(1)])
