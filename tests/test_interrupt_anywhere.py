@@ -22,6 +22,7 @@ import torch
 from ckptio import CheckpointConfig, Engine, sync
 from ckptio._gc import _pauses, collection_paused
 from ckptio.errors import CheckpointNotFoundError
+from ckptio.runtime.guard import Guard
 from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
 
@@ -147,6 +148,50 @@ def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
         assert not _pauses
         point += 1
     assert point > 10
+
+
+def test_no_interrupt_leaves_a_guard_locked() -> None:
+    """Who comes then does not wait; and a handler of a signal does not wait for what it stopped."""
+    ran: list[str] = []
+    guard, point = Guard(), 1
+
+    def run() -> None:
+        guard.run(lambda: guard.run(lambda: ran.append("inner")))
+        ran.append("outer")
+
+    while interrupt_at(point, run, ("/ckptio/runtime/guard.py",)):
+        other = threading.Thread(target=guard.run, args=(lambda: ran.append("other"),), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        assert ran.pop() == "other"
+        assert "outer" not in ran
+        point += 1
+    assert point > 8
+    assert ran[-2:] == ["inner", "outer"]
+
+
+def test_a_guard_lets_one_thread_in() -> None:
+    guard, goes_on, seen = Guard(), threading.Event(), []
+
+    def first() -> None:
+        seen.append("in")
+        assert goes_on.wait(10)
+        seen.append("out")
+
+    threads = [
+        threading.Thread(target=guard.run, args=(call,))
+        for call in (first, lambda: seen.append("2"))
+    ]
+    threads[0].start()
+    while not seen:
+        pass
+    threads[1].start()
+    threads[1].join(0.05)
+    goes_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == ["in", "out", "2"]
 
 
 def test_a_thread_that_no_interrupt_reaches_is_begun() -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckptio._outcome import Outcome
 from ckptio.errors import RankError
 from ckptio.ranks.interface import Same
+from ckptio.runtime.guard import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ class Stops:
         self._key = key
         self._due_in_s = due_in_s
         self._on_stop = on_stop
-        self._lock = threading.Lock()
+        self._guard = Guard()
         self._asking: set[int] = set()  # threads that have the lock, or wait for it
         self._num_asked = 0
         self._held: Outcome[None] | None = None
@@ -115,15 +116,17 @@ class Stops:
             return None
         try:
             self._asking.add(thread)
-            with self._lock:
-                if self._held is not None:
-                    return self._held
-                self._num_asked += 1
-                due = [stop for stop in self._pending if stop.number <= self._num_asked]
-                self._pending = [stop for stop in self._pending if stop not in due]
-                return max(due, key=lambda stop: bool(stop.reason), default=None)
+            return self._guard.run(self._next_stop)
         finally:
             self._asking.discard(thread)
+
+    def _next_stop(self) -> Stop | Outcome[None] | None:
+        if self._held is not None:
+            return self._held
+        self._num_asked += 1
+        due = [stop for stop in self._pending if stop.number <= self._num_asked]
+        self._pending = [stop for stop in self._pending if stop not in due]
+        return max(due, key=lambda stop: bool(stop.reason), default=None)
 
     async def watch(self, ranks: Ranks) -> None:
         """Listen for calls until one asks for the last save, or a rank leaves."""
@@ -194,9 +197,7 @@ class Stops:
         async def decide(messages: Sequence[Any]) -> Same:
             return Same({"number": max(messages) + 1, "reason": reason})
 
-        with self._lock:
-            self._held = Outcome()
-            num_asked = self._num_asked
+        num_asked = self._guard.run(self._hold)
         stop: Stop | None = None
         try:
             async with ranks.session(key) as session:
@@ -206,11 +207,20 @@ class Stops:
             self._release(stop)
         return stop
 
+    def _hold(self) -> int:
+        """Let the trainer wait, and say how often it has asked."""
+        self._held = Outcome()
+        return self._num_asked
+
     def _release(self, stop: Stop | None) -> None:
         """Let the trainer go on."""
-        with self._lock:
+
+        def take() -> Outcome[None] | None:
             held, self._held = self._held, None
             if stop is not None:
                 self._pending.append(stop)
+            return held
+
+        held = self._guard.run(take)
         if held is not None:
             held.set_result(None)

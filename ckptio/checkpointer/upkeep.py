@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import threading
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
 from ckptio.errors import FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
+from ckptio.runtime.guard import Guard
 from ckptio.runtime.leaving import end_saves, unsettled
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Upkeep:
         self.passes: list[Running[None]] = []
         self.busy: dict[object, int] = {}
         self._losses = Losses()
-        self._lock = threading.RLock()  # a handler of signals may save, too
+        self._guard = Guard()
         #: Of each tier: a second one that hangs is no reason to keep what goes from the first.
         self._turns: defaultdict[Keeper, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: set[tuple[Keeper, bool]] = set()  # what is to be tidied when it is free
@@ -108,13 +108,17 @@ class Upkeep:
 
     def check(self) -> None:
         """Look at how saves have ended, before another one begins; see `Losses.check`."""
-        with self._lock:
+
+        def look() -> None:
             self._losses.note(self.saves)
             self._losses.check()
 
+        self._guard.run(look)
+
     def add(self, step: int, moments: SaveMoments) -> None:
         """Take a save that has begun. From any thread, several at a time."""
-        with self._lock:
+
+        def take() -> None:
             self._steps.add(step)
             goes = [call for call in self._called if call[1].committed.error() is not None]
             goes += [call for call in self._called if _is_committed(call[1])][:-_NUM_REMEMBERED]
@@ -122,6 +126,8 @@ class Upkeep:
             self._losses.note(self.saves)
             waiting = unsettled(moments for _, moments in self.saves)
             self.saves = [(s, m) for s, m in self.saves if m in waiting] + [(step, moments)]
+
+        self._guard.run(take)
 
     def abort(self, error: BaseException | None) -> None:
         """Stop what is under way. From any thread; waits for nothing.
@@ -155,8 +161,11 @@ class Upkeep:
             return
         root = self._keeper.root.path
         running = engine.submit(lambda _: self._pass(moments), f"look after {root}")
-        with self._lock:
+
+        def note() -> None:
             self.passes = [*(run for run in self.passes if not run.end.done()), running]
+
+        self._guard.run(note)
 
     async def _take_up(self, second: SecondTier, path: str) -> None:
         """Make what earlier runs owed, and let go of what is not kept of it.
@@ -356,10 +365,13 @@ class Upkeep:
         Raises:
             CheckpointError: It cannot be removed.
         """
+
+        def forget() -> None:
+            called = [(s, m) for s, m in self._called if s != step or not m.committed.done()]
+            self._called = called
+
         async with self._turns[keeper]:
-            with self._lock:
-                called = [(s, m) for s, m in self._called if s != step or not m.committed.done()]
-                self._called = called
+            self._guard.run(forget)
             error = (await keeper.remove(step)).error
         if isinstance(error, FormatError):
             damaged = type(error)(f"{keeper.root.join(step_name(step))!r}: {error}")

@@ -82,7 +82,6 @@ class EngineCore:
         require_ranks(ranks)
         self._group = ranks
         self._observer = observer
-        self._lock = threading.RLock()  # a signal's handler may save while `submit` has it
         self._in_flight = InFlight()
         self._portal_block: AbstractContextManager[BlockingPortal] | None = None
         self._context: EngineContext | None = None
@@ -207,10 +206,9 @@ class EngineCore:
         """
         running = running or Running()
         context = self.context
+        permit = functools.partial(self._require_open, in_flow=in_flow)
         try:
-            with self._lock:
-                self._require_open(in_flow=in_flow)
-                self._in_flight.begin(running, step, context, name, engine=self)
+            self._in_flight.begin_if(permit, running, step, context, name, engine=self)
         except BaseException:
             self._in_flight.stop(running)
             raise
@@ -227,9 +225,7 @@ class EngineCore:
     def begin_flow(self, driver: Driver) -> None:
         """Have a flow waited for when the engine closes, until `end_flow`. Raises as `submit`."""
         self.context  # noqa: B018  # raises what says more
-        with self._lock:
-            self._require_open()
-            self._in_flight.flows.add(driver)
+        self._in_flight.begin_flow(self._require_open, driver)
 
     def end_flow(self, driver: Driver) -> None:
         """A flow has ended, begun or not; closing goes on."""
@@ -352,17 +348,20 @@ class EngineCore:
     def _close(self, abort: bool, closer_id: int) -> None:  # noqa: FBT001  # called from here
         if not self.is_here:  # a forked child has neither its threads nor its loop
             return
-        with self._lock:
-            portal, self._portal = self._portal, None
+        portal = self._in_flight.guard.run(self._take_portal)
         if portal is None:
             return
         self._stay()
         if abort:
             self.abort_in_flight()
         try:
-            self._in_flight.wait_ended(self._lock, closer_id)
+            self._in_flight.wait_ended(closer_id)
         finally:
             self._end(portal)
+
+    def _take_portal(self) -> BlockingPortal | None:
+        portal, self._portal = self._portal, None
+        return portal
 
     def abort_in_flight(self) -> None:
         """Stop everything that is under way. From any thread; waits for nothing."""

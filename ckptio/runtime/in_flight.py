@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from ckptio.errors import EngineClosedError
+from ckptio.runtime.guard import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from contextlib import AbstractContextManager
 
     from anyio.abc import TaskStatus
 
@@ -43,9 +43,11 @@ class InFlight:
 
     Attributes:
         flows: Calls of several steps: what is between two of them is in flight, too.
+        guard: Held where something begins that an engine may refuse, and where it is closed.
     """
 
     def __init__(self) -> None:
+        self.guard = Guard()
         self._running: set[Running[Any]] = set()
         self.flows: set[Driver] = set()
         self._is_aborted = False
@@ -65,6 +67,32 @@ class InFlight:
         """Let `serve` end: no step comes any more. On the engine's loop."""
         if self._closing is not None:
             self._closing.set()
+
+    def begin_if(
+        self,
+        permit: Callable[[], None],
+        running: Running[T],
+        step: Callable[[EngineContext], Awaitable[T]],
+        context: EngineContext,
+        name: str,
+        engine: object,
+    ) -> None:
+        """Do as `begin`, but for what `permit` refuses; nobody closes the engine meanwhile."""
+
+        def begin() -> None:
+            permit()
+            self.begin(running, step, context, name, engine)
+
+        self.guard.run(begin)
+
+    def begin_flow(self, permit: Callable[[], None], driver: Driver) -> None:
+        """Have a flow waited for, but for what `permit` refuses, as above."""
+
+        def begin() -> None:
+            permit()
+            self.flows.add(driver)
+
+        self.guard.run(begin)
 
     def begin(
         self,
@@ -160,16 +188,15 @@ class InFlight:
         if not driver.end.done():
             driver.end.set_result(None)
 
-    def wait_ended(self, lock: AbstractContextManager[object], closer_id: int) -> None:
+    def wait_ended(self, closer_id: int) -> None:
         """Block until everything has ended. Flows that nobody runs any more are given up.
 
         Args:
-            lock: Held where something begins.
             closer_id: Identifies the thread that closes the engine.
         """
         while True:
-            with lock:  # what begins has been asked whether it may
-                flows, steps = list(self.flows), list(self._running)
+            # what begins has been asked whether it may
+            flows, steps = self.guard.run(lambda: (list(self.flows), list(self._running)))
             if not flows and not steps:
                 return
             # discarded here, too: an interrupt comes also where one that has ended would be

@@ -69,7 +69,6 @@ class SideStreams:
     """
 
     _streams: ClassVar[dict[tuple[bool, torch.device], torch.cuda.Stream]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, *, saving: bool) -> None:
         self._saving = saving
@@ -77,10 +76,9 @@ class SideStreams:
     def of(self, device: torch.device) -> torch.cuda.Stream:
         """Give the stream for `device`."""
         key = (self._saving, device)
-        with self._lock:
-            if key not in self._streams:
-                self._streams[key] = torch.cuda.Stream(device, priority=-1)
-            return self._streams[key]
+        if key not in self._streams:  # two threads make two, and one of them is used
+            self._streams.setdefault(key, torch.cuda.Stream(device, priority=-1))
+        return self._streams[key]
 
 
 class CallerStreams:
