@@ -87,8 +87,10 @@ async def _follow(port: int, size: Size) -> None:
             )
         assert not reason, reason
         await member.gather(_DEADLINES.meet_s)
-        async with member:
+        try:
             await _walk(member, size, {})
+        finally:
+            await member.close()
 
     async with asyncio.TaskGroup() as tasks:
         for rank in range(1, size.num_ranks):

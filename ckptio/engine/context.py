@@ -14,6 +14,7 @@ from ckptio.engine.held_notes import HeldNotes
 from ckptio.engine.links import HostLinker
 from ckptio.engine.resolver import Resolver
 from ckptio.engine.tier_line import CopyLine
+from ckptio.engine.turns import Line
 from ckptio.errors import StateError
 from ckptio.events import RanksAwaited, notify
 from ckptio.ranks.solo import SoloRanks
@@ -100,7 +101,7 @@ class EngineContext:
         num_saves: Saves in flight now.
         copies: Copies to a second tier.
         notes: Notes of those that have not begun.
-        turns: The end of the last save to each place, by its identity.
+        turns: Saves to each place, by its identity, one after another.
     """
 
     config: CheckpointConfig
@@ -131,7 +132,7 @@ class EngineContext:
     copies: CopyLine = field(init=False)
     notes: HeldNotes = field(default_factory=HeldNotes)
     num_saves: int = 0
-    turns: dict[str, asyncio.Future[None]] = field(default_factory=dict)
+    turns: Line = field(default_factory=Line)
 
     def __post_init__(self) -> None:
         """Make what is empty at first, and the limits."""

@@ -10,7 +10,6 @@ from ckptio.format.summary import decode_summary
 
 if TYPE_CHECKING:
     from ckptio.engine.context import EngineContext
-    from ckptio.format.manifest import Manifest
     from ckptio.format.summary import Summary
     from ckptio.storage.interface import Storage
 
@@ -29,13 +28,9 @@ async def read_head(
         StorageError: It cannot be read.
     """
     try:
-        data = await (storage.peek_manifest() if gives_up else _read(storage))
+        data = await storage.peek_manifest() if gives_up else (await storage.read_manifest())[1]
         if not isinstance(data, bytes):
             return None
         return await run_blocking(context.executor, decode_summary, data)
     except (CheckpointNotFoundError, FormatError):
         return None
-
-
-async def _read(storage: Storage) -> bytes | Manifest:
-    return (await storage.read_manifest())[1]

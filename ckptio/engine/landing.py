@@ -113,9 +113,7 @@ async def opened(
 
 async def close_source(source: Source | AwaitedSource, context: EngineContext) -> None:
     """Release a data file."""
-    if isinstance(source, AwaitedSource):
-        await source.close()
-    else:
+    if not isinstance(source, AwaitedSource):
         await run_blocking(context.executor, source.close)
 
 

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.landing import Reading
-    from ckptio.engine.regions import Place
     from ckptio.engine.restore import Restoration
     from ckptio.errors import CorruptionError
-    from ckptio.format.manifest import Chunk
     from ckptio.plan.load import Wanted
 
 
@@ -43,7 +41,8 @@ async def find_wanted(
         ConfigError: Blocks of the checkpoint do not fit the slabs of this engine.
     """
     manifest, ranks = reading.manifest, context.ranks
-    place = choose_places(manifest, ranks.rank, ranks.hosts[ranks.rank])
+    host = ranks.hosts[ranks.rank]
+    place = choose_places(manifest, ranks.rank, host)
     if not any(chunk.copies for need in restoration.needs for chunk in need.entry.chunks):
         files = range(len(manifest.files)) if whole_files else restoration.files(place)
         await check_sizes(reading, files, context)
@@ -55,7 +54,7 @@ async def find_wanted(
         if not found:
             return await run_blocking(context.executor, restoration.wanted, place)
         lost |= found
-        place = _avoiding(place, lost)
+        place = choose_places(manifest, ranks.rank, host, lost)
         needed = set(restoration.files(place)) & lost.keys()
         if needed:
             raise lost[min(needed)]
@@ -81,16 +80,3 @@ async def _find_damaged(
         reading.on_damage = before
     names = {reading.manifest.files[file].name: file for file in files}
     return {names[name]: error for name, error in errors.items()}
-
-
-def _avoiding(place: Place, lost: dict[int, CorruptionError]) -> Place:
-    """Take another place of a chunk where the chosen one is lost."""
-
-    def choose(chunk: Chunk) -> tuple[int, int]:
-        chosen = place(chunk)
-        if chosen[0] not in lost:
-            return chosen
-        places = sorted(((chunk.file, chunk.start), *chunk.copies))
-        return next((found for found in places if found[0] not in lost), chosen)
-
-    return choose

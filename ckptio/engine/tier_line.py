@@ -22,6 +22,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio._aio import outlive
+from ckptio.engine.turns import Line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine
@@ -76,7 +77,7 @@ class CopyLine:
         self._next = 1  # the lowest number that has no place yet, and may want one
         self._passed: set[int] = set()  # numbers above `_next`
         self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._targets: dict[str, asyncio.Future[None]] = {}
+        self._targets = Line()
         self._watching: list[asyncio.Future[None]] = []
         self._owed: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
@@ -170,10 +171,7 @@ class CopyLine:
         """
         if ticket is not None:
             await self.turn(ticket)
-        before = self._targets.get(target)
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._targets[target] = end
-        try:
+        with self._targets.enter(target) as before:
             if self._places.locked():
                 on_wait()
             async with self._places:
@@ -182,23 +180,6 @@ class CopyLine:
                 if before is not None:
                     await asyncio.shield(before)
                 yield
-        finally:
-            self._end(target, before, end)
-
-    def _end(
-        self, target: str, before: asyncio.Future[None] | None, end: asyncio.Future[None]
-    ) -> None:
-        """Let who comes next to a target begin, when those before have ended."""
-
-        def finish(_: object) -> None:
-            end.set_result(None)
-            if self._targets.get(target) is end:
-                del self._targets[target]
-
-        if before is None or before.done():
-            finish(None)
-        else:
-            before.add_done_callback(finish)
 
     async def turn(self, ticket: int) -> None:
         """Wait until all with lower numbers have a place, or want none. Repeatable."""

@@ -10,7 +10,7 @@ from ckptio.events import SaveQueued
 from ckptio.storage.file_names import STAY_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from ckptio.engine.context import EngineContext
     from ckptio.engine.save import SaveJob
@@ -20,6 +20,32 @@ if TYPE_CHECKING:
     MyTurn = Callable[[Attempt], Awaitable[None]]
 
 
+class Line:
+    """Who comes next to a place waits for who came before; by the name of the place."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, asyncio.Future[None]] = {}
+
+    @contextlib.contextmanager
+    def enter(self, place: str) -> Iterator[asyncio.Future[None] | None]:
+        """Be the last one for a place; gives what is done when those before have ended."""
+        before = self._last.get(place)
+        end = self._last[place] = asyncio.get_running_loop().create_future()
+
+        def finish(_: object) -> None:
+            end.set_result(None)
+            if self._last.get(place) is end:
+                del self._last[place]
+
+        try:
+            yield before
+        finally:
+            if before is None or before.done():
+                finish(None)
+            else:  # this one ended early: who comes next still waits for the one before
+                before.add_done_callback(finish)
+
+
 @contextlib.asynccontextmanager
 async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
     """Let saves to one place commit in the order in which they were asked for.
@@ -27,30 +53,16 @@ async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
     A later save copies and writes meanwhile, and waits for the end of the earlier one only
     before its commit: the newest state is what stays. Gives what waits for the turn.
     """
-    identity = job.storage.identity
-    before = context.turns.get(identity)
-    end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    context.turns[identity] = end
+    with context.turns.enter(job.storage.identity) as before:
 
-    async def my_turn(attempt: Attempt) -> None:
-        while before is not None and not before.done():
-            await asyncio.wait((before,), timeout=STAY_S)
-            await attempt.stay()
-        if job.permit is not None:
-            await job.permit()
+        async def my_turn(attempt: Attempt) -> None:
+            while before is not None and not before.done():
+                await asyncio.wait((before,), timeout=STAY_S)
+                await attempt.stay()
+            if job.permit is not None:
+                await job.permit()
 
-    def finish(_: object) -> None:
-        end.set_result(None)
-        if context.turns.get(identity) is end:
-            del context.turns[identity]
-
-    try:
         yield my_turn
-    finally:
-        if before is None or before.done():
-            finish(None)
-        else:  # this one failed early: who comes next still waits for the one before
-            before.add_done_callback(finish)
 
 
 @contextlib.asynccontextmanager

@@ -303,7 +303,3 @@ class AwaitedPart(AwaitedSource):
             await self._source.read_into(start, room)
         else:
             room[:] = await self._read_blocks(start, start + len(room))
-
-    async def close(self) -> None:
-        """Nothing is held."""
-        await self._source.close()

@@ -273,7 +273,7 @@ class SafetensorsReader:
             prefix = self._folder.read(name, 0, _PREFIX_NBYTES)
             start = header_nbytes(prefix, status.nbytes)
             header = self._folder.read(name, 0, start)
-            stored, metadata = decode_header(header, status.nbytes - start, is_foreign=True)
+            stored, metadata = decode_header(header, status.nbytes - start)
         except FormatError as error:
             self._folder.require_no_pointer(name)
             raise at(self._folder.join(name), error) from None

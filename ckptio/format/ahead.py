@@ -104,7 +104,7 @@ def _items(
 
 def _mapping(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | None:
     value = node.get("v")
-    if not _holds_tensors(value):
+    if not holds_tensors(value):
         return None
     if node[TAG] not in _MAPPINGS:
         return node  # a set or an enum of such; whoever makes it says that there is none
@@ -136,10 +136,10 @@ def _record(decoder: ObjectDecoder, fqn: str, node: Json, depth: int) -> Json | 
     return {**node, "v": [list(pair) for pair in zip(fields, items, strict=True)]}
 
 
-def _holds_tensors(node: Json) -> bool:
+def holds_tensors(node: Json) -> bool:
     """Whether anything in a node refers to a tensor."""
     if type(node) is dict:
         if TAG in node and (type(node[TAG]) is not str or "t" in node):
             return True
         node = list(node.values())
-    return type(node) is list and any(map(_holds_tensors, node))
+    return type(node) is list and any(map(holds_tensors, node))

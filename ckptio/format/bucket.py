@@ -140,21 +140,15 @@ def sharding_note(
     return {_SHARDING_INFO: msgspec.json.encode(info).decode()}
 
 
-class _AnyEntry(msgspec.Struct, frozen=True):
+class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-class _Entry(_AnyEntry, frozen=True, forbid_unknown_fields=True):
-    """One in which nothing else stands."""
-
-
 _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_metadata_decoder = msgspec.json.Decoder(dict[str, str])
-_any_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 _entry_decoder = msgspec.json.Decoder(_Entry)
-_any_entry_decoder = msgspec.json.Decoder(_AnyEntry)
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
@@ -175,17 +169,15 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     return _LENGTH_NBYTES + length
 
 
-def decode_header(
-    header: bytes, data_nbytes: int, *, is_foreign: bool = False
-) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Read a header strictly: every byte of the data must belong to one tensor.
+def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], dict[str, str]]:
+    """Read a header that anybody may have written: every byte of the data belongs to one tensor.
+
+    It may have what safetensors itself reads over: `null` for its metadata, more about a tensor
+    than is known; and a note of an element type that contradicts its tensor is none of ours.
 
     Args:
         header: The header, length included.
         data_nbytes: Bytes of data behind it.
-        is_foreign: Whether anybody may have written it. Then it may have what safetensors itself
-            reads over: `null` for its metadata, more about a tensor than is known; and a note
-            of an element type that contradicts its tensor is none of ours.
 
     Returns:
         Tensors in the order of their data, those of unknown types as bytes, and `__metadata__`.
@@ -196,17 +188,15 @@ def decode_header(
     """
     try:
         raw = _header_decoder.decode(header[_LENGTH_NBYTES:])
-        metadatas = _any_metadata_decoder if is_foreign else _metadata_decoder
-        decoder = _any_entry_decoder if is_foreign else _entry_decoder
-        metadata = metadatas.decode(raw.pop(_METADATA, b"{}")) or {}
-        entries = [(name, decoder.decode(text)) for name, text in raw.items()]
+        metadata = _metadata_decoder.decode(raw.pop(_METADATA, b"{}")) or {}
+        entries = [(name, _entry_decoder.decode(text)) for name, text in raw.items()]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"bad safetensors header: {error}") from None
     entries.sort(key=lambda item: item[1].data_offsets)
     tensors: list[StoredTensor] = []
     stop = 0
     for name, entry in entries:
-        known = _dtype_of(name, entry, metadata, is_foreign=is_foreign)
+        known = _dtype_of(name, entry, metadata)
         if known is not None:
             tensor = StoredTensor(name, *known, entry.data_offsets[0])
         else:
@@ -225,7 +215,7 @@ def decode_header(
 
 
 def _dtype_of(
-    name: str, entry: _AnyEntry, metadata: Mapping[str, str], *, is_foreign: bool
+    name: str, entry: _Entry, metadata: Mapping[str, str]
 ) -> tuple[str, tuple[int, ...]] | None:
     """Give torch's element type of `entry` and the shape in elements of it, if it is known."""
     if any(extent < 0 for extent in entry.shape):
@@ -238,8 +228,6 @@ def _dtype_of(
         fits = dtype and dtype.code == entry.dtype and entry.shape[split:] == dtype.inner
         if fits:
             return noted, entry.shape[:split]
-        if not is_foreign:
-            raise FormatError(f"tensor {name!r}: {entry.dtype} {entry.shape} is not {noted!r}")
     for dtype in DTYPES.values():
         if dtype.is_native and dtype.code == entry.dtype:
             return dtype.name, entry.shape

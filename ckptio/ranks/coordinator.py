@@ -46,8 +46,6 @@ from ckptio.ranks.wire import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from ckptio.ranks.frames import AnyHead
     from ckptio.ranks.hub import Outgoing
@@ -333,15 +331,3 @@ class Coordinator:
             self._pulse.stop()
             for wire in list(self._wires):
                 wire.cut()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace
-        await self.close()

@@ -21,8 +21,6 @@ from ckptio.errors import ConfigError
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
-    from types import TracebackType
-    from typing import Self
 
 #: None, bool, str, int of 64 bits, finite float, lists, and dicts with str keys. What is
 #: given to or by rank 0 may arrive as the same object, so nobody changes it afterwards.
@@ -120,7 +118,7 @@ class Session(Protocol):
 class Ranks(Protocol):
     """The engines of a group, as one of them sees them. Belongs to one loop.
 
-    Closed by leaving it as an `async with` block, or by `close`; sessions end before.
+    Closed by `close`; sessions end before.
 
     Attributes:
         rank: This one, from 0 to `world_size` - 1; 0 is the coordinator.
@@ -177,12 +175,3 @@ class Ranks(Protocol):
 
     async def close(self) -> None:
         """Leave the group. Sessions that others begin later fail there."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...

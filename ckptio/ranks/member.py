@@ -26,8 +26,6 @@ from ckptio.ranks.wire import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from ckptio.ranks.frames import AnyHead, Verdict
     from ckptio.ranks.interface import Deadlines, Json, Same
@@ -255,15 +253,3 @@ class Member:
             self._pulse.stop()
             if wire is not None:
                 wire.cut()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace
-        await self.close()

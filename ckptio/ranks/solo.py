@@ -11,8 +11,6 @@ from ckptio.ranks.interface import Same
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from ckptio.ranks.interface import Decide, Json
 
@@ -59,14 +57,3 @@ class SoloRanks:
 
     async def close(self) -> None:
         """Do nothing; see `interface.Ranks`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace

@@ -56,18 +56,6 @@ def make_function(
     address = ctypes.addressof(anchor)
     if _LIBC.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
         return None
-    return _Function(ctypes.CFUNCTYPE(result, *arguments)(address), anchor)
-
-
-class _Function:
-    """A function, with the page that has its code."""
-
-    __slots__ = ("_call", "_page")
-
-    def __init__(self, call: Callable[..., Any], page: object) -> None:
-        self._call = call
-        self._page = page
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call it. Blocks; thread-safe, if what it does is."""
-        return self._call(*arguments)
+    function = ctypes.CFUNCTYPE(result, *arguments)(address)
+    function.page = anchor  # type: ignore[attr-defined]  # kept for as long as it can be called
+    return function

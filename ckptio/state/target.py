@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ckptio.format.ahead import holds_tensors
 from ckptio.format.encode import TAG, join_fqn
 from ckptio.format.fields import is_named_tuple
 from ckptio.shards import PerRank, Shard
@@ -54,7 +55,6 @@ from ckptio.state.sharded import is_sharded
 from ckptio.state.stateful import is_stateful
 from ckptio.state.tree import (
     holds_absent,
-    holds_tensors,
     is_absent,
     is_kept,
     is_ranks,

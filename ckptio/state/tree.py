@@ -102,15 +102,6 @@ def holds_absent(node: Json) -> bool:
     return type(node) is list and any(map(holds_absent, _containers(node)))
 
 
-def holds_tensors(node: Json) -> bool:
-    """Whether anything in a node refers to a tensor."""
-    if type(node) is dict:
-        if type(node.get(TAG)) is int or (TAG in node and "t" in node):
-            return True
-        return any(map(holds_tensors, _containers(node.values())))
-    return type(node) is list and any(map(holds_tensors, _containers(node)))
-
-
 def _containers(items: Iterable[Json]) -> Iterator[Json]:
     return (item for item in items if type(item) in _NODES)
 

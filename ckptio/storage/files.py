@@ -261,6 +261,8 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest, offset)
+        if not count:
+            raise OSError(errno.EIO, f"the system wrote nothing of {len(rest)} bytes")
         offset += count
         rest = rest[count:]
 

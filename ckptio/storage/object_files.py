@@ -262,9 +262,6 @@ class ObjectSource(AwaitedSource):
                 stop=stop,
             )
 
-    async def close(self) -> None:
-        """Nothing is held."""
-
 
 class ObjectNote:
     """A note that is held; see `interface.Note`. Nothing keeps others from it."""

@@ -134,7 +134,7 @@ class AwaitedSink(abc.ABC):
 
 
 class AwaitedSource(abc.ABC):
-    """A data file being read from where reading is awaited. No protocol, as `AwaitedSink`."""
+    """A data file being read from where reading is awaited, and nothing is held open."""
 
     @abc.abstractmethod
     async def read_into(self, offset: int, room: memoryview) -> None:
@@ -145,7 +145,3 @@ class AwaitedSource(abc.ABC):
             CheckpointChangedError: It is not there any more.
             StorageError: It could not be read.
         """
-
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """Release the file."""

@@ -42,7 +42,6 @@ class StorageCounts:
     """What a storage was asked to do.
 
     Attributes:
-        num_operations: Operations of every kind.
         num_manifest_reads: Manifests read.
         num_version_checks: Versions asked for.
         written_nbytes: Bytes of data files written.
@@ -52,7 +51,6 @@ class StorageCounts:
         num_open_attempts: Attempts that have neither committed nor aborted.
     """
 
-    num_operations: int = 0
     num_manifest_reads: int = 0
     num_version_checks: int = 0
     written_nbytes: int = 0
@@ -166,7 +164,6 @@ class MemoryStorage:
             path = f"{self._path}/{name}" if name else self._path
             operation = Operation(len(self.operations), kind, path, nbytes)
             self.operations.append(operation)
-            self.counts.num_operations += 1
         if self.fault is not None:
             as_storage_fault(self.fault)(operation)
 

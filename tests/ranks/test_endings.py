@@ -787,13 +787,13 @@ def test_large_messages_pass() -> None:
 
 async def test_a_world_of_one_decides_alone() -> None:
     """No copies, and errors as they are."""
-    async with SoloRanks("here") as ranks:
-        async with ranks.session("save") as session:
-            message: dict[str, object] = {"any": object()}
-            assert await session.round("plan", message, turn) is message
-            assert await session.round("add", 3, add) == 3
-        assert (ranks.rank, ranks.world_size, ranks.hosts, ranks.num_rounds) == (0, 1, ("here",), 2)
-        with pytest.raises(ZeroDivisionError):
-            async with ranks.session("fail"):
-                raise ZeroDivisionError
-        assert ranks.nonce != SoloRanks().nonce
+    ranks = SoloRanks("here")
+    async with ranks.session("save") as session:
+        message: dict[str, object] = {"any": object()}
+        assert await session.round("plan", message, turn) is message
+        assert await session.round("add", 3, add) == 3
+    assert (ranks.rank, ranks.world_size, ranks.hosts, ranks.num_rounds) == (0, 1, ("here",), 2)
+    with pytest.raises(ZeroDivisionError):
+        async with ranks.session("fail"):
+            raise ZeroDivisionError
+    assert ranks.nonce != SoloRanks().nonce

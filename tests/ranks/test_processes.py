@@ -49,7 +49,7 @@ async def live(rank: int, port: int) -> None:
         ranks = await ranks_of(environ={}, deadlines=DEADLINES, executor=threads)
         end_process_groups()  # nobody needs it any more
         del store
-        async with ranks:
+        try:
             async with ranks.session("first") as session:
                 assert await session.round("plan", rank, give_back) == rank
             tell("ready")
@@ -59,6 +59,8 @@ async def live(rank: int, port: int) -> None:
                     await session.round("commit", rank, wait_for_ever)
             except PeerLostError as error:
                 tell(f"lost {error.ranks[0]} {error}")
+        finally:
+            await ranks.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

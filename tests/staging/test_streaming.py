@@ -78,7 +78,7 @@ def test_a_loop_that_does_not_copy_is_not_used(monkeypatch: pytest.MonkeyPatch, 
 def test_the_page_is_not_writable() -> None:
     """Executable memory that could be written to would be a gift to whoever breaks in."""
     require()
-    address = ctypes.cast(stream._call, ctypes.c_void_p).value  # type: ignore[union-attr]
+    address = ctypes.cast(stream, ctypes.c_void_p).value  # type: ignore[arg-type]
     with open("/proc/self/maps", encoding="ascii") as maps:
         for line in maps:
             first, last = (int(part, 16) for part in line.split()[0].split("-"))
