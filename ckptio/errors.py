@@ -160,7 +160,7 @@ class MismatchError(TargetError):
         ways_out = f"{report}, strict='ignore'"
         if hint:
             ways_out = f"{hint}; {ways_out}"
-        elif self.unexpected and len(parts) == 1:
+        elif self.unexpected and not self.missing:
             ways_out = f"select= says what to load, {ways_out}"
         super().__init__(
             f"checkpoint {path!r} does not fit the target: {'; '.join(parts)};"
@@ -287,7 +287,7 @@ class CorruptionError(FormatError):
     ) -> None:
         """Say that bytes `[start, stop)` of `file` in checkpoint `path` have `problem`."""
         held = f", which holds {some_of(fqns)}" if fqns else ""
-        where = f"bytes [{start}, {stop}) of {file!r}"
+        where = f"bytes [{start}, {stop}) of {file!r}" if start < stop else repr(file)
         super().__init__(f"{path!r} is damaged: {problem} in {where}{held}")
         self.path = path
         self.problem = problem

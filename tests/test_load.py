@@ -655,6 +655,17 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
             {"m": {"0": torch.nn.Linear(2, 2)}},
             "have such keys in 'm', {'0.w': tensor}",
         ),
+        ({"0.w": 1}, {"0": torch.nn.Linear(2, 2)}, "have such keys in the target, {'0.w': tensor}"),
+        (
+            {"b": 1, "a": {"x": 2}},
+            {"net": {"a": {"x": 0}, "b": 0}, "head": 0},
+            "the checkpoint's names are those below 'net' of the target: pass that alone",
+        ),
+        (
+            {"run": {"model": {"w": 1, "b": 2}}, "step": 3},
+            {"net": {"b": 0, "w": 0}, "step": 0},
+            "has below 'run.model': pass into={'run': {'model': target['net']}}",
+        ),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
@@ -759,6 +770,34 @@ def test_ignoring_what_differs_does_not_load_nothing(engine: sync.Engine, tmp_pa
     assert engine.load(tmp_path / "c", into={}, strict="ignore") == {}
     report = engine.load_with_report(tmp_path / "c", into={"model": torch.zeros(3)}).report
     assert report.missing == ("model",)
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_a_selection_that_the_target_has_under_another_name_is_told(
+    engine: sync.Engine, tmp_path: Path, strict: Any
+) -> None:
+    """It asked for nothing then, and its weights stayed as they were made."""
+    engine.save({"model": torch.nn.Linear(2, 2), "step": 1}, tmp_path / "c")
+    target = {"net": torch.nn.Linear(2, 2)}
+    told = (
+        "'net' what the checkpoint has below 'model'" if strict == "raise" else "neither 'model.w"
+    )
+    with pytest.raises(TargetError, match=told):
+        engine.load(tmp_path / "c", into=target, select="model", strict=strict)
+    engine.load_with_report(tmp_path / "c", into=target, select="model", strict="report")
+    more = {**target, "step": 0}
+    engine.load(tmp_path / "c", into=more, select=["model", "step"], strict="ignore")
+    assert more["step"] == 1
+
+
+def test_a_backbone_from_another_program_is_told_where_to_go(tmp_path: Path) -> None:
+    """Whatever the order of names in its file is."""
+    body = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    whole = torch.nn.ModuleDict({"backbone": body, "head": torch.nn.Linear(2, 1)})
+    save_file(body.state_dict(), tmp_path / "body.safetensors")
+    with pytest.raises(MismatchError, match="those below 'backbone' of the target: pass that"):
+        sync.load(tmp_path / "body.safetensors", into=whole)
+    sync.load(tmp_path / "body.safetensors", into=whole["backbone"])
 
 
 def test_arrays_alone_are_loaded_and_counted(engine: sync.Engine, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ckptio.conversion.strip import below
 from ckptio.engine.landing import Reading
 from ckptio.engine.load import check_sizes, read_plan
 from ckptio.engine.regions import Need, want_region
-from ckptio.errors import ConfigError, FormatError, TargetError, shown
+from ckptio.errors import ConfigError, FormatError, TargetError, shown, some_of
 from ckptio.format.encode import TAG
 from ckptio.layout import DTYPES, Box, numel
 from ckptio.plan.load import plan_load
@@ -139,9 +139,13 @@ class Source:
         )
         tree = read_tree(self.manifest)
         if strip:
+            firsts = dict.fromkeys(name.partition(".")[0] for name, _ in walk("", tree) if name)
             tree = below(tree, strip.removesuffix("."))
             if tree == {}:
-                raise TargetError(f"there is nothing below {strip!r} in checkpoint {self.path!r}")
+                raise TargetError(
+                    f"there is nothing below {strip!r} in checkpoint {self.path!r}, which has"
+                    f" {some_of([*firsts])}"
+                )
         self.tree = tree if select is None else prune(tree, make_predicate(select))
         if select is not None and self.tree == {}:
             names = ""

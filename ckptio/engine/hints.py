@@ -30,6 +30,9 @@ _OTHER_FLOAT = re.compile(
 )
 
 
+#: Places that are tried for names that end as others do.
+_MAX_TRIED = 8
+
 #: A moment by the number of its parameter.
 _NUMBERED = re.compile(r"((?:.*\.)?state)\.\d+\.\w+")
 
@@ -42,12 +45,14 @@ def hint_for(match: Match, target: Any, writer: str) -> str:
         target: What was to be filled.
         writer: What wrote the checkpoint, as its manifest says.
     """
+    given = _names_of(target)
     names = (
-        _level(_names_of(target), match.unexpected)
+        _level(given, match.unexpected)
         or _empty(target, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
         or _numbers(match.missing, match.unexpected)
+        or _beside(target, match.missing or given, match.unexpected)
         or _older(match)
         or _renaming(match, writer)
     )
@@ -67,6 +72,9 @@ def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
         num_more = len(match.mismatched) - 1
         more = f", and {num_more} more" if num_more else ""
         problem = f"nothing in checkpoint {path!r} fits the target: {match.mismatched[0]}{more}"
+    elif not match.missing:
+        problem = f"nothing that select= takes of checkpoint {path!r} is in the target, neither"
+        problem += f" {match.unexpected[0]!r} nor another"
     else:
         problem = f"nothing that the target asks for is in checkpoint {path!r}, neither"
         problem += f" {match.missing[0]!r} nor another"
@@ -75,27 +83,66 @@ def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
 
 
 def _names_of(target: Any) -> list[str]:
-    """Name what a target has; nothing if it does not say."""
+    """Name what a target has, and what is in it; nothing if it does not say."""
+    if type(target) is not dict:
+        return names_of("", _state_of(target))
+    return names_of("", {key: _state_of(part) for key, part in target.items()})
+
+
+def _state_of(target: Any) -> Any:
     try:
-        return names_of("", target.state_dict() if is_stateful(target) else target)
+        return target.state_dict() if is_stateful(target) else target
     except Exception:  # of the caller's class, which raises anything
-        return []
+        return {}
 
 
 def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
     """Say so if the names of a target are those of a checkpoint, a level up or down."""
-    if not given or not unexpected:
-        return ""
-    above = unexpected[0].removesuffix(f".{given[0]}")
-    if above != unexpected[0] and {f"{above}.{name}" for name in given} <= set(unexpected):
-        nested = "target"
-        for part in reversed(above.split(".")):
-            nested = f"{{{part!r}: {nested}}}"
+    above = _added(given, unexpected)
+    if above:
+        nested = _nested(above, "target")
         return f"the target's names are those below {above!r}: pass into={nested}"
-    below = given[0].removesuffix(f".{unexpected[0]}")
-    if below != given[0] and {f"{below}.{name}" for name in unexpected} <= set(given):
+    below = _added(unexpected, given)
+    if below:
         return f"the checkpoint's names are those below {below!r} of the target: pass that alone"
     return ""
+
+
+def _added(names: Sequence[str], others: Sequence[str]) -> str:
+    """Give what has all names below it among others; empty if nothing has."""
+    if not names:
+        return ""
+    found = {each.removesuffix(f".{names[0]}") for each in others if each.endswith(f".{names[0]}")}
+    there = set(others)
+    nearest = sorted(found, key=lambda each: (len(each), each))[:_MAX_TRIED]
+    return next((each for each in nearest if all(f"{each}.{n}" in there for n in names)), "")
+
+
+def _beside(target: Any, given: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say so if the names below a key of a target are those below another in a checkpoint."""
+    parts = unexpected[0].split(".") if unexpected and type(target) is dict else []
+    for depth in range(1, len(parts)):
+        there = ".".join(parts[:depth])
+        here = _added(sorted(_below(there, unexpected)), given)
+        if here in target and _below(here, given) == _below(there, unexpected):
+            return (
+                f"the target has below {here!r} what the checkpoint has below {there!r}: pass"
+                f" into={_nested(there, f'target[{here!r}]')}"
+            )
+    return ""
+
+
+def _nested(fqn: str, value: str) -> str:
+    """Write a dict that has something under a name."""
+    for part in reversed(fqn.split(".")):
+        value = f"{{{part!r}: {value}}}"
+    return value
+
+
+def _below(above: str, names: Sequence[str]) -> set[str]:
+    """Give the names below another, as they are there."""
+    start = f"{above}."
+    return {name.removeprefix(start) for name in names if name.startswith(start)}
 
 
 def _above(names: Iterable[str]) -> set[str]:
@@ -135,9 +182,10 @@ def _nesting(missing: Sequence[str], unexpected: Sequence[str]) -> str:
             if below is not None:
                 held, _, key = name.rpartition(".")
                 key += below.removeprefix(name)
+                place = repr(held) if held else "the target"
                 return (
                     f"what the checkpoint has below {name!r} are keys with dots, as in a"
-                    f" state_dict: have such keys in {held or 'the target'!r}, {{{key!r}: tensor}}"
+                    f" state_dict: have such keys in {place}, {{{key!r}: tensor}}"
                 )
         return ""
     if "." not in both[0]:

@@ -48,5 +48,7 @@ def require_selected(
     if not restoration.is_empty or request.strict == "report":
         return
     match = restoration.match
-    if match is not None and (match.missing or match.mismatched):
+    # of what was selected a target asks for nothing where it has other names; another rank's may
+    is_unknown = match is not None and bool(match.unexpected) and request.num_ranks == 1
+    if match is not None and (match.missing or match.mismatched or (keep and is_unknown)):
         raise TargetError(nothing_fits(match, path, request.into, manifest.writer))

@@ -242,7 +242,7 @@ def require_plain(file: IO[bytes]) -> Scanned:
     except (FormatError, UnpicklingError):
         raise
     except Exception as error:  # a damaged archive raises anything
-        raise FormatError(f"it is no whole archive: {error!r}") from None
+        raise FormatError(f"it is no whole archive, as one that was cut off: {error!r}") from None
     finally:
         file.seek(0)
 

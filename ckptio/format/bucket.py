@@ -210,7 +210,8 @@ def decode_header(header: bytes, data_nbytes: int) -> tuple[list[StoredTensor], 
         stop = entry.data_offsets[1]
         tensors.append(tensor)
     if stop != data_nbytes:
-        raise FormatError(f"tensors end at {stop} and the data at {data_nbytes}")
+        problem = ": it was cut off" if data_nbytes < stop else ""
+        raise FormatError(f"tensors end at {stop} and the data at {data_nbytes}{problem}")
     return tensors, metadata
 
 

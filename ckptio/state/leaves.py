@@ -153,6 +153,12 @@ def way_out_of(value: object) -> str:
 def failed_within(fqn: str, error: Exception) -> UnsupportedLeafError:
     """Say that the `state_dict()` of an object fails; it says itself what helps, if anything."""
     problem = f"its state_dict() fails: {error!r}"
+    if "consolidate_state_dict" in str(error):  # of a ZeroRedundancyOptimizer, of another rank
+        way_out = (
+            "call consolidate_state_dict(to=0) on all ranks, save what its state_dict() gives on"
+            " rank 0, and leave it out on the others"
+        )
+        return UnsupportedLeafError(fqn, problem, way_out)
     return UnsupportedLeafError(fqn, problem, "do what that says, or leave it out")
 
 

@@ -346,6 +346,22 @@ async def test_copies_that_failed_are_made_when_the_second_tier_is_back(tmp_path
     assert await steps_in(near) == (5,)
 
 
+async def test_a_second_tier_that_is_away_is_told_how_to_do_without(tmp_path: Path) -> None:
+    """A run that resumes may have all it needs on the first one."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    async with Checkpointer(near, config=SMALL) as ckpt:
+        await ckpt.save(state_of(7), 7)
+    far.write_text("not mounted")
+    async with Checkpointer(near, then=far, config=SMALL) as ckpt:
+        for ask in (ckpt.latest, ckpt.steps, ckpt.load):
+            with pytest.raises(StorageError, match="leave out then= to go on with step 7 of the"):
+                await ask()
+    async with Checkpointer(tmp_path / "none", then=far, config=SMALL) as ckpt:
+        with pytest.raises(StorageError) as caught:
+            await ckpt.latest()
+        assert "leave out" not in str(caught.value)
+
+
 async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
     tmp_path: Path, far: str
 ) -> None:

@@ -268,12 +268,13 @@ def test_what_is_in_the_state_of_an_object_is_refused_with_its_owner() -> None:
 
 def test_an_object_that_says_what_to_do_first_is_no_reason_to_leave_it_out() -> None:
     """As optimizers do whose state is on other ranks."""
-    error = RuntimeError("call consolidate_state_dict() first")
-    problem = (
-        r"cannot save 'x.kept.0': its state_dict\(\) fails: .*; do what that says, or leave it"
-    )
-    with pytest.raises(UnsupportedLeafError, match=problem):
-        flatten({"x": Keeps(Keeps(error))})
+    problem = r"cannot save 'x.kept.0': its state_dict\(\) fails: .*; "
+    for words, way_out in {
+        "call gather() first": "do what that says, or leave it out",
+        "call consolidate_state_dict() first": r"call consolidate_state_dict\(to=0\) on all ranks",
+    }.items():
+        with pytest.raises(UnsupportedLeafError, match=problem + way_out):
+            flatten({"x": Keeps(Keeps(RuntimeError(words)))})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

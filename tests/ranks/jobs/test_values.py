@@ -45,6 +45,17 @@ def test_each_rank_has_its_random_state_back(jobs: Jobs, tmp_path: Path) -> None
     assert wider[2] not in drawn
 
 
+def test_an_optimizer_whose_state_is_on_all_ranks_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    """What rank 0 has of it is saved; and on other numbers of ranks it goes on from there."""
+    path = str(tmp_path / "c")
+    job = f"{HERE}:train_with_zero"
+    (wanted, _) = jobs.run(2, job, path=str(tmp_path / "whole"), steps=[0, 4])
+    jobs.run(2, job, path=path, steps=[0, 2])
+    for num_ranks in (2, 1):
+        for found in jobs.run(num_ranks, job, path=path, steps=[2, 4]):
+            assert found == pytest.approx(wanted)
+
+
 def test_values_that_differ_are_refused_by_every_rank(jobs: Jobs, tmp_path: Path) -> None:
     """All name the value, the ranks and the way out; nothing is left."""
     path = tmp_path / "c"

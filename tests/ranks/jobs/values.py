@@ -7,9 +7,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ckptio import PerRank, Shard
-from tests.ranks.jobs.work import engine, tensor_named
+from tests.ranks.jobs.work import engine, process_group, tensor_named
 
 if TYPE_CHECKING:
     from tests.ranks.jobs.worker import Me
@@ -90,3 +91,39 @@ def save_what_one_cannot(me: Me, path: str) -> None:
             await ours.save({"w": torch.ones(3), "x": object() if me.rank == 1 else 1}, path)
 
     asyncio.run(work())
+
+
+def train_with_zero(me: Me, path: str, steps: list[int]) -> list[float]:
+    """Go on with an optimizer whose moments are on all ranks, as the page about ranks says."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    kept: Any = None
+
+    async def load() -> None:
+        target: dict[str, Any] = {"model": model, "optimizer": None}
+        async with engine(me) as ours:
+            await ours.load(path, target)
+        optimizer.load_state_dict(target["optimizer"])
+
+    async def save() -> None:
+        state = {"model": model} if me.rank else {"model": model, "optimizer": kept}
+        async with engine(me) as ours:
+            await ours.save(state, path)
+
+    with process_group():
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+        )
+        if steps[0]:
+            asyncio.run(load())
+        for step in range(*steps):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not steps[0]:
+            optimizer.consolidate_state_dict(to=0)
+            if me.rank == 0:
+                kept = optimizer.state_dict()
+            asyncio.run(save())
+    return [float(parameter.double().sum()) for parameter in model.parameters()]
