@@ -30,8 +30,7 @@ S = TypeVar("S")
 P = ParamSpec("P")
 F = TypeVar("F", bound="Callable[..., Coroutine[Any, Any, Any]]")
 
-#: Seconds for what is removed behind an abort, all of it: a store that does not answer is not
-#: waited for.
+#: Seconds for all that is removed behind an abort: a silent store is not waited for.
 GRACE_S = 10.0
 
 
@@ -59,7 +58,7 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
         asyncio.CancelledError: The caller was cancelled; `future` is done by then.
     """
     try:
-        await asyncio.wait((future,))
+        await wait((future,))
     except GeneratorExit:  # nobody runs the caller any more, so nothing can be waited for
         raise
     except BaseException:
@@ -71,6 +70,19 @@ async def outlive(future: asyncio.Future[T], on_cancel: Callable[[], object] | N
         return future.result()
     finally:
         del future, on_cancel  # an error that it ended with has this frame: no circle
+
+
+async def wait(futures: Iterable[asyncio.Future[Any]], *, timeout_s: float | None = None) -> None:
+    """Do as `asyncio.wait`, so that a cancellation keeps nothing of the caller in memory.
+
+    From Python 3.14 on its traceback has a frame of asyncio's that has the task, which has the
+    cancellation: a circle, with what the caller's frames have, a state for one.
+    """
+    try:
+        await asyncio.wait(futures, timeout=timeout_s)
+    except asyncio.CancelledError as cancelled:
+        cancelled.__traceback__ = None
+        raise
 
 
 async def wait_out(future: asyncio.Future[Any]) -> None:

@@ -29,7 +29,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptio._aio import first_failure, shielded
+from ckptio._aio import first_failure, shielded, wait
 from ckptio.engine.context import settle
 from ckptio.engine.landing import bring, close_source
 from ckptio.errors import PeerLostError, StateError
@@ -178,7 +178,7 @@ async def _run_both(
             ]
             # waited for in the block, where the group takes back its own cancellation of it:
             # before Python 3.13 it does not, of one that comes later
-            await asyncio.wait(sides)
+            await wait(sides)
     except BaseExceptionGroup as errors:
         _, others = errors.split(PeerLostError)
         if others is None and task.cancelling() > num_cancels:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from ckptio._aio import wait
 from ckptio.events import SaveQueued
 from ckptio.storage.file_names import STAY_S
 
@@ -57,7 +58,7 @@ async def turn(job: SaveJob, context: EngineContext) -> AsyncIterator[MyTurn]:
 
         async def my_turn(attempt: Attempt) -> None:
             while before is not None and not before.done():
-                await asyncio.wait((before,), timeout=STAY_S)
+                await wait((before,), timeout_s=STAY_S)
                 await attempt.stay()
             if job.permit is not None:
                 await job.permit()
