@@ -243,8 +243,11 @@ async def test_an_engine_can_be_shared(tmp_path: Path) -> None:
         assert_same(await engine.load(tmp_path / "a" / step_name(1)), state_of(1))
         with pytest.raises(EngineClosedError, match="checkpointer is closed: it is used inside"):
             one.save(state_of(1), 2)
-        with pytest.raises(EngineClosedError, match="checkpointer is not open: open it with"):
-            Checkpointer(tmp_path / "c", engine=engine).save(state_of(1), 2)
+        assert one.path(1) == str(tmp_path / "a" / step_name(1))  # where the run left its result
+        never = Checkpointer(tmp_path / "c", engine=engine)
+        for call in (lambda: never.save(state_of(1), 2), lambda: never.path(2)):
+            with pytest.raises(EngineClosedError, match="checkpointer is not open: open it with"):
+                call()
         with pytest.raises(ConfigError, match="no effect with engine="):
             Checkpointer(tmp_path, engine=engine, config=SMALL)
 

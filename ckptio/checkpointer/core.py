@@ -243,8 +243,8 @@ class CheckpointerCore:
     # saving
 
     def path(self, step: int) -> str:
-        """Give the path of a step's checkpoint, which need not exist."""
-        return self.keeper.root.join(step_name(step))
+        """Give the path of a step's checkpoint, which need not exist; also when it is closed."""
+        return (self._keeper or self.keeper).root.join(step_name(step))
 
     def save(
         self, state: Any, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool

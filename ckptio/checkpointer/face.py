@@ -374,11 +374,11 @@ class Checkpointer:
         return tuple(await core.engine.call(core.asking(core.questions.records), "list records"))
 
     def path(self, step: int) -> str:
-        """Give the path of a step's checkpoint, committed or not.
+        """Give the path of a step's checkpoint, committed or not; also after the block.
 
         Raises:
             ConfigError: `step` is not a number of a step.
-            EngineClosedError: The checkpointer is not open.
+            EngineClosedError: The checkpointer was not opened.
         """
         return self._core.path(step)
 
