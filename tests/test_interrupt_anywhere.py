@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import shutil
+import signal
 import sys
 import threading
 import weakref
@@ -21,7 +22,7 @@ import torch
 
 from ckptio import CheckpointConfig, Engine, sync
 from ckptio._gc import _pauses, collection_paused
-from ckptio.errors import CheckpointNotFoundError
+from ckptio.errors import CheckpointNotFoundError, EngineClosedError
 from ckptio.runtime.guard import Guard
 from ckptio.runtime.running import run_uninterrupted
 from tests.rig import assert_same, names_in
@@ -40,8 +41,16 @@ _OURS = ("/ckptio/", "/anyio/", "/asyncio/")
 _BESIDE_LOOP = ("/ckptio/",)
 
 
-def interrupt_at(point: int, call: Callable[[], object], where: tuple[str, ...] = _OURS) -> bool:
-    """Call, and interrupt it at a point of it, counted from 1. Whether it had that many."""
+def interrupt_at(
+    point: int,
+    call: Callable[[], object],
+    where: tuple[str, ...] = _OURS,
+    handler: Callable[[], object] | None = None,
+) -> bool:
+    """Call, and interrupt it at a point of it, counted from 1. Whether it had that many.
+
+    With a handler, that is called there, and does not raise.
+    """
     count = 0
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
@@ -54,7 +63,9 @@ def interrupt_at(point: int, call: Callable[[], object], where: tuple[str, ...] 
             count += 1
             if count == point:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                if handler is None:
+                    raise KeyboardInterrupt
+                handler()
 
     sys.setprofile(look)
     try:
@@ -64,7 +75,7 @@ def interrupt_at(point: int, call: Callable[[], object], where: tuple[str, ...] 
         return True
     finally:
         sys.setprofile(None)
-    return False
+    return count >= point
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
@@ -134,6 +145,32 @@ def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
     assert point > 100
 
 
+@pytest.mark.parametrize("face", ["start_save", "load"])
+def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> None:
+    """Neither waits for the other: who was interrupted goes on, or hears that it is closed."""
+    sync.save(STATE, tmp_path / "a")
+    point, went_on = 0, True
+    while went_on:
+        point += 1
+        engine = sync.Engine(CONFIG, ranks="solo").__enter__()
+
+        def call(engine: sync.Engine = engine) -> None:
+            with contextlib.suppress(EngineClosedError):
+                if face == "load":
+                    engine.load(tmp_path / "a")
+                else:
+                    engine.start_save(STATE, tmp_path / "b", overwrite=True)
+
+        def close(engine: sync.Engine = engine) -> None:
+            engine.__exit__(None, None, None)
+
+        went_on = interrupt_at(point, call, ("/ckptio/runtime/", "/ckptio/_outcome"), close)
+        close()
+        assert engine._core._in_flight._running <= set()
+        assert not engine._core._in_flight._handed
+    assert point > 30
+
+
 def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
     """Also inside of another block, whose own pause goes on or ends with it."""
 
@@ -167,8 +204,38 @@ def test_no_interrupt_leaves_a_guard_locked() -> None:
         assert ran.pop() == "other"
         assert "outer" not in ran
         point += 1
-    assert point > 8
+    assert point > 5
     assert ran[-2:] == ["inner", "outer"]
+
+
+def test_a_handler_waits_for_the_guard_of_another_thread() -> None:
+    """Where its own thread waits for that, too, or has just released it."""
+    guard, seen, goes_on = Guard(), [], threading.Event()
+
+    def hold() -> None:
+        seen.append("in")
+        assert goes_on.wait(10)
+        seen.append("out")
+
+    def handle(*_: object) -> None:
+        goes_on.set()
+        guard.run(lambda: seen.append("handler"))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        other = threading.Thread(target=guard.run, args=(hold,))
+        other.start()
+        while not seen:
+            pass
+        to = (threading.get_ident(), signal.SIGUSR1)
+        signaller = threading.Timer(0.05, signal.pthread_kill, to)
+        signaller.start()  # it comes while this thread waits
+        guard.run(lambda: seen.append("main"))
+        signaller.join()
+        other.join(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == ["in", "out", "handler", "main"]
 
 
 def test_a_guard_lets_one_thread_in() -> None:

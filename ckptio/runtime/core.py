@@ -208,7 +208,7 @@ class EngineCore:
         context = self.context
         permit = functools.partial(self._require_open, in_flow=in_flow)
         try:
-            self._in_flight.begin_if(permit, running, step, context, name, engine=self)
+            self._in_flight.begin(running, step, context, name, engine=self, permit=permit)
         except BaseException:
             self._in_flight.stop(running)
             raise
@@ -348,7 +348,7 @@ class EngineCore:
     def _close(self, abort: bool, closer_id: int) -> None:  # noqa: FBT001  # called from here
         if not self.is_here:  # a forked child has neither its threads nor its loop
             return
-        portal = self._in_flight.guard.run(self._take_portal)
+        portal: BlockingPortal | None = vars(self).pop("_portal", None)  # one closer alone has it
         if portal is None:
             return
         self._stay()
@@ -358,10 +358,6 @@ class EngineCore:
             self._in_flight.wait_ended(closer_id)
         finally:
             self._end(portal)
-
-    def _take_portal(self) -> BlockingPortal | None:
-        portal, self._portal = self._portal, None
-        return portal
 
     def abort_in_flight(self) -> None:
         """Stop everything that is under way. From any thread; waits for nothing."""

@@ -20,25 +20,20 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a plain one can be released by who does not have it
-        self._inside: set[int] = set()  # threads that have it, or wait for it
+        self._lock = threading.RLock()  # it knows who has it
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function`, one thread at a time.
 
-        A signal's handler that calls this on the thread that it interrupted does not wait.
+        A signal's handler that calls this where its own thread has the lock does not wait.
         """
-        thread = threading.get_ident()
-        if thread in self._inside:
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # conditions ask it
             return function()
         try:
-            self._inside.add(thread)
             self._lock.acquire()
             return function()
         finally:
-            try:
+            try:  # noqa: SIM105  # an interrupt may come to a call of anything else
                 self._lock.release()
-            except RuntimeError:  # an interrupt came before it was taken
+            except RuntimeError:  # one came before it was taken
                 pass
-            finally:
-                self._inside.discard(thread)

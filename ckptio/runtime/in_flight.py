@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from ckptio.errors import EngineClosedError
-from ckptio.runtime.guard import Guard
+from ckptio.errors import CheckpointError, EngineClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -43,12 +43,11 @@ class InFlight:
 
     Attributes:
         flows: Calls of several steps: what is between two of them is in flight, too.
-        guard: Held where something begins that an engine may refuse, and where it is closed.
     """
 
     def __init__(self) -> None:
-        self.guard = Guard()
         self._running: set[Running[Any]] = set()
+        self._handed: dict[Running[Any], int] = {}  # by which thread, while that does it
         self.flows: set[Driver] = set()
         self._is_aborted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,31 +67,14 @@ class InFlight:
         if self._closing is not None:
             self._closing.set()
 
-    def begin_if(
-        self,
-        permit: Callable[[], None],
-        running: Running[T],
-        step: Callable[[EngineContext], Awaitable[T]],
-        context: EngineContext,
-        name: str,
-        engine: object,
-    ) -> None:
-        """Do as `begin`, but for what `permit` refuses; nobody closes the engine meanwhile."""
-
-        def begin() -> None:
-            permit()
-            self.begin(running, step, context, name, engine)
-
-        self.guard.run(begin)
-
     def begin_flow(self, permit: Callable[[], None], driver: Driver) -> None:
-        """Have a flow waited for, but for what `permit` refuses, as above."""
-
-        def begin() -> None:
+        """Have a flow waited for, but for what `permit` refuses; see `begin`."""
+        self.flows.add(driver)
+        try:
             permit()
-            self.flows.add(driver)
-
-        self.guard.run(begin)
+        except BaseException:
+            self.end_flow(driver)
+            raise
 
     def begin(
         self,
@@ -100,9 +82,15 @@ class InFlight:
         step: Callable[[EngineContext], Awaitable[T]],
         context: EngineContext,
         name: str,
-        engine: object = None,
+        *,
+        engine: object,
+        permit: Callable[[], None] | None = None,
     ) -> None:
         """Hand a step to the loop. Where an interrupt comes meanwhile, it begins aborted.
+
+        There is no lock between this and who closes the engine, as a signal's handler may close it
+        that has stopped this: a step is there before it is asked whether it may be, and the engine
+        is closed before it is looked which are.
 
         Args:
             running: Takes its end.
@@ -110,18 +98,33 @@ class InFlight:
             context: What it is given.
             name: Of its task.
             engine: What is to be there until it has ended, unless it is endless.
+            permit: Raises if none may begin any more; not asked if it is not given.
+
+        Raises:
+            EngineClosedError: The loop has ended, or `permit` raised it, or what else that raises.
         """
         keeps = None if running.is_endless else engine
         del engine
+        is_permitted = permit is None
 
         def spawn() -> None:
             assert self._group is not None  # noqa: S101  # as below
-            self._group.create_task(self.run(step, context, running, keeps), name=name)
+            if not running.end.done():  # it may have been handed over twice
+                self._group.create_task(self.run(step, context, running, keeps), name=name)
 
         def hand_over() -> None:
+            nonlocal is_permitted
             assert self._loop is not None  # noqa: S101  # `serve` began with the engine
+            self._handed[running] = threading.get_ident()
             self._running.add(running)
-            self._loop.call_soon_threadsafe(spawn)
+            if permit is not None and not is_permitted:
+                permit()
+                is_permitted = True  # and whoever closes the engine waits for this one
+            try:
+                self._loop.call_soon_threadsafe(spawn)
+            except RuntimeError:
+                raise _closed() from None
+            self._handed.pop(running, None)
 
         try:
             hand_over()
@@ -129,8 +132,11 @@ class InFlight:
             running.abort()
             try:
                 hand_over()
-            except RuntimeError:  # the loop has ended, and whatever was on it: nobody is to wait
+            except CheckpointError:  # nobody is to wait for it
                 self._running.discard(running)
+                self._handed.pop(running, None)
+                if not running.end.done():
+                    running.end.set_exception(_closed())
             raise
         if self._is_aborted:  # looked at after it is there, and `abort` the other way round
             running.abort(_left())
@@ -195,8 +201,9 @@ class InFlight:
             closer_id: Identifies the thread that closes the engine.
         """
         while True:
-            # what begins has been asked whether it may
-            flows, steps = self.guard.run(lambda: (list(self.flows), list(self._running)))
+            flows = list(self.flows)
+            # what the closer's own thread hands over goes on when a handler there has closed this
+            steps = [one for one in list(self._running) if self._handed.get(one) != closer_id]
             if not flows and not steps:
                 return
             # discarded here, too: an interrupt comes also where one that has ended would be
@@ -207,6 +214,10 @@ class InFlight:
             for running in steps:
                 running.wait_ended()
                 self._running.discard(running)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed meanwhile")
 
 
 def _left() -> EngineClosedError:
