@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from bench.harness import timed
 from bench.isolate import peak_of
 from ckptio import CheckpointConfig
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.config import GiB
 from ckptio.engine.decide import _leaves
 from ckptio.format.checksum import pack_checksums
@@ -182,11 +182,14 @@ def _exchange(size: Size, file_nbytes: int, num_replicas: int) -> dict[str, floa
         messages.append(msgspec.json.encode([(file, (0, num_blocks)) for file in wanted]))
     figures["listing_nbytes"] = sum(map(len, messages))
 
+    decode_all = without_collection(lambda: [decode_runs(decode(each)) for each in messages])
+    planning = without_collection(plan_exchange)
+
     def plan() -> list[bytes]:
-        with timed(figures, "decode_s"), collection_paused():
-            wants = [decode_runs(decode(message)) for message in messages]
-        with timed(figures, "plan_s"), collection_paused():
-            planned = plan_exchange(manifest, wants, size.hosts(), config.slab_nbytes)
+        with timed(figures, "decode_s"):
+            wants = decode_all()
+        with timed(figures, "plan_s"):
+            planned = planning(manifest, wants, size.hosts(), config.slab_nbytes)
         with timed(figures, "answer_s"):
             return _encoded(planned.parts())
 

@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from starting inside the block.
+def without_collection(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the cyclic garbage collector from starting while a function runs.
 
     Taking 20,000 tensors apart makes 60,000 small objects, none of them garbage; the
     collections that this sets off took as long as everything else.
 
-    An interrupt (a signal's handler that raises) comes where a call has returned. So what is called
-    is inside of what undoes it; and where the block is not left, or not entered, as the interrupt
-    comes to `contextlib`, the generator is closed when nobody has it any more.
+    No context manager: an interrupt (a signal's handler that raises) comes where a call has
+    returned, so also where one was entered and its block has not begun, or where it is to be left;
+    and in a coroutine, what could undo it later may be in a circle that only the collector frees.
     """
-    if not gc.isenabled():
-        yield
-        return
-    pause = object()
-    try:
-        _pauses[pause] = None
-        gc.disable()
-        yield
-    finally:
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not gc.isenabled():
+            return function(*args, **kwargs)
+        pause = object()
         try:
-            gc.enable()
+            _pauses[pause] = None
+            gc.disable()
+            return function(*args, **kwargs)
         finally:
-            _pauses.pop(pause, None)
+            try:
+                gc.enable()
+            finally:
+                _pauses.pop(pause, None)
+
+    return run
 
 
-#: The blocks that are under way. Of the module, as the collector is of the process.
+#: The calls that are under way. Of the module, as the collector is of the process.
 _pauses: dict[object, None] = {}
 
 
 def _end_in_child() -> None:
-    """Let a child that was forked meanwhile collect: nobody there ends the block."""
+    """Let a child that was forked meanwhile collect: nobody there ends the call."""
     if _pauses:
         gc.enable()
 

@@ -198,13 +198,15 @@ assert num_saved
 """
 COLLECTS = """
 import gc, os
-from ckptio._gc import collection_paused
-with collection_paused():
+from ckptio._gc import without_collection
+@without_collection
+def run():
     pid = os.fork()
     if not pid:
         os._exit(not gc.isenabled())
     assert os.waitpid(pid, 0)[1] == 0
     assert not gc.isenabled()
+run()
 assert gc.isenabled()
 """
 EXIT = """

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import ckptio
 from ckptio import CheckpointConfig, Engine, sync
-from ckptio._gc import _pauses, collection_paused
+from ckptio._gc import _pauses, without_collection
+from ckptio.adapters.dcp.calls import wait_for
 from ckptio.errors import CheckpointNotFoundError, EngineClosedError
 from ckptio.runtime.guard import Guard
 from ckptio.runtime.running import run_uninterrupted
@@ -172,11 +174,16 @@ def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> N
 
 
 def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
-    """Also inside of another block, whose own pause goes on or ends with it."""
+    """Also inside of another call; and where somebody keeps the interrupt, with all its frames."""
+    kept: list[BaseException] = []
 
     def run() -> None:
-        with collection_paused(), collection_paused():
-            assert not gc.isenabled()
+        paused = without_collection(without_collection(gc.isenabled))
+        try:
+            assert not paused()
+        except KeyboardInterrupt as interrupt:
+            kept.append(interrupt)
+            raise
         assert gc.isenabled()
 
     point = 1
@@ -184,7 +191,66 @@ def test_garbage_is_collected_again_wherever_an_interrupt_comes() -> None:
         assert gc.isenabled()
         assert not _pauses
         point += 1
-    assert point > 10
+    assert point > 5
+    assert kept
+
+
+def test_no_thread_is_started_where_an_interrupt_may_come(tmp_path: Path) -> None:
+    """What it leaves locked in Python's own `start` is what every thread of the process needs."""
+    started: list[str] = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        if event == "call" and frame.f_code is threading.Thread.start.__code__ and frame.f_back:
+            started.append(frame.f_back.f_code.co_qualname)
+
+    async def in_loop() -> None:
+        async with Engine(CONFIG, ranks="solo") as engine:
+            await engine.save(STATE, tmp_path / "d")
+        await ckptio.save(STATE, tmp_path / "e", ranks="solo")
+        assert wait_for(asyncio.sleep(0, "slept")) == "slept"
+
+    sys.setprofile(look)
+    try:
+        sync.save(STATE, tmp_path / "a")
+        sync.load(tmp_path / "a")
+        with sync.Engine(CONFIG) as engine:
+            engine.start_save(STATE, tmp_path / "b", then=tmp_path / "far").durable.wait()
+        asyncio.run(in_loop())
+        ckptio.save(STATE, tmp_path / "c", ranks="solo").committed.wait()
+    finally:
+        sys.setprofile(None)
+    assert started == []
+
+
+def test_an_interrupt_ends_what_is_waited_for_inside_of_a_loop() -> None:
+    """The plug-ins of torch.distributed.checkpoint wait so: what they began is undone by then."""
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("undone")
+
+    def handle(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async def train() -> None:
+        to = (threading.get_ident(), signal.SIGUSR1)
+        signaller = threading.Timer(0.1, signal.pthread_kill, to)
+        signaller.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(slow())
+        signaller.join()
+        assert ended == ["undone"]
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        asyncio.run(train())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_no_interrupt_leaves_a_guard_locked() -> None:

@@ -20,7 +20,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio._aio import run_blocking
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.engine.context import meet
 from ckptio.engine.exchange import plan_part, read_shared
 from ckptio.engine.load import announce, plan_and_read
@@ -284,13 +284,10 @@ class _Meeting:
     def _plan(self, messages: Sequence[Json]) -> tuple[ExchangePlan, bool]:
         """Plan who would read what for whom, and say whether that pays. Blocks."""
         hosts = self._context.ranks.hosts
-        with collection_paused():  # if all want everything, wants are as many as ranks x files
-            plan = plan_exchange(
-                self._reading.manifest,
-                [decode_runs(message["runs"]) for message in messages],
-                hosts,
-                min(message["slab_nbytes"] for message in messages),
-            )
+        runs = [decode_runs(message["runs"]) for message in messages]
+        slab_nbytes = min(message["slab_nbytes"] for message in messages)
+        # if all want everything, wants are as many as ranks x files
+        plan = without_collection(plan_exchange)(self._reading.manifest, runs, hosts, slab_nbytes)
         if messages[0]["exchange"] == "on":
             return plan, plan.shared_nbytes() > 0
         cached = [message["cached"] for message in messages]

@@ -13,7 +13,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from ckptio._aio import Siblings, run_blocking
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.config import MiB
 from ckptio.engine.context import num_cached_lanes, settle
 from ckptio.engine.landing import bring, opened
@@ -188,6 +188,7 @@ def announce(reading: Reading, nbytes: int, num_files: int, context: EngineConte
     )
 
 
+@without_collection
 def _plan(
     manifest: Manifest,
     wanted: Sequence[Wanted],
@@ -197,8 +198,7 @@ def _plan(
     whole_files: bool,
 ) -> LoadPlan:
     """Plan the reads of a load. Blocks."""
-    with collection_paused():
-        return plan_load(manifest, wanted, config, gap_nbytes=gap_nbytes, whole_files=whole_files)
+    return plan_load(manifest, wanted, config, gap_nbytes=gap_nbytes, whole_files=whole_files)
 
 
 def require_slabs(manifest: Manifest, context: EngineContext) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.engine.hints import hint_for
 from ckptio.engine.regions import Need
 from ckptio.errors import FormatError, MismatchError, some_of
@@ -102,6 +102,7 @@ class Restoration:
         chunks = (chunk for need in self.needs for chunk in need.chunks())
         return sorted({chunk.file if place is None else place(chunk)[0] for chunk in chunks})
 
+    @without_collection
     def wanted(self, place: Place | None = None) -> list[Wanted]:
         """Give the ranges that bring what is needed, after the sizes of files were checked.
 
@@ -112,15 +113,14 @@ class Restoration:
             FormatError: The chunks are cut into more pieces than any sharding has.
         """
         wanted: list[Wanted] = []
-        with collection_paused():
-            for need in self.needs:
-                need.expand(wanted, place)
+        for need in self.needs:
+            need.expand(wanted, place)
         return wanted
 
+    @without_collection
     def destinations(self) -> list[Destination]:
         """Make what is new, on the caller's thread, after the sizes of files were checked."""
-        with collection_paused():
-            return [make if isinstance(make, Destination) else make() for make in self.makers]
+        return [make if isinstance(make, Destination) else make() for make in self.makers]
 
 
 class _Kind(NamedTuple):
@@ -131,6 +131,7 @@ class _Kind(NamedTuple):
     order: tuple[int, ...] = ()
 
 
+@without_collection
 def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     """Decide where everything goes. Changes no target; makes no tensor yet of a target's size.
 
@@ -140,10 +141,9 @@ def plan_restoration(manifest: Manifest, path: str, request: LoadRequest) -> Res
         FormatError: The tree contradicts the manifest.
     """
     try:
-        with collection_paused():
-            if request.into is None:
-                return _all_new(manifest, request)
-            return _into(manifest, path, request)
+        if request.into is None:
+            return _all_new(manifest, request)
+        return _into(manifest, path, request)
     except RecursionError:
         raise FormatError("values nested too deep in the manifest") from None
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckptio._aio import Siblings, run_blocking, run_unless_cancelled
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio._version import __version__
 from ckptio.engine.attempt_end import end_attempt
 from ckptio.engine.context import settle
@@ -181,12 +181,12 @@ async def save_alone(job: SaveJob, context: EngineContext, my_turn: MyTurn) -> S
     )
 
 
+@without_collection
 def plan_files(
     leaves: Sequence[LeafSpec], config: CheckpointConfig, parts: Sequence[Part] | None = None
 ) -> SavePlan:
     """Plan the files of one rank, as `plan_save` does. Blocks."""
-    with collection_paused():
-        return plan_save(leaves, config, parts)
+    return plan_save(leaves, config, parts)
 
 
 def announce(job: SaveJob, context: EngineContext, plan: SavePlan, *, reused: bool) -> None:

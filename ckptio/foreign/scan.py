@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.errors import FormatError
 from ckptio.foreign.pickles import UnpicklingError
 
@@ -122,9 +122,8 @@ def scan_pickle(file: IO[bytes]) -> Scanned:
     """
     start = file.tell()
     try:
-        with collection_paused():
-            machine = _Machine(file)
-            machine.run()
+        machine = _Machine(file)
+        without_collection(machine.run)()
     except (IndexError, KeyError, UnicodeDecodeError):
         raise FormatError("it is no whole pickle of torch.save") from None
     return Scanned(

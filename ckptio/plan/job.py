@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.config import MiB
 from ckptio.errors import PlanError
 from ckptio.format.compose import encode_rows
@@ -51,6 +51,7 @@ class JobPlan:
     written_nbytes: tuple[int, ...]
 
 
+@without_collection
 def plan_job(
     ranks: Sequence[Sequence[LeafSpec]],
     *,
@@ -80,19 +81,18 @@ def plan_job(
         PlanError: Blocks disagree, overlap, leave gaps, or are replicas without one main
             one. Names the tensors and ranks, ten of them at most.
     """
-    with collection_paused():
-        parties = Parties(ranks)
-        assigner = Assigner(
-            parties,
-            _turns(hosts, len(ranks)),
-            local_nbytes=local_nbytes if replicate == "local" else 0,
-            min_part_nbytes=min_part_nbytes,
-            pins=pins or {},
-        )
-        found = _count(parties, assigner)
-        assigner.share_out()
-        tensors = tuple([assigner.assign(row, pattern) for row, pattern in found])
-        return JobPlan(assigner.assignments(), tensors, tuple(assigner.loads))
+    parties = Parties(ranks)
+    assigner = Assigner(
+        parties,
+        _turns(hosts, len(ranks)),
+        local_nbytes=local_nbytes if replicate == "local" else 0,
+        min_part_nbytes=min_part_nbytes,
+        pins=pins or {},
+    )
+    found = _count(parties, assigner)
+    assigner.share_out()
+    tensors = tuple([assigner.assign(row, pattern) for row, pattern in found])
+    return JobPlan(assigner.assignments(), tensors, tuple(assigner.loads))
 
 
 def _count(parties: Parties, assigner: Assigner) -> list[tuple[Row, Pattern]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.errors import PeerLostError, RankError, RankFormatError, name_ranks
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ _heads: msgspec.json.Decoder[AnyHead] = msgspec.json.Decoder(AnyHead)
 _encode = msgspec.json.Encoder().encode
 
 
+@without_collection
 def decode(body: bytes) -> Any:
     """Read the body of a frame.
 
@@ -144,9 +145,7 @@ def decode(body: bytes) -> Any:
     Raises:
         msgspec.DecodeError: It is no JSON.
     """
-    with collection_paused():
-        found: Any = msgspec.json.decode(body)
-    return found
+    return msgspec.json.decode(body)
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -128,8 +128,6 @@ class EngineCore:
             ConfigError: There are several ranks and no way to meet.
             EngineClosedError: The system gives it no thread, or no descriptors.
         """
-        if "torch" in sys.modules:
-            import_module("ckptio.runtime.flows")
         if self._portal_block is not None:
             raise EngineClosedError("an engine is entered once; make another one")
         try:  # a loop that is half up would be waited for, and never end
@@ -139,6 +137,8 @@ class EngineCore:
             raise
 
     def _start(self) -> None:
+        if "torch" in sys.modules:  # here, where no interrupt leaves the lock of imports locked
+            import_module("ckptio.runtime.flows")
         self._portal_block = start_blocking_portal(backend="asyncio")
         never_end_in_child(self, self._portal_block)
         try:

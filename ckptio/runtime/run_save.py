@@ -15,6 +15,7 @@ from ckptio.engine.turns import place_for, turn
 from ckptio.errors import EngineClosedError, SaveAbortedError
 from ckptio.events import SaveCommitted, SaveFailed
 from ckptio.moments import CheckpointInfo, Moment
+from ckptio.runtime.running import run_uninterrupted
 from ckptio.runtime.save_copy import begin_copy
 
 if TYPE_CHECKING:
@@ -140,9 +141,18 @@ def run_alone(
     begins: Moment[None] = Moment()
     rest = functools.partial(_close_after, core, job.moments, copy, running, copying, begins)
     core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
-    try:
-        threading.Thread(target=rest, name="ckptio-save", daemon=False).start()
-    except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+    failures: list[RuntimeError] = []
+
+    def begin() -> None:
+        try:
+            threading.Thread(target=rest, name="ckptio-save", daemon=False).start()
+        except RuntimeError as error:  # the limit of threads is reached, or the interpreter ends
+            failures.append(error)
+
+    # an interrupt leaves a lock of `start` locked, which every thread of the process needs
+    run_uninterrupted(begin, "ckptio-begin", lambda: None)
+    if failures:
+        failures.clear()
         rest()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.errors import TargetError
 from ckptio.staging.by_torch import copy_by_torch
 from ckptio.staging.memory import (
@@ -205,21 +205,26 @@ class TargetState:
         self._devices: dict[int, torch.device] = {}
         self._stops: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
-        with collection_paused():
-            self._storages = [
-                each.tensor.untyped_storage() if each.storage is None else each.storage
-                for each in destinations
-            ]
-            for number, each in enumerate(destinations):
-                if each.span is not None and each.device is None:
-                    self._pointers.append(each.span[0])  # nearly all
-                    self._addresses.append(each.span[0])
-                else:
-                    self._look_at(number, each)
+        self._storages = self._look()
         self._streams = streams
         self._lock = threading.Lock()
         self._moved: int | None = None
         self.count_write()
+
+    @without_collection
+    def _look(self) -> list[torch.UntypedStorage]:
+        """Note how each is filled, and give what it lies in."""
+        storages = [
+            each.tensor.untyped_storage() if each.storage is None else each.storage
+            for each in self._destinations
+        ]
+        for number, each in enumerate(self._destinations):
+            if each.span is not None and each.device is None:
+                self._pointers.append(each.span[0])  # nearly all
+                self._addresses.append(each.span[0])
+            else:
+                self._look_at(number, each)
+        return storages
 
     def _look_at(self, number: int, destination: Destination) -> None:
         """Note how one is filled that was not looked at, or is on a device."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.errors import UnsupportedLeafError
 from ckptio.format.encode import (
     RANKS_TAG,
@@ -108,6 +108,7 @@ class FlatState:
         return dataclasses.replace(self, sources=(), looks=())
 
 
+@without_collection
 def flatten(
     state: Any,
     rank: int | None = None,
@@ -131,8 +132,7 @@ def flatten(
         UnsupportedLeafError: A value has no portable form, or a sharded tensor is partial or
             contradicts itself.
     """
-    with collection_paused():
-        return _Flattener(rank, instead).flatten(state)
+    return _Flattener(rank, instead).flatten(state)
 
 
 class _Flattener:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptio._gc import collection_paused
+from ckptio._gc import without_collection
 from ckptio.errors import FormatError, TargetError
 from ckptio.format.decode import ObjectDecoder
 from ckptio.format.encode import RANKS_TAG, TAG
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from ckptio.format.manifest import Manifest, TensorEntry
 
 
+@without_collection
 def check_values(manifest: Manifest) -> None:
     """Check a tree, see `read_tree`, and every value in it.
 
     Raises:
         FormatError: A value is not what a save writes. The first one is named.
     """
-    with collection_paused():
-        _Values(manifest.tensors).check(read_tree(manifest))
+    _Values(manifest.tensors).check(read_tree(manifest))
 
 
 class _Values:

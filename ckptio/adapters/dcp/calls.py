@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptio.config import CheckpointConfig
 from ckptio.errors import ConfigError
 from ckptio.events import notify
+from ckptio.runtime.running import Running, run_uninterrupted
 from ckptio.storage.local import LocalStorage
 from ckptio.storage.resolve import local_path, resolve_storage
 from ckptio.storage.stores import Stores
@@ -39,9 +39,11 @@ class OnTheSpot(concurrent.futures.Executor):
         """Run `function`, and give a future that is done."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
-            future.set_result(function(*args, **kwargs))
+            result = function(*args, **kwargs)
         except BaseException as error:  # who waits for the future raises it
             future.set_exception(error)
+        else:
+            future.set_result(result)
         return future
 
 
@@ -104,20 +106,27 @@ async def _ask(
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that needs no engine to its end, inside a running loop too. Blocks."""
+    """Run a coroutine that needs no engine to its end, inside a running loop too. Blocks.
+
+    An interrupt cancels it, and is raised when it has ended.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+    running: Running[T] = Running()
+
+    async def work() -> T:
+        running.started()
+        return await coroutine
 
     def run() -> None:
         try:
-            ended.set_result(asyncio.run(coroutine))
+            result = asyncio.run(work())
         except BaseException as error:  # raised below
-            ended.set_exception(error)
+            running.end.set_exception(error)
+        else:
+            running.end.set_result(result)
 
-    thread = threading.Thread(target=run, name="ckptio-dcp")
-    thread.start()
-    thread.join()
-    return ended.result()
+    run_uninterrupted(run, "ckptio-dcp", running.abort)
+    return running.end.result()
