@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+#: Entries beside which something is kept: it is not counted, and may be larger than a manifest.
+_MAX_MADE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What a cache has and has done.
@@ -167,7 +171,7 @@ class MetadataCache:
             del future  # an error that it ends with has this frame: no circle
 
     def beside(self, manifest: Manifest, make: Callable[[Manifest], T]) -> T:
-        """Give what was made of a manifest, and is kept as long as that is here.
+        """Give what was made of a manifest, and is kept as long as that is here; of the last few.
 
         Args:
             manifest: As `get` gave it.
@@ -178,6 +182,8 @@ class MetadataCache:
             return make(manifest)
         if entry.made is None:
             entry.made = make(manifest)
+            for other in [e for e in self._entries.values() if e.made is not None][:-_MAX_MADE]:
+                other.made = None
         made: T = entry.made
         return made
 

@@ -378,6 +378,21 @@ def test_what_is_made_of_a_manifest_goes_with_its_entry() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_of_few_entries_something_is_kept_beside() -> None:
+    """It is not counted, and of the last few alone."""
+
+    async def scenario() -> None:
+        storages = [await stored(A, f"m{i}") for i in range(6)]
+        async with running_cache() as cache:
+            made = [cache.beside(await cache.get(storage), Named) for storage in storages]
+            again = [cache.beside(await cache.get(storage), Named) for storage in storages[2:]]
+            assert again == made[2:]
+            assert cache.beside(await cache.get(storages[1]), Named) is not made[1]
+            assert cache.statistics().num_entries == 6
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_entries_are_bounded_by_bytes() -> None:
     """What is larger than the bound is not kept; the sum of the others stays below."""
 

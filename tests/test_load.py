@@ -790,6 +790,38 @@ def test_a_selection_that_the_target_has_under_another_name_is_told(
     assert more["step"] == 1
 
 
+def test_no_place_is_named_where_there_are_several(engine: sync.Engine, tmp_path: Path) -> None:
+    """Following it, an actor would get the weights of a critic that is made alike."""
+    nets = {name: torch.nn.Linear(2, 2) for name in ("value", "policy")}
+    engine.save(nets, tmp_path / "c")
+    target = {name: torch.nn.Linear(2, 2) for name in ("actor", "critic")}
+    for select in (None, "policy"):
+        with pytest.raises(MismatchError) as caught:
+            engine.load(tmp_path / "c", into=target, select=select)
+        assert "pass into=" not in str(caught.value)
+
+
+def test_an_object_beside_what_differs_is_not_asked_for_its_state(
+    engine: sync.Engine, tmp_path: Path
+) -> None:
+    """It may be a data loader, which moves then; or may have all ranks do it."""
+    engine.save({"model": torch.nn.Linear(2, 2), "step": 1}, tmp_path / "c")
+    asked: list[str] = []
+
+    class Loader:
+        def state_dict(self) -> dict[str, int]:
+            asked.append("state_dict")
+            return {"position": 7}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError(state)
+
+    target = {"net": torch.nn.Linear(2, 2), "data": Loader()}
+    with pytest.raises(MismatchError, match="has below 'model': pass into="):
+        engine.load(tmp_path / "c", into=target, select="model")
+    assert asked == []
+
+
 def test_a_backbone_from_another_program_is_told_where_to_go(tmp_path: Path) -> None:
     """Whatever the order of names in its file is."""
     body = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))

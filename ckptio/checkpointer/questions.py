@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ckptio.checkpointer.agree import agreed_records, agreed_steps
-from ckptio.errors import ConfigError
+from ckptio.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptio.checkpointer.keeper import Keeper
     from ckptio.checkpointer.pace import Pace
@@ -42,7 +43,10 @@ class Questions:
         async def read() -> Sequence[StepRecord]:
             first = await self._keeper.records()
             root, second = self._keeper.root, self._second
-            return first if second is None else await second.records(root, first)
+            if second is None:
+                return first
+            with _told_of([record.step for record in first]):
+                return await second.records(root, first)
 
         found = await agreed_records(key, context, read)
         self._pace.found([record.step for record in found])
@@ -53,7 +57,10 @@ class Questions:
 
         async def read() -> Sequence[int]:
             first = await self._keeper.steps()
-            return first if self._second is None else await self._second.steps(first)
+            if self._second is None:
+                return first
+            with _told_of(first):
+                return await self._second.steps(first)
 
         found = await agreed_steps(key, context, "steps()", read)
         self._pace.found(found)
@@ -66,7 +73,8 @@ class Questions:
             first = await self._keeper.newest(count)
             if self._second is None:
                 return first
-            steps, is_there = await self._second.newest(count, first)
+            with _told_of(first):
+                steps, is_there = await self._second.newest(count, first)
             is_on_both = is_there and first[-1:] == steps[-1:]
             if count > 1 and first and not is_on_both:  # it is about to be loaded
                 await self._second.look_back(self._keeper, steps[-1], first[-1])
@@ -103,3 +111,15 @@ class Questions:
         for step in reversed(steps):
             await self._upkeep.discard(keeper, step)
         return set(steps)
+
+
+@contextlib.contextmanager
+def _told_of(first: Sequence[int]) -> Iterator[None]:
+    """Have an error of a second tier say how to go on without it, if the first one has steps."""
+    try:
+        yield
+    except StorageError as error:
+        if not first or type(error) is not StorageError:
+            raise
+        told = f"{error.message}; leave out then= to go on with step {max(first)} of the first tier"
+        raise StorageError(told, path=error.filename, code=error.errno or 0) from error.__cause__

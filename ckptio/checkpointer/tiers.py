@@ -22,7 +22,6 @@ from ckptio.errors import (
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
-    StorageError,
     shown,
 )
 from ckptio.events import HigherStepFound
@@ -34,7 +33,7 @@ from ckptio.runtime.second_tier import is_copied
 from ckptio.storage.resolve import local_path, remote_url
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from ckptio.engine.context import EngineContext
     from ckptio.plan.retention import Retention, StepRecord
@@ -196,8 +195,7 @@ class SecondTier:
 
     async def steps(self, first: Sequence[int]) -> list[int]:
         """List the steps that either tier has, lowest first."""
-        with _told_of(first):
-            return sorted({*first, *await self.keeper.steps()})
+        return sorted({*first, *await self.keeper.steps()})
 
     async def newest(self, count: int, first: Sequence[int]) -> tuple[list[int], bool]:
         """List the highest steps that either tier has, lowest first.
@@ -210,8 +208,7 @@ class SecondTier:
             The steps, and whether the highest is on this tier.
         """
         above = first[0] if len(first) == count else -1  # no more can be among them
-        with _told_of(first):
-            there = await self.keeper.newest(count, above=above)
+        there = await self.keeper.newest(count, above=above)
         steps = sorted({*first, *there})[-count:]
         return steps, steps[-1:] == there[-1:]
 
@@ -298,6 +295,17 @@ class SecondTier:
         finally:
             self._thinning.release()
 
+    async def precede(
+        self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock
+    ) -> None:
+        """Let the first tier go of a step before this one does, if it need not have it any more.
+
+        Behind that nothing would tell there that it had been copied: a copy that ends late, behind
+        those of newer steps, may be removed as soon as it is there.
+        """
+        if self._keep_local is not None and step not in exempt():
+            await self._let_go(step, first, exempt, turn, self._keep_local)
+
     async def _let_go(
         self,
         step: int,
@@ -354,18 +362,6 @@ class SecondTier:
         owed = {parse_name(name) for name in begun if await self.owes(first.join(name))}
         steps = {step for step in owed if step is not None}
         return lambda: steps | exempt()
-
-
-@contextlib.contextmanager
-def _told_of(first: Sequence[int]) -> Iterator[None]:
-    """Have an error of this tier say how to go on without it, if the first one has steps."""
-    try:
-        yield
-    except StorageError as error:
-        if not first or type(error) is not StorageError:
-            raise
-        told = f"{error.message}; leave out then= to go on with step {max(first)} of the first tier"
-        raise StorageError(told, path=error.filename, code=error.errno or 0) from error.__cause__
 
 
 def second_tier_of(

@@ -303,6 +303,9 @@ class Upkeep:
         except StorageError as error:
             return without_frames(error)  # it has this one: no circle
         if step not in self.exempt() and not self._is_in_a_hurry():
+            if self._second is not None and keeper is self._second.keeper:
+                turn = self._turns[self._keeper]
+                await self._second.precede(step, self._keeper, self.exempt, turn)
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
                 return without_frames(removal.error)

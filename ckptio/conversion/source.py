@@ -142,9 +142,9 @@ class Source:
             firsts = dict.fromkeys(name.partition(".")[0] for name, _ in walk("", tree) if name)
             tree = below(tree, strip.removesuffix("."))
             if tree == {}:
+                found = f", which has {some_of([*firsts])}" if firsts else ""
                 raise TargetError(
-                    f"there is nothing below {strip!r} in checkpoint {self.path!r}, which has"
-                    f" {some_of([*firsts])}"
+                    f"there is nothing below {strip!r} in checkpoint {self.path!r}{found}"
                 )
         self.tree = tree if select is None else prune(tree, make_predicate(select))
         if select is not None and self.tree == {}:

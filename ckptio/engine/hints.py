@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ckptio.format.encode import join_fqn
 from ckptio.state.fills import names_of
 from ckptio.state.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckptio.state.fills import Match
 
@@ -30,8 +30,8 @@ _OTHER_FLOAT = re.compile(
 )
 
 
-#: Places that are tried for names that end as others do.
-_MAX_TRIED = 8
+#: Places that are tried for names that end as others do, and parts of their names.
+_MAX_TRIED = _MAX_DEPTH = 8
 
 #: A moment by the number of its parameter.
 _NUMBERED = re.compile(r"((?:.*\.)?state)\.\d+\.\w+")
@@ -83,17 +83,33 @@ def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
 
 
 def _names_of(target: Any) -> list[str]:
-    """Name what a target has, and what is in it; nothing if it does not say."""
-    if type(target) is not dict:
-        return names_of("", _state_of(target))
-    return names_of("", {key: _state_of(part) for key, part in target.items()})
+    """Name what a target has, and what modules in it have; nothing if it does not say.
+
+    No object in a target is asked for its state, as matching may not have done so: that moves some
+    data loaders, and of some modules all ranks have to do it.
+    """
+    try:
+        if type(target) is not dict:
+            return names_of("", _state_of(target))
+        return names_of("", {key: _members_of(part) for key, part in target.items()})
+    except Exception:  # of the caller's class, which raises anything
+        return []
 
 
 def _state_of(target: Any) -> Any:
-    try:
-        return target.state_dict() if is_stateful(target) else target
-    except Exception:  # of the caller's class, which raises anything
-        return {}
+    members = _members_of(target)
+    return target.state_dict() if members is target and is_stateful(target) else members
+
+
+def _members_of(part: Any) -> Any:
+    """Give the names of a module with something; what is none as it is."""
+    if not isinstance(part, torch.nn.Module):
+        return part
+    return {
+        name: None
+        for members in (part.named_parameters, part.named_buffers)
+        for name, _ in members(remove_duplicate=False)
+    }
 
 
 def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -119,17 +135,40 @@ def _added(names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def _beside(target: Any, given: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say so if the names below a key of a target are those below another in a checkpoint."""
-    parts = unexpected[0].split(".") if unexpected and type(target) is dict else []
-    for depth in range(1, len(parts)):
-        there = ".".join(parts[:depth])
-        here = _added(sorted(_below(there, unexpected)), given)
-        if here in target and _below(here, given) == _below(there, unexpected):
-            return (
-                f"the target has below {here!r} what the checkpoint has below {there!r}: pass"
-                f" into={_nested(there, f'target[{here!r}]')}"
-            )
+    """Say so if the names below a key of a target are those below another in a checkpoint.
+
+    Only where none else has these names: an actor and a critic may be made alike.
+    """
+    if type(target) is not dict:
+        return ""
+    places = _by_names({k: v for k, v in _grouped(given, 1).items() if k in target})
+    for depth in range(1, _MAX_DEPTH):
+        for below, theres in _by_names(_grouped(unexpected, depth)).items():
+            heres = places.get(below, [])
+            if len(heres) == len(theres) == 1:
+                return (
+                    f"the target has below {heres[0]!r} what the checkpoint has below"
+                    f" {theres[0]!r}: pass into={_nested(theres[0], f'target[{heres[0]!r}]')}"
+                )
     return ""
+
+
+def _grouped(names: Sequence[str], depth: int) -> dict[str, set[str]]:
+    """Give the names below each of what so many parts of them name."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".", depth)
+        if len(parts) > depth:
+            groups.setdefault(".".join(parts[:depth]), set()).add(parts[depth])
+    return groups
+
+
+def _by_names(groups: Mapping[str, set[str]]) -> dict[frozenset[str], list[str]]:
+    """Give what has the same names below it, by those."""
+    found: dict[frozenset[str], list[str]] = {}
+    for place, names in groups.items():
+        found.setdefault(frozenset(names), []).append(place)
+    return found
 
 
 def _nested(fqn: str, value: str) -> str:
@@ -137,12 +176,6 @@ def _nested(fqn: str, value: str) -> str:
     for part in reversed(fqn.split(".")):
         value = f"{{{part!r}: {value}}}"
     return value
-
-
-def _below(above: str, names: Sequence[str]) -> set[str]:
-    """Give the names below another, as they are there."""
-    start = f"{above}."
-    return {name.removeprefix(start) for name in names if name.startswith(start)}
 
 
 def _above(names: Iterable[str]) -> set[str]:

@@ -362,6 +362,29 @@ async def test_a_second_tier_that_is_away_is_told_how_to_do_without(tmp_path: Pa
         assert "leave out" not in str(caught.value)
 
 
+async def test_a_step_that_is_copied_late_goes_from_both_tiers(
+    tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy is removed as soon as it is there; nothing would tell then that there was one."""
+    near, begins = tmp_path / "near", asyncio.Event()
+
+    async def late(second: SecondTier, root: str) -> None:
+        await begins.wait()
+        await take_up(second, root)
+
+    take_up = SecondTier.take_up
+    await owe(near, far, 1)
+    monkeypatch.setattr(SecondTier, "take_up", late)
+    async with Checkpointer(
+        near, then=far, keep=KeepLast(2), keep_local=1, config=SMALL, sweep_after_s=None
+    ) as ckpt:
+        for step in (2, 3, 4):
+            await ckpt.save(state_of(step), step).durable
+        begins.set()
+    assert await steps_in(near) == (4,)
+    assert await steps_in(far) == (3, 4)
+
+
 async def test_a_step_that_only_the_second_tier_has_is_not_saved_over(
     tmp_path: Path, far: str
 ) -> None:
