@@ -300,12 +300,12 @@ class Upkeep:
             # whether or not this run has a second tier: while that is down, one may do without
             if keeper is self._keeper and await self._owes(step, save_id):
                 return None
-        except StorageError as error:
-            return without_frames(error)  # it has this one: no circle
-        if step not in self.exempt() and not self._is_in_a_hurry():
             if self._second is not None and keeper is self._second.keeper:
                 turn = self._turns[self._keeper]
                 await self._second.precede(step, self._keeper, self.exempt, turn)
+        except StorageError as error:
+            return without_frames(error)  # it has this one: no circle
+        if step not in self.exempt() and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):
                 return without_frames(removal.error)

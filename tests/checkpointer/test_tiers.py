@@ -30,6 +30,8 @@ from ckptio.checkpointer import tiers
 from ckptio.checkpointer.keeper import Keeper
 from ckptio.checkpointer.steps import step_name
 from ckptio.checkpointer.tiers import SecondTier
+from ckptio.engine import tiers as engine_tiers
+from ckptio.engine.transfer import transfer
 from ckptio.events import (
     CheckpointRemoved,
     CopyFailed,
@@ -45,7 +47,14 @@ from ckptio.storage.files import PosixFiles
 from ckptio.testing import EventLog, run_virtual
 from tests.checkpointer.rig import checkpointer_on, committed_steps, engines, on_each
 from tests.mounts import Mount
-from tests.rig import SMALL, assert_same, assert_tidy, filled_state, names_in, values_in
+from tests.rig import (
+    SMALL,
+    assert_same,
+    assert_tidy,
+    filled_state,
+    names_in,
+    values_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +62,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
+
+    from ckptio.engine.landing import Reading
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 SIZES = [5000, 70_000]
@@ -367,20 +378,21 @@ async def test_a_step_that_is_copied_late_goes_from_both_tiers(
 ) -> None:
     """Its copy is removed as soon as it is there; nothing would tell then that there was one."""
     near, begins = tmp_path / "near", asyncio.Event()
+    loop = asyncio.get_running_loop()
 
-    async def late(second: SecondTier, root: str) -> None:
-        await begins.wait()
-        await take_up(second, root)
+    async def late(reading: Reading, *arguments: Any) -> None:
+        if reading.storage.path.endswith(step_name(1)):
+            goes_on = asyncio.run_coroutine_threadsafe(begins.wait(), loop)
+            await asyncio.wrap_future(goes_on)
+        await transfer(reading, *arguments)
 
-    take_up = SecondTier.take_up
-    await owe(near, far, 1)
-    monkeypatch.setattr(SecondTier, "take_up", late)
-    async with Checkpointer(
-        near, then=far, keep=KeepLast(2), keep_local=1, config=SMALL, sweep_after_s=None
-    ) as ckpt:
+    monkeypatch.setattr(engine_tiers, "transfer", late)
+    async with Checkpointer(near, then=far, keep=KeepLast(2), keep_local=1, config=SMALL) as ckpt:
+        overtaken = ckpt.save(state_of(1), 1)
         for step in (2, 3, 4):
             await ckpt.save(state_of(step), step).durable
         begins.set()
+        await overtaken.durable
     assert await steps_in(near) == (4,)
     assert await steps_in(far) == (3, 4)
 
