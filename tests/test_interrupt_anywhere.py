@@ -147,10 +147,15 @@ def test_a_load_can_be_interrupted_anywhere(tmp_path: Path) -> None:
     assert point > 100
 
 
-@pytest.mark.parametrize("face", ["start_save", "load"])
+@pytest.mark.parametrize("face", ["start_save", "start_save to a store", "load"])
 def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> None:
-    """Neither waits for the other: who was interrupted goes on, or hears that it is closed."""
+    """Neither waits for the other: who was interrupted goes on, or hears that it is closed.
+
+    A save that began is finished then.
+    """
     sync.save(STATE, tmp_path / "a")
+    place = f"memory://{tmp_path.name}/b" if face.endswith("store") else str(tmp_path / "b")
+    handles: list[Any] = []
     point, went_on = 0, True
     while went_on:
         point += 1
@@ -161,15 +166,19 @@ def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> N
                 if face == "load":
                     engine.load(tmp_path / "a")
                 else:
-                    engine.start_save(STATE, tmp_path / "b", overwrite=True)
+                    handles.append(engine.start_save(STATE, place, overwrite=True))
 
         def close(engine: sync.Engine = engine) -> None:
             engine.__exit__(None, None, None)
 
-        went_on = interrupt_at(point, call, ("/ckptio/runtime/", "/ckptio/_outcome"), close)
+        where = ("/ckptio/runtime/", "/ckptio/_outcome", "/asyncio/base_events.py")
+        went_on = interrupt_at(point, call, where, close)
         close()
         assert engine._core._in_flight._running <= set()
         assert not engine._core._in_flight._handed
+        assert not engine._core._in_flight._refused
+        while handles:
+            assert handles.pop().result().path == place
     assert point > 30
 
 

@@ -283,6 +283,7 @@ class SecondTier:
             await self._thinning.acquire()
         finally:
             self._is_thinning_due = False
+        failures: list[CheckpointError] = []
         try:
             local = await first.steps()
             old = local[: -self._keep_local]
@@ -291,9 +292,15 @@ class SecondTier:
                 for step in old:
                     await asyncio.sleep(0)
                     if step in there and step not in exempt():
-                        await self._let_go(step, first, exempt, turn, self._keep_local)
+                        try:
+                            await self._let_go(step, first, exempt, turn, self._keep_local)
+                        except CheckpointError as error:  # the others need not stay for it
+                            failures.append(error)
+            if failures:
+                raise failures[0]
         finally:
             self._thinning.release()
+            failures.clear()  # an error has this frame: no circle
 
     async def precede(
         self, step: int, first: Keeper, exempt: Callable[[], Collection[int]], turn: asyncio.Lock

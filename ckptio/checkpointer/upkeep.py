@@ -8,6 +8,7 @@ clock says, until another one is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 from collections import defaultdict
@@ -19,7 +20,7 @@ from ckptio._failures import without_frames
 from ckptio.checkpointer.losses import Losses
 from ckptio.checkpointer.metrics import metrics_in, unmeasured
 from ckptio.checkpointer.steps import step_name
-from ckptio.errors import FormatError, StorageError
+from ckptio.errors import CheckpointError, FormatError, StorageError
 from ckptio.events import HigherStepFound, RetentionFailed
 from ckptio.runtime.guard import Guard
 from ckptio.runtime.leaving import end_saves, unsettled
@@ -300,11 +301,12 @@ class Upkeep:
             # whether or not this run has a second tier: while that is down, one may do without
             if keeper is self._keeper and await self._owes(step, save_id):
                 return None
-            if self._second is not None and keeper is self._second.keeper:
-                turn = self._turns[self._keeper]
-                await self._second.precede(step, self._keeper, self.exempt, turn)
         except StorageError as error:
             return without_frames(error)  # it has this one: no circle
+        if self._second is not None and keeper is self._second.keeper:
+            turn = self._turns[self._keeper]
+            with contextlib.suppress(CheckpointError):  # `thin_out` tells of it
+                await self._second.precede(step, self._keeper, self.exempt, turn)
         if step not in self.exempt() and not self._is_in_a_hurry():
             removal = await keeper.remove(step, save_id)
             if removal.is_unanswered and isinstance(removal.error, StorageError):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
+from ckptio._outcome import Outcome
 from ckptio.errors import CheckpointError, EngineClosedError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self._running: set[Running[Any]] = set()
-        self._handed: dict[Running[Any], int] = {}  # by which thread, while that does it
+        self._handed: dict[Running[Any], int] = {}  # by which thread, until the loop has it
+        self._refused: set[Running[Any]] = set()  # that the loop did not get in time
         self.flows: set[Driver] = set()
         self._is_aborted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,22 +111,20 @@ class InFlight:
 
         def spawn() -> None:
             assert self._group is not None  # noqa: S101  # as below
-            if not running.end.done():  # it may have been handed over twice
+            self._handed.pop(running, None)
+            if not running.end.done() and running not in self._refused:  # once, of twice
                 self._group.create_task(self.run(step, context, running, keeps), name=name)
 
         def hand_over() -> None:
             nonlocal is_permitted
-            assert self._loop is not None  # noqa: S101  # `serve` began with the engine
             self._handed[running] = threading.get_ident()
             self._running.add(running)
             if permit is not None and not is_permitted:
                 permit()
                 is_permitted = True  # and whoever closes the engine waits for this one
-            try:
-                self._loop.call_soon_threadsafe(spawn)
-            except RuntimeError:
-                raise _closed() from None
-            self._handed.pop(running, None)
+            self._call_soon(spawn)
+            if running in self._refused:  # a handler closed the engine just before
+                raise _closed()
 
         try:
             hand_over()
@@ -135,6 +135,7 @@ class InFlight:
             except CheckpointError:  # nobody is to wait for it
                 self._running.discard(running)
                 self._handed.pop(running, None)
+                self._refused.discard(running)
                 if not running.end.done():
                     running.end.set_exception(_closed())
             raise
@@ -201,9 +202,14 @@ class InFlight:
             closer_id: Identifies the thread that closes the engine.
         """
         while True:
-            flows = list(self.flows)
-            # what the closer's own thread hands over goes on when a handler there has closed this
-            steps = [one for one in list(self._running) if self._handed.get(one) != closer_id]
+            flows, steps = list(self.flows), list(self._running)
+            # a handler that closes this may have stopped its thread where that hands a step over
+            if any(self._handed.get(one) == closer_id for one in steps):
+                self._pass_through()
+                late = {one for one in steps if self._handed.get(one) == closer_id}
+                self._refused |= late
+                self._running -= late
+                continue
             if not flows and not steps:
                 return
             # discarded here, too: an interrupt comes also where one that has ended would be
@@ -214,6 +220,21 @@ class InFlight:
             for running in steps:
                 running.wait_ended()
                 self._running.discard(running)
+
+    def _pass_through(self) -> None:
+        """Block until the loop has come to what was handed over before."""
+        passed: Outcome[None] = Outcome()
+        self._call_soon(lambda: passed.set_result(None))
+        passed.wait()
+
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None  # noqa: S101  # `serve` began with the engine
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if self._loop.is_closed():
+                raise _closed() from None
+            raise  # of a signal's handler
 
 
 def _closed() -> EngineClosedError:

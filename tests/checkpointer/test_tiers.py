@@ -373,6 +373,22 @@ async def test_a_second_tier_that_is_away_is_told_how_to_do_without(tmp_path: Pa
         assert "leave out" not in str(caught.value)
 
 
+async def test_a_step_that_cannot_be_read_keeps_no_other(tmp_path: Path, far: str) -> None:
+    """It stays itself, and that is told."""
+    near, log = tmp_path / "near", EventLog()
+    async with Checkpointer(
+        near, then=far, keep=KeepLast(3), keep_local=1, config=SMALL, observer=log
+    ) as ckpt:
+        for step in range(1, 7):
+            await ckpt.save(state_of(step), step).durable
+            if step == 2:
+                manifest = near / step_name(2) / "manifest.json"
+                manifest.unlink()
+                manifest.mkdir()
+    assert await steps_in(far) == (4, 5, 6)
+    assert set(names_in(near)) <= {step_name(2), step_name(6)}
+
+
 async def test_a_step_that_is_copied_late_goes_from_both_tiers(
     tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
