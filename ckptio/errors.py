@@ -287,8 +287,8 @@ class CorruptionError(FormatError):
     ) -> None:
         """Say that bytes `[start, stop)` of `file` in checkpoint `path` have `problem`."""
         held = f", which holds {some_of(fqns)}" if fqns else ""
-        where = f"bytes [{start}, {stop}) of {file!r}" if start < stop else repr(file)
-        super().__init__(f"{path!r} is damaged: {problem} in {where}{held}")
+        where = f" in bytes [{start}, {stop}) of {file!r}" if start < stop else f": {file!r}"
+        super().__init__(f"{path!r} is damaged: {problem}{where}{held}")
         self.path = path
         self.problem = problem
         self.file = file

@@ -138,6 +138,8 @@ def test_a_corruption_says_where_it_is() -> None:
         "'/a' is damaged: checksum 1 instead of 2 in bytes [4, 8) of 'f', which holds"
         " 't0', 't1', 't2', 't3', 't4' and 2 more"
     )
+    missing = CorruptionError("no such file", path="/a", file="f", start=0, stop=0)
+    assert str(missing) == "'/a' is damaged: no such file: 'f'"
     assert (error.path, error.problem) == ("/a", "checksum 1 instead of 2")
     assert (error.file, error.start, error.stop, len(error.fqns)) == ("f", 4, 8, 7)
 

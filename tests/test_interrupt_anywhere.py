@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -78,6 +79,31 @@ def interrupt_at(
     finally:
         sys.setprofile(None)
     return count >= point
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does, in turns of the interpreter."""
+    while not condition():
+        os.sched_yield()
+
+
+def is_at_guard(thread: int | None) -> bool:
+    """Whether a thread is in `Guard.run` itself: it waits for the lock, or is about to."""
+    frame = sys._current_frames().get(thread or 0)
+    return frame is not None and frame.f_code is Guard.run.__code__
+
+
+def signal_to(waits: Callable[[], object]) -> threading.Thread:
+    """Have a signal come to this thread once another one has waited for something."""
+    main = threading.get_ident()
+
+    def work() -> None:
+        waits()
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
@@ -174,9 +200,8 @@ def test_a_handler_may_close_the_engine_anywhere(tmp_path: Path, face: str) -> N
         where = ("/ckptio/runtime/", "/ckptio/_outcome", "/asyncio/base_events.py")
         went_on = interrupt_at(point, call, where, close)
         close()
-        assert engine._core._in_flight._running <= set()
-        assert not engine._core._in_flight._handed
-        assert not engine._core._in_flight._refused
+        in_flight = engine._core._in_flight
+        assert not {*in_flight._running, *in_flight._handed, *in_flight._refused}
         while handles:
             assert handles.pop().result().path == place
     assert point > 30
@@ -235,10 +260,12 @@ def test_no_thread_is_started_where_an_interrupt_may_come(tmp_path: Path) -> Non
 def test_an_interrupt_ends_what_is_waited_for_inside_of_a_loop() -> None:
     """The plug-ins of torch.distributed.checkpoint wait so: what they began is undone by then."""
     ended: list[str] = []
+    begun = threading.Event()
 
     async def slow() -> None:
+        begun.set()
         try:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
             ended.append("undone")
@@ -247,9 +274,7 @@ def test_an_interrupt_ends_what_is_waited_for_inside_of_a_loop() -> None:
         raise KeyboardInterrupt
 
     async def train() -> None:
-        to = (threading.get_ident(), signal.SIGUSR1)
-        signaller = threading.Timer(0.1, signal.pthread_kill, to)
-        signaller.start()
+        signaller = signal_to(begun.wait)
         with pytest.raises(KeyboardInterrupt):
             wait_for(slow())
         signaller.join()
@@ -300,11 +325,9 @@ def test_a_handler_waits_for_the_guard_of_another_thread() -> None:
     try:
         other = threading.Thread(target=guard.run, args=(hold,))
         other.start()
-        while not seen:
-            pass
-        to = (threading.get_ident(), signal.SIGUSR1)
-        signaller = threading.Timer(0.05, signal.pthread_kill, to)
-        signaller.start()  # it comes while this thread waits
+        wait_until(lambda: bool(seen))
+        main = threading.get_ident()
+        signaller = signal_to(lambda: wait_until(lambda: is_at_guard(main)))
         guard.run(lambda: seen.append("main"))
         signaller.join()
         other.join(10)
@@ -326,10 +349,9 @@ def test_a_guard_lets_one_thread_in() -> None:
         for call in (first, lambda: seen.append("2"))
     ]
     threads[0].start()
-    while not seen:
-        pass
+    wait_until(lambda: bool(seen))
     threads[1].start()
-    threads[1].join(0.05)
+    wait_until(lambda: is_at_guard(threads[1].ident) or not threads[1].is_alive())
     goes_on.set()
     for thread in threads:
         thread.join(10)

@@ -320,7 +320,7 @@ def _check_common(messages: Sequence[Message]) -> None:
 
 
 @without_collection  # half the time of a million leaves was collections
-def _merged(trees: Sequence[Json], numbers: Any) -> bytes:
+def _merged(trees: Sequence[RankTree], numbers: Mapping[str, int]) -> bytes:
     """Put the trees of all ranks together. Blocks."""
     return msgspec.json.encode(merge_trees(trees, numbers))
 

@@ -284,10 +284,7 @@ class _Meeting:
     def _plan(self, messages: Sequence[Json]) -> tuple[ExchangePlan, bool]:
         """Plan who would read what for whom, and say whether that pays. Blocks."""
         hosts = self._context.ranks.hosts
-        runs = [decode_runs(message["runs"]) for message in messages]
-        slab_nbytes = min(message["slab_nbytes"] for message in messages)
-        # if all want everything, wants are as many as ranks x files
-        plan = without_collection(plan_exchange)(self._reading.manifest, runs, hosts, slab_nbytes)
+        plan = _planned(self._reading.manifest, messages, hosts)
         if messages[0]["exchange"] == "on":
             return plan, plan.shared_nbytes() > 0
         cached = [message["cached"] for message in messages]
@@ -327,3 +324,9 @@ async def _all_done(messages: Sequence[Json]) -> Same:
     """Nothing to decide: that all ranks came is the answer."""
     del messages
     return Same(None)
+
+
+@without_collection  # if all want everything, wants are as many as ranks x files
+def _planned(manifest: Manifest, messages: Sequence[Json], hosts: Sequence[str]) -> ExchangePlan:
+    runs = [decode_runs(message["runs"]) for message in messages]
+    return plan_exchange(manifest, runs, hosts, min(each["slab_nbytes"] for each in messages))

@@ -141,18 +141,18 @@ def run_alone(
     begins: Moment[None] = Moment()
     rest = functools.partial(_close_after, core, job.moments, copy, running, copying, begins)
     core.submit(lambda context: saved(job, context, begins), f"save {job.storage.path}", running)
-    failures: list[RuntimeError] = []
+    is_begun = True
 
     def begin() -> None:
+        nonlocal is_begun
         try:
             threading.Thread(target=rest, name="ckptio-save", daemon=False).start()
-        except RuntimeError as error:  # the limit of threads is reached, or the interpreter ends
-            failures.append(error)
+        except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+            is_begun = False
 
     # an interrupt leaves a lock of `start` locked, which every thread of the process needs
     run_uninterrupted(begin, "ckptio-begin", lambda: None)
-    if failures:
-        failures.clear()
+    if not is_begun:
         rest()
 
 

@@ -115,3 +115,12 @@ def test_nothing_goes_past_the_page_cache_where_that_is_off(
     whole = [(n * ROOM_NBYTES, ROOM_NBYTES) for n in range(3)]
     assert writes.direct in ([], [*whole, (3 * ROOM_NBYTES, 4096)])  # none on a tmpfs, say
     assert (tmp_path / "f").read_bytes() == data
+
+
+def test_a_system_that_writes_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked again for ever."""
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="wrote nothing of 3 bytes"):
+        write(tmp_path / "f", [(0, b"abc")], "off")

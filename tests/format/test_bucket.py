@@ -172,6 +172,8 @@ def test_what_only_others_write_is_read_over(document: Any) -> None:
 
 def test_data_behind_the_last_tensor_is_refused() -> None:
     """Nothing can hide in a file."""
+    with pytest.raises(FormatError, match=r"tensors end at 4 and the data at 3: it was cut off$"):
+        decode_header(make({"a": entry()}), 3)
     with pytest.raises(FormatError, match=r"tensors end at 4 and the data at 5$"):
         decode_header(make({"a": entry()}), 5)
 
