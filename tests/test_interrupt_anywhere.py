@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ def interrupt_at(
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread does, in turns of the interpreter."""
+    deadline = time.monotonic() + 20
     while not condition():
+        assert time.monotonic() < deadline
         os.sched_yield()
 
 
