@@ -103,11 +103,13 @@ def save_and_load_fsdp(me: Me, path: str) -> dict[str, int]:
 class Trainer:
     """A small model under FSDP2 with its optimizer, one step old."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu", width: int = 13) -> None:
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  # slow to import
 
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Linear(13, 5))
+        self.device = device
+        layers = torch.nn.Linear(7, width), torch.nn.Linear(width, 5)
+        self.model = torch.nn.Sequential(*layers).to(device)
         for layer in self.model:
             fully_shard(layer)
         fully_shard(self.model)
@@ -117,7 +119,8 @@ class Trainer:
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.optimizer.zero_grad()
-        self.model(torch.randn(3, 7, generator=generator)).square().sum().backward()
+        numbers = torch.randn(3, 7, generator=generator).to(self.device)
+        self.model(numbers).square().sum().backward()
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
