@@ -182,7 +182,8 @@ class MetadataCache:
             return make(manifest)
         if entry.made is None:
             entry.made = make(manifest)
-            for other in [e for e in self._entries.values() if e.made is not None][:-_MAX_MADE]:
+            others = [e for e in self._entries.values() if e.made is not None and e is not entry]
+            for other in others[: 1 - _MAX_MADE]:
                 other.made = None
         made: T = entry.made
         return made

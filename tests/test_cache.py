@@ -393,6 +393,21 @@ def test_of_few_entries_something_is_kept_beside() -> None:
     run_virtual(scenario(), seed=0)
 
 
+def test_what_was_just_made_is_kept_however_long_ago_its_entry_was_asked_for() -> None:
+    """Callers that ask at once have their manifests before the first of them makes anything."""
+
+    async def scenario() -> None:
+        storages = [await stored(A, f"m{i}") for i in range(6)]
+        async with running_cache() as cache:
+            manifests = [await cache.get(storage) for storage in storages]
+            for manifest in reversed(manifests):
+                made = cache.beside(manifest, Named)
+                assert made.manifest is manifest
+                assert cache.beside(manifest, Named) is made
+
+    run_virtual(scenario(), seed=0)
+
+
 def test_entries_are_bounded_by_bytes() -> None:
     """What is larger than the bound is not kept; the sum of the others stays below."""
 
