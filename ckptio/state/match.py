@@ -130,8 +130,12 @@ class Noted:
             )
         return name is not None
 
-    def _mismatch(self, fqn: str, target: Any, found: str) -> Assemble:
-        if self._keep is None or self._keep(fqn):
+    def _mismatch(self, fqn: str, target: Any, node: Json, found: str) -> Assemble:
+        """Note what differs, if it, or anything below it, here or there, is to be loaded."""
+        if self._keep is None or any(
+            [self._keep(name) for name in (fqn, *names_of(fqn, target))]
+            + names_kept(fqn, node, self._keep)
+        ):
             self.match.mismatched.append(f"{fqn or 'the whole state'}: {found}")
             if isinstance(target, torch.Tensor):
                 self.match.unfit.append(target)
@@ -146,6 +150,16 @@ class Noted:
 
     def _note_unexpected(self, fqn: str, node: Json) -> None:
         self.match.unexpected += names_kept(fqn, node, self._keep)
+
+    def _is_left(self, fqn: str, node: Json) -> bool:
+        """Whether a value of the target that is no container is not to be loaded.
+
+        What is a container in the checkpoint has names of its own below.
+        """
+        if self._keep is None or self._keep(fqn):
+            return False
+        is_nested = type(node) in (dict, list) and tensor_index(node) is None
+        return not (is_nested and names_kept(fqn, node, self._keep))
 
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""

@@ -116,7 +116,7 @@ class Matcher(ObjectMatcher):
             return lambda _: target
         parts = parts_alike(fqn, target, node)
         if isinstance(parts, str):
-            return self._mismatch(fqn, target, parts)
+            return self._mismatch(fqn, target, node, parts)
         fields = dict(node["v"])
         merged = {n: self.merge(join_fqn(fqn, n), part, fields[n]) for n, part in parts.items()}
 
@@ -197,7 +197,7 @@ class Matcher(ObjectMatcher):
         """Match what the target keeps for each rank."""
         if not is_ranks(node):
             found = "a value for each rank in the target, one for all in the checkpoint"
-            return self._mismatch(fqn, target, found)
+            return self._mismatch(fqn, target, node, found)
         if is_absent(node):
             self.match.kept.append(fqn)
             return lambda _: target
@@ -326,7 +326,7 @@ class Matcher(ObjectMatcher):
         stored = sequence_in(fqn, node)
         if stored is None or stored[0] != isinstance(target, tuple):
             found = other(f"a {type(target).__name__}", node)
-            return self._mismatch(fqn, target, found)
+            return self._mismatch(fqn, target, node, found)
         _, names, items = stored
         if (
             type(target) in (list, tuple)

@@ -80,7 +80,7 @@ class TensorMatcher(Noted):
         self._handed: Handed | None = None
 
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
-        if self._keep is not None and not self._keep(fqn):
+        if self._is_left(fqn, node):
             return lambda _: target
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
         if not is_new and (fill := find_plain(self._tensors, fqn, node, target)) is not None:
@@ -130,11 +130,11 @@ class TensorMatcher(Noted):
         is_tensor = isinstance(target, torch.Tensor) and stored_as(self._tensors, node) is not None
         if is_open and not is_tensor and is_kept(fqn, node, self._keep):
             return self._take(fqn, node, tuple(classes_in(target)))
-        return self._mismatch(fqn, target, found)
+        return self._mismatch(fqn, target, node, found)
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a tensor of which this rank holds blocks."""
-        if self._keep is not None and not self._keep(fqn):
+        if self._is_left(fqn, node):
             return lambda _: target
         sharded = self._describer.describe(
             target,
@@ -142,7 +142,7 @@ class TensorMatcher(Noted):
         )
         found = self._find(node, sharded.global_shape, sharded.dtype)
         if isinstance(found, str):
-            return self._mismatch(fqn, target, found)
+            return self._mismatch(fqn, target, node, found)
         blank = None
         if len(sharded.local) == 1 and sharded.local[0].is_meta:
             blank = self._blank(fqn, target, sharded.identity)
@@ -165,7 +165,7 @@ class TensorMatcher(Noted):
         return self._blanks.setdefault(identity, Blank(fqn, target, self._device))
 
     def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
-        if self._keep is not None and not self._keep(fqn):
+        if self._is_left(fqn, node):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
             return self._other(fqn, target, node, other("an array", node))
@@ -175,7 +175,7 @@ class TensorMatcher(Noted):
             has_type = has_type or target.dtype.kind == numpy_dtype(node["d"]).kind == "f"
         is_resized = is_new and has_type and self._is_resized(fqn)
         if (found := array_differs(target, node)) and not is_resized:
-            return self._mismatch(fqn, target, found)
+            return self._mismatch(fqn, target, node, found)
         if is_new:
             return self._take(fqn, node)
         check_array(fqn, target)

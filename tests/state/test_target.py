@@ -421,6 +421,30 @@ def test_what_is_not_selected_stays_and_is_not_listed() -> None:
     assert match_of(saved, target, ["a", "d"]).missing == ["d"]
 
 
+@pytest.mark.parametrize(
+    ("saved", "target", "select"),
+    [
+        ([zeros(1), zeros(1)], {"0": zeros(1)}, "a.0"),
+        ({"x": zeros(1)}, [zeros(1)], "a.x"),
+        ({"x": zeros(1)}, [zeros(1)], "a.0"),
+        ((zeros(1), 1), [zeros(1), 0], "a.1"),
+        ({"x": zeros(1)}, zeros(1), "a.x"),
+        (zeros(1), {"x": zeros(1)}, "a.x"),
+        ({"x": 1}, np.zeros(1), "a.x"),
+    ],
+    ids=["list", "dict", "dict, of the target", "tuple", "nested", "flat", "array"],
+)
+def test_what_is_of_another_kind_is_told_where_a_part_of_it_is_selected(
+    saved: Any, target: Any, select: str
+) -> None:
+    """Its own name is not; but neither side has the other's, and the part would not be loaded."""
+    saved, target = {"a": saved, "b": zeros(1)}, {"a": target, "b": zeros(1)}
+    match, result = matched(saved, target, [select, "b"])
+    assert [line.partition(":")[0] for line in match.mismatched] == ["a"]
+    assert result["a"] is target["a"]
+    assert match_of(saved, target, "b").agrees
+
+
 def test_a_placeholder_takes_what_is_selected_of_a_container() -> None:
     """And no tensor beside it is made."""
     saved = {"a": {"x": zeros(1), "y": zeros(2)}}
