@@ -664,8 +664,34 @@ def test_a_target_that_is_a_level_off_is_told(engine: sync.Engine, tmp_path: Pat
         (
             {"run": {"model": {"w": 1, "b": 2}}, "step": 3},
             {"net": {"b": 0, "w": 0}, "step": 0},
-            "has below 'run.model': pass into={'run': {'model': target['net']}}",
+            "into={'run': {'model': target['net']}}, and beside it what else is to be loaded",
         ),
+        (
+            {"model": torch.nn.Linear(2, 2)},
+            {"net": torch.nn.Linear(2, 2)},
+            "has below 'model': pass into={'model': target['net']}; load_with_report",
+        ),
+        (
+            {"models": [torch.nn.Linear(2, 2)]},
+            torch.nn.Linear(2, 2),
+            "those below 'models.0': take them from what load() returns without into=",
+        ),
+        (
+            {"model": torch.nn.Sequential(torch.nn.Linear(2, 2))},
+            torch.nn.Linear(2, 2),
+            "those below 'model.0': take them from what load() returns without into=",
+        ),
+        (
+            {1: torch.nn.Linear(2, 2), "z": 1},
+            {"net": torch.nn.Linear(2, 2)},
+            "if these are the same under other names: rename the keys of what load() returns",
+        ),
+        (
+            {"actor": torch.nn.Linear(2, 2), "critic": torch.nn.Linear(2, 2)},
+            torch.nn.Linear(2, 2),
+            "those below 'actor' or 'critic': pass into={'actor': target}",
+        ),
+        ({"attn_module.w": 1}, {"attn_w": 1}, "if these are the same under other names: rename"),
     ],
 )
 def test_names_that_a_wrapper_or_a_nesting_changed_are_explained(
@@ -799,6 +825,27 @@ def test_no_place_is_named_where_there_are_several(engine: sync.Engine, tmp_path
         with pytest.raises(MismatchError) as caught:
             engine.load(tmp_path / "c", into=target, select=select)
         assert "pass into=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "target"),
+    [
+        ({"ema": torch.nn.Linear(2, 2)}, {}),
+        ({"teacher": {"model": torch.nn.Linear(2, 2)}}, {}),
+        ({"step": 1}, {"run": {"step": 0}}),
+    ],
+)
+def test_no_other_place_is_named_where_the_checkpoint_has_that_of_the_target(
+    engine: sync.Engine, tmp_path: Path, more: dict[str, Any], target: dict[str, Any]
+) -> None:
+    """What it has beside it may look like it, and is something else; unless it is selected."""
+    engine.save({"model": torch.nn.Linear(2, 2), **more}, tmp_path / "c")
+    with pytest.raises(MismatchError) as caught:
+        engine.load(tmp_path / "c", into={"model": torch.nn.Linear(2, 2), **target})
+    assert "pass " not in str(caught.value)
+    if "ema" in more:
+        with pytest.raises(MismatchError, match=r"pass into=\{'ema': target\['model'\]\}"):
+            engine.load(tmp_path / "c", into={"model": torch.nn.Linear(2, 2)}, select="ema")
 
 
 def test_an_object_beside_what_differs_is_not_asked_for_its_state(

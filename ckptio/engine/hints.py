@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptio.format.encode import join_fqn
+from ckptio.format.encode import TAG, join_fqn
 from ckptio.state.fills import names_of
+from ckptio.state.members import members_of
 from ckptio.state.stateful import is_stateful
+from ckptio.state.tree import read_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckptio.format.encode import Json
+    from ckptio.format.manifest import Manifest
     from ckptio.state.fills import Match
 
 #: What wrappers put before the names of a module: torch.compile, and DistributedDataParallel and
@@ -37,36 +41,38 @@ _MAX_TRIED = _MAX_DEPTH = 8
 _NUMBERED = re.compile(r"((?:.*\.)?state)\.\d+\.\w+")
 
 
-def hint_for(match: Match, target: Any, writer: str) -> str:
+def hint_for(match: Match, target: Any, manifest: Manifest, rank: int) -> str:
     """Say what to do, empty if nothing tells.
 
     Args:
         match: What disagrees.
         target: What was to be filled.
-        writer: What wrote the checkpoint, as its manifest says.
+        manifest: The checkpoint's.
+        rank: Who loads it.
     """
-    given = _names_of(target)
+    given, tree = _names_of(target), read_tree(manifest, rank)
     names = (
-        _level(given, match.unexpected)
+        _level(match, given, tree)
         or _empty(target, match.unexpected)
         or _nesting(match.missing, match.unexpected)
         or _prefix(match.missing, match.unexpected)
         or _numbers(match.missing, match.unexpected)
-        or _beside(target, match.missing or given, match.unexpected)
+        or _beside(target, _lacking(match, given), match.unexpected, tree)
         or _older(match)
-        or _renaming(match, writer)
+        or _renaming(match, manifest.writer)
     )
     return "; ".join(filter(None, (names, _conversion(match))))
 
 
-def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
+def nothing_fits(match: Match, path: str, target: Any, manifest: Manifest, rank: int) -> str:
     """Say that a checkpoint has nothing for a target, and what to do.
 
     Args:
         match: What disagrees; not nothing.
         path: The checkpoint.
         target: What was to be filled.
-        writer: What wrote the checkpoint, as its manifest says.
+        manifest: The checkpoint's.
+        rank: Who loads it.
     """
     if match.mismatched:
         num_more = len(match.mismatched) - 1
@@ -78,8 +84,8 @@ def nothing_fits(match: Match, path: str, target: Any, writer: str) -> str:
     else:
         problem = f"nothing that the target asks for is in checkpoint {path!r}, neither"
         problem += f" {match.missing[0]!r} nor another"
-    ways_out = filter(None, (hint_for(match, target, writer), "load_with_report(...) says what is"))
-    return f"{problem}; {'; '.join(ways_out)}"
+    hint = hint_for(match, target, manifest, rank)
+    return "; ".join(filter(None, (problem, hint, "load_with_report(...) says what is")))
 
 
 def _names_of(target: Any) -> list[str]:
@@ -112,43 +118,75 @@ def _members_of(part: Any) -> Any:
     }
 
 
-def _level(given: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say so if the names of a target are those of a checkpoint, a level up or down."""
-    above = _added(given, unexpected)
+def _lacking(match: Match, given: Sequence[str]) -> list[str]:
+    """Give the names of a target that the checkpoint has not, with those that modules have.
+
+    What was not selected is not looked for; so all are given where nothing was taken.
+    """
+    if not match.missing:
+        return [] if match.num_taken or match.mismatched else list(given)
+    missing = set(match.missing)
+    return [name for name in given if name in missing or not missing.isdisjoint(_above([name]))]
+
+
+def _level(match: Match, given: Sequence[str], tree: Json) -> str:
+    """Say so if the names of a target are those of a checkpoint, a level up or down.
+
+    Where some are in both, both are of one level.
+    """
+    if match.num_taken or match.mismatched:
+        return ""
+    above = _added(given, match.unexpected)
     if above:
-        nested = _nested(above, "target")
-        return f"the target's names are those below {above!r}: pass into={nested}"
-    below = _added(unexpected, given)
+        places = " or ".join(map(repr, above))
+        what = f"the target's names are those below {places}"
+        if _leads(tree, above[0]):
+            return f"{what}: pass into={_nested(above[0], 'target')}"
+        return f"{what}: take them from what load() returns without into="
+    below = _added(match.unexpected, given)
     if below:
-        return f"the checkpoint's names are those below {below!r} of the target: pass that alone"
+        return f"the checkpoint's names are those below {below[0]!r} of the target: pass that alone"
     return ""
 
 
-def _added(names: Sequence[str], others: Sequence[str]) -> str:
-    """Give what has all names below it among others; empty if nothing has."""
+def _added(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Give what has all names below it among others, the nearest first."""
     if not names:
-        return ""
+        return []
     found = {each.removesuffix(f".{names[0]}") for each in others if each.endswith(f".{names[0]}")}
     there = set(others)
-    nearest = sorted(found, key=lambda each: (len(each), each))[:_MAX_TRIED]
-    return next((each for each in nearest if all(f"{each}.{n}" in there for n in names)), "")
+    nearest = sorted(found, key=lambda each: (each.count("."), each))[:_MAX_TRIED]
+    return [each for each in nearest if all(f"{each}.{n}" in there for n in names)]
 
 
-def _beside(target: Any, given: Sequence[str], unexpected: Sequence[str]) -> str:
+def _leads(tree: Json, fqn: str) -> bool:
+    """Whether each part of a name is a key of a dict: as text, and not of a list or a module."""
+    node = tree
+    for part in fqn.split("."):
+        if type(node) is not dict or node.get(TAG) not in (None, "dict", "odict"):
+            return False
+        found = members_of("", node).values()
+        node = next((item for key, _, item in found if key == part), None)
+    return node is not None
+
+
+def _beside(target: Any, lacking: Sequence[str], unexpected: Sequence[str], tree: Json) -> str:
     """Say so if the names below a key of a target are those below another in a checkpoint.
 
     Only where none else has these names: an actor and a critic may be made alike.
     """
     if type(target) is not dict:
         return ""
-    places = _by_names({k: v for k, v in _grouped(given, 1).items() if k in target})
+    places = _by_names({k: v for k, v in _grouped(lacking, 1).items() if k in target})
     for depth in range(1, _MAX_DEPTH):
         for below, theres in _by_names(_grouped(unexpected, depth)).items():
             heres = places.get(below, [])
-            if len(heres) == len(theres) == 1:
+            if len(heres) == len(theres) == 1 and _leads(tree, theres[0]):
+                beside = ", and beside it what else is to be loaded" if len(target) > 1 else ""
                 return (
                     f"the target has below {heres[0]!r} what the checkpoint has below"
                     f" {theres[0]!r}: pass into={_nested(theres[0], f'target[{heres[0]!r}]')}"
+                    f"{beside}"
                 )
     return ""
 
@@ -254,14 +292,14 @@ def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _bare(name: str, prefixes: Sequence[str]) -> str:
-    for prefix in prefixes:
-        name = name.replace(prefix, "")
-    return name
+    """Leave out what wrappers put before names; the last part is a name of its own."""
+    *above, last = name.split(".")
+    return ".".join([*(part for part in above if f"{part}." not in prefixes), last])
 
 
 def _those_in(names: Sequence[str], prefixes: Sequence[str]) -> str:
     """Say which prefixes names have."""
-    found = [prefix for prefix in prefixes if any(prefix in name for name in names)]
+    found = [prefix for prefix in prefixes if any(f".{prefix}" in f".{name}" for name in names)]
     return " and ".join(map(repr, found))
 
 

@@ -199,7 +199,7 @@ def _into(manifest: Manifest, path: str, request: LoadRequest) -> Restoration:
     notes = [f"{name}: saved for other ranks only; left as it is" for name in match.kept]
     unclaimed = None
     if request.strict == "raise" and not match.agrees:
-        hint = hint_for(match, request.into, manifest.writer)
+        hint = hint_for(match, request.into, manifest, request.rank)
         error = MismatchError(path, match.missing, match.unexpected, match.mismatched, hint)
         if match.missing or match.mismatched or request.num_ranks == 1:
             try:

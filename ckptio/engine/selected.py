@@ -51,4 +51,4 @@ def require_selected(
     # of what was selected a target asks for nothing where it has other names; another rank's may
     is_unknown = match is not None and bool(match.unexpected) and request.num_ranks == 1
     if match is not None and (match.missing or match.mismatched or (keep and is_unknown)):
-        raise TargetError(nothing_fits(match, path, request.into, manifest.writer))
+        raise TargetError(nothing_fits(match, path, request.into, manifest, request.rank))
