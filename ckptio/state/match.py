@@ -151,15 +151,15 @@ class Noted:
     def _note_unexpected(self, fqn: str, node: Json) -> None:
         self.match.unexpected += names_kept(fqn, node, self._keep)
 
-    def _is_left(self, fqn: str, node: Json) -> bool:
+    def _is_left(self, fqn: str, node: Json, keep: Predicate) -> bool:
         """Whether a value of the target that is no container is not to be loaded.
 
         What is a container in the checkpoint has names of its own below.
         """
-        if self._keep is None or self._keep(fqn):
+        if keep(fqn):
             return False
         is_nested = type(node) in (dict, list) and tensor_index(node) is None
-        return not (is_nested and names_kept(fqn, node, self._keep))
+        return not (is_nested and names_kept(fqn, node, keep))
 
     def _selects(self, fqn: str, node: Json) -> bool:
         """Whether anything in a node is to be loaded."""

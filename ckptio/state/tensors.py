@@ -80,7 +80,7 @@ class TensorMatcher(Noted):
         self._handed: Handed | None = None
 
     def _tensor(self, fqn: str, target: torch.Tensor, node: Json) -> Assemble:
-        if self._is_left(fqn, node):
+        if self._keep is not None and self._is_left(fqn, node, self._keep):
             return lambda _: target
         is_new = self._handed is not None and self._handed.is_new(fqn, target)
         if not is_new and (fill := find_plain(self._tensors, fqn, node, target)) is not None:
@@ -134,7 +134,7 @@ class TensorMatcher(Noted):
 
     def _sharded(self, fqn: str, target: Any, node: Json) -> Assemble:
         """Match a tensor of which this rank holds blocks."""
-        if self._is_left(fqn, node):
+        if self._keep is not None and self._is_left(fqn, node, self._keep):
             return lambda _: target
         sharded = self._describer.describe(
             target,
@@ -165,7 +165,7 @@ class TensorMatcher(Noted):
         return self._blanks.setdefault(identity, Blank(fqn, target, self._device))
 
     def _array(self, fqn: str, target: np.ndarray[Any, Any], node: Json) -> Assemble:
-        if self._is_left(fqn, node):
+        if self._keep is not None and self._is_left(fqn, node, self._keep):
             return lambda _: target
         if type(node) is not dict or node.get(TAG) != "np":
             return self._other(fqn, target, node, other("an array", node))
