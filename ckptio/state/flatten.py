@@ -149,6 +149,9 @@ class _Flattener:
         self._per_rank: list[Occurrence] = []
         self._held: dict[Hashable, Held] = {}
         self._describer = Describer()
+        #: Objects that were asked, and their states, by id: one that stands at two places has one
+        #: state, of one moment, and what it makes for it is stored once.
+        self._states: dict[int, tuple[Any, Any]] = {}
         self._names: set[str] = {_RESERVED_NAME}
         #: How many of `_shared` and `_per_rank` there were when a program's code last ran.
         self._num_before = 0, 0
@@ -238,11 +241,7 @@ class _Flattener:
         if isinstance(value, np.generic):
             return encode_scalar(fqn, value)
         if is_stateful(value):
-            try:
-                state = value.state_dict()
-            except Exception as error:  # of the caller's class, which raises anything
-                raise failed_within(fqn, error) from error
-            self._num_before = len(self._shared), len(self._per_rank)
+            state = self._state_of(fqn, value)
             try:
                 return self._of_object(fqn, value, state)
             except UnsupportedLeafError as error:
@@ -251,6 +250,16 @@ class _Flattener:
         return self._refuse(
             fqn, value, f"a value of type {name} has no portable form", way_out_of(value)
         )
+
+    def _state_of(self, fqn: str, value: Any) -> Any:
+        """Ask an object for its state, once."""
+        if id(value) not in self._states:
+            try:
+                self._states[id(value)] = value, value.state_dict()
+            except Exception as error:  # of the caller's class, which raises anything
+                raise failed_within(fqn, error) from error
+            self._num_before = len(self._shared), len(self._per_rank)
+        return self._states[id(value)][1]
 
     def _of_object(self, fqn: str, value: Any, state: Any) -> Json:
         """Take the state of an object apart, and note whose it is."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptio import PerRank, TargetError
+from ckptio import PerRank, TargetError, sync
 from tests.state.objects import Loader, loaded
 
 if TYPE_CHECKING:
@@ -90,6 +90,33 @@ def test_an_object_takes_the_state_of_the_first_place(tmp_path: Path, kind: str)
     )
     assert loaded(tmp_path, saved, {"a": target, "b": target}, select="b").report.notes == ()
     assert (target.at if kind == "object" else int(target[0])) == 2
+
+
+class Drawing:
+    """Makes its state anew whenever it is asked, and moves then, as some data loaders do."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.taken: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.num_asked += 1
+        return {"t": torch.full((300,), self.num_asked), "a": np.full(300, self.num_asked)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken.append(state)
+
+
+def test_an_object_at_two_places_is_asked_once_and_stored_once(tmp_path: Path) -> None:
+    """Its state is of one moment, and loads into both places without a word."""
+    drawing = Drawing()
+    state = {"a": drawing, "b": [drawing]}
+    sync.save(state, tmp_path / "c")
+    assert drawing.num_asked == 1
+    assert sum(tensor.nbytes for tensor in sync.inspect(tmp_path / "c").tensors) == 2 * 300 * 8
+    report = sync.load_with_report(tmp_path / "c", into=state).report
+    assert report.notes == ()
+    assert drawing.taken[-1]["t"].tolist() == drawing.taken[-1]["a"].tolist() == [1] * 300
 
 
 def schedulers() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.SequentialLR]:
